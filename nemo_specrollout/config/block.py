@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block `policy.generation.specrollout`: all that a user may ask of this package. Strict, frozen, torch-free."""
+
+from dataclasses import dataclass
+
+from nemo_specrollout.config.strict import ConfigError, bounded, choice
+
+BLOCK_PATH = "policy.generation.specrollout"
+DRAFTER_TYPES = ("ngram", "suffix", "random")
+BUDGET_POLICIES = ("auto", "fixed", "random")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """One drafter; several may be named, and the router picks among them for each request and step."""
+
+    type: str = choice(*DRAFTER_TYPES)
+    """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases."""
+
+    max_order: int = bounded(6, low=2, high=16)
+    """Longest context, in tokens, by which a continuation is looked up."""
+
+    num_slots: int = bounded(1 << 18, low=1 << 10, high=1 << 26)
+    """Contexts remembered, a power of two; 40 bytes each. The least used make room."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if `num_slots` is not a power of two."""
+        if self.num_slots & (self.num_slots - 1):
+            rounded = 1 << self.num_slots.bit_length()
+            raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    """How many draft tokens a request gets in a step."""
+
+    policy: str = choice(*BUDGET_POLICIES, default="auto")
+    """`auto`: while the next draft token pays, by measured step times. `fixed`: always `k`. `random`: for tests."""
+
+    k: int = bounded(3, low=0, high=64)
+    """Draft tokens a request under `policy: fixed`."""
+
+    margin: float = bounded(0.03, low=0.0, high=1.0)
+    """Under `policy: auto`, the share by which drafting must beat no drafts before it is done."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """The run's own proof: decode a sample of each step's requests again, plainly, and compare the tokens."""
+
+    requests_per_step: int = bounded(0, low=0)
+    """Requests decoded twice in each step; 0 turns the check off."""
+
+
+@dataclass(frozen=True)
+class SpecrolloutConfig:
+    """`policy.generation.specrollout`."""
+
+    enabled: bool = True
+    """False: exactly vLLM's and NeMo-RL's own behaviour; nothing of this package is loaded in a worker."""
+
+    num_speculative_tokens: int = bounded(8, low=1, high=64)
+    """The most draft tokens a request may ever get in one step; KV room is reserved for them."""
+
+    drafters: tuple[DrafterConfig, ...] = (DrafterConfig("suffix"), DrafterConfig("ngram"))
+    """Who proposes. Empty: no speculation, but the same sampler, hence the same tokens."""
+
+    budget: BudgetConfig = BudgetConfig()
+    """How much is drafted."""
+
+    verify: VerifyConfig = VerifyConfig()
+    """How much is decoded twice to show that the tokens are equal."""
+
+    logprob_gap_alarm: float = bounded(0.02, low=0.0)
+    """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if a drafter is named twice."""
+        types = [d.type for d in self.drafters]
+        for name in types:
+            if types.count(name) > 1:
+                raise ConfigError(f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once")
+        if self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens:
+            raise ConfigError(
+                f"{path}.budget.k: {self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"
+            )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every drafter is: something that reads the batch's text and proposes how each request goes on.
+
+Shapes: B requests of the batch, K draft positions, L longest sequence.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+# A proposal grades each token's evidence; the router learns what share of each grade comes true.
+NUM_LEVELS = 16
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The running requests as a drafter sees them; arrays are views of the engine's, to be read only.
+
+    `lanes_B` names each request by a small integer that stays its own from `open` to `close`.
+    `lengths_B` counts its tokens, prompt included; `seen_B` of them were shown before.
+    """
+
+    lanes_B: np.ndarray
+    token_ids_BL: np.ndarray
+    lengths_B: np.ndarray
+    seen_B: np.ndarray
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens int32 [B, K], how many of them are there [B], and the evidence level of each, int8 [B, K]."""
+
+    tokens_BK: np.ndarray
+    lengths_B: np.ndarray
+    levels_BK: np.ndarray
+
+
+class Drafter(ABC):
+    """Proposes continuations; owns whatever it remembers of the texts that it was shown.
+
+    Invariant: nothing that a drafter does can change a request's output, only when it arrives.
+    Example: `open(3, group, prompt)`, then each step `observe(batch)` and `propose(batch, 8)`, at the end `close(3)`.
+    """
+
+    name: str
+
+    @abstractmethod
+    def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
+        """A request takes `lane`; siblings share `group_key`. `prompt` is its text so far."""
+
+    def close(self, lane: int) -> None:  # noqa: B027 - most drafters keep nothing per lane
+        """The request of `lane` ended or was put aside."""
+
+    @abstractmethod
+    def observe(self, batch: Batch) -> None:
+        """Learns the tokens of each request from `seen_B` to `lengths_B`."""
+
+    @abstractmethod
+    def propose(self, batch: Batch, max_tokens: int) -> Proposal:
+        """Up to `max_tokens` draft tokens for each request."""

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: vLLM moves requests about in its batch; what is remembered of one lives in a lane that it keeps.
+
+Shapes: B requests of the batch in vLLM's order.
+"""
+
+from collections.abc import Container
+
+import numpy as np
+
+from nemo_specrollout.drafters.base import Batch
+
+
+class Lanes:
+    """Maps the batch's requests to lanes; owns what is counted per request: tokens shown, length limit, submitted drafts.
+
+    States of a request: absent, in a lane, or parked (preempted: it left the batch but lives; what was shown is kept).
+    """
+
+    def __init__(self, num_lanes: int, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._free = list(range(num_lanes - 1, -1, -1))
+        self._lane_of: dict[str, int] = {}
+        self._parked: dict[str, int] = {}
+        self._order: list[str] = []
+        self._lanes_B = np.zeros(0, np.int64)
+        self._seen = np.zeros(num_lanes, np.int64)
+        self._limit = np.zeros(num_lanes, np.int64)
+        self._drafter = np.zeros(num_lanes, np.int64)
+        self._count = np.zeros(num_lanes, np.int64)
+
+    def matches(self, req_ids: list[str]) -> bool:
+        """Whether the batch is the one that `reorder` was last told of."""
+        return req_ids == self._order
+
+    def has(self, req_id: str) -> bool:
+        return req_id in self._lane_of
+
+    def release_absent(self, req_ids: list[str], alive: Container[str]) -> list[int]:
+        """Frees the lanes of requests that left the batch, and returns them; parks those that are still `alive`."""
+        present = set(req_ids)
+        gone = [r for r in self._lane_of if r not in present]
+        for req_id in gone:
+            lane = self._lane_of[req_id]
+            if req_id in alive:
+                self._parked[req_id] = int(self._seen[lane])
+        self._parked = {r: n for r, n in self._parked.items() if r in alive}
+        lanes = [self._lane_of.pop(r) for r in gone]
+        self._free.extend(lanes)
+        return lanes
+
+    def assign(self, req_id: str, prompt_length: int, max_tokens: int | None, speculate: bool) -> int:
+        """A free lane for a request; one that must not speculate gets a length limit that leaves no room for drafts."""
+        lane = self._free.pop()
+        self._lane_of[req_id] = lane
+        self._seen[lane] = self._parked.pop(req_id, prompt_length)
+        room = self._max_model_len if max_tokens is None else min(self._max_model_len, prompt_length + max_tokens)
+        self._limit[lane] = room if speculate else 0
+        self._count[lane] = 0
+        return lane
+
+    def reorder(self, req_ids: list[str]) -> None:
+        """The batch is now `req_ids`, all of which have lanes."""
+        self._order = list(req_ids)
+        self._lanes_B = np.array([self._lane_of[r] for r in req_ids], np.int64)
+
+    def batch(self, token_ids_BL: np.ndarray, lengths_B: np.ndarray) -> Batch:
+        """The batch as drafters see it."""
+        return Batch(self._lanes_B, token_ids_BL, lengths_B.astype(np.int64), self._seen[self._lanes_B])
+
+    def mark_seen(self, lengths_B: np.ndarray) -> None:
+        self._seen[self._lanes_B] = lengths_B
+
+    def draft_caps(self, lengths_B: np.ndarray, sampled: list[list[int]]) -> np.ndarray:
+        """The most drafts each request may have: one token is always sampled after them; none while in prefill."""
+        caps_B = np.maximum(self._limit[self._lanes_B] - lengths_B - 1, 0)
+        return caps_B * np.fromiter(map(bool, sampled), bool, len(sampled))
+
+    def submit(self, drafters_B: np.ndarray, counts_B: np.ndarray) -> None:
+        """Remembers whose drafts, and how many, the next step verifies."""
+        self._drafter[self._lanes_B] = drafters_B
+        self._count[self._lanes_B] = counts_B
+
+    def take_submitted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Whose drafts, and how many, this step verified; forgets them."""
+        drafters_B, counts_B = self._drafter[self._lanes_B], self._count[self._lanes_B].copy()
+        self._count[self._lanes_B] = 0
+        return drafters_B, counts_B

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our vLLM workers, named by `worker_cls`: vLLM's own, with the sampling step of their model runner replaced."""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.router import Router
+from nemo_specrollout.generation.sampler import CoupledSampler
+from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.sampling.sampler import sample_tokens, sample_tokens_torch
+
+
+class SpecrolloutWorkerMixin:
+    """Binds sampler and router to the model runner, and proves it before the engine may serve.
+
+    States: created, device ready (sampler bound), model loaded (router bound, both verified).
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    specrollout_sampler: CoupledSampler
+    specrollout_router: Router | None = None
+    specrollout_trace: StepTrace
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        runner = self.model_runner
+        compat.verify_model_runner(runner)
+        compat.enable_all_logits_processors(runner)
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, Router):
+            self.specrollout_router, self.specrollout_trace, on_step = drafter, drafter.trace, drafter.begin_step
+        else:
+            self.specrollout_trace = StepTrace([])
+            on_step = self.specrollout_trace.begin
+        self.specrollout_sampler = CoupledSampler(runner, self.vllm_config.model_config.seed, on_step)
+        runner._sample = self.specrollout_sampler.sample
+        if self.specrollout_router is not None:
+            self.specrollout_router.bind(runner, self.specrollout_sampler)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._verify_in_force()
+
+    def _verify_in_force(self) -> None:
+        """Raises RuntimeError if this engine would sample or draft in another way than ours."""
+        runner = self.model_runner
+        if getattr(runner._sample, "__self__", None) is not self.specrollout_sampler:
+            raise RuntimeError("specrollout's sampler is not in force: something replaced the model runner's _sample")
+        wanted = (self.vllm_config.additional_config or {}).get("specrollout", {}).get("drafters")
+        if wanted and not isinstance(getattr(runner, "drafter", None), Router):
+            raise RuntimeError(
+                "specrollout's router is not in force: speculative_config must be "
+                '{"method": "custom_class", "model": "nemo_specrollout.generation.router.Router", ...}'
+            )
+        _verify_kernel(runner.device)
+
+    def take_draft_token_ids(self) -> Any:
+        """vLLM's hook; says nothing, instead of a list of nothings, when no request has drafts."""
+        drafts = super().take_draft_token_ids()  # type: ignore[misc]
+        if drafts is None or not any(drafts.draft_token_ids):
+            return None
+        return drafts
+
+    def specrollout_report(self, first_step: int = 0) -> dict[str, Any]:
+        """Steps from `first_step` on, and raw acceptance counts since the start: plain lists, for any transport."""
+        report: dict[str, Any] = {"num_steps": self.specrollout_trace.num_steps, "trace": self.specrollout_trace.since(first_step)}
+        router = self.specrollout_router
+        if router is not None:
+            costs = router.table.costs()
+            report["drafters"] = router.names
+            report["proposed"] = router.proposed_DK.tolist()
+            report["accepted"] = router.accepted_DK.tolist()
+            report["plain_step_s"] = None if costs is None else costs.plain_s.tolist()
+            report["overhead_s"] = router.table.overhead_s
+        return report
+
+    def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Replaces the model's weights by Hugging Face names; the caller clears the prefix cache."""
+        self.model_runner.reload_weights(weights_iterator=iter(tensors))
+
+
+def _verify_kernel(device: torch.device) -> None:
+    """Raises RuntimeError if the device's sampling kernel disagrees with the definition of the noise."""
+    seeds = torch.arange(1, 9, dtype=torch.int64, device=device) << 40
+    logits = torch.linspace(-2.0, 2.0, 8 * 64, device=device).view(8, 64)
+    greedy = torch.zeros(8, dtype=torch.bool, device=device)
+    args = (logits, seeds, seeds >> 38, greedy)
+    if not torch.equal(sample_tokens(*args), sample_tokens_torch(*args)):
+        raise RuntimeError(f"the sampling kernel for {device} disagrees with its definition; please report this")
+
+
+class SpecrolloutCPUWorker(SpecrolloutWorkerMixin, CPUWorker):
+    """vLLM's CPU worker under drafter-invariant sampling."""
+
+
+class SpecrolloutGPUWorker(SpecrolloutWorkerMixin, Worker):
+    """vLLM's GPU worker (V1 model runner) under drafter-invariant sampling."""

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler's CPU kernel: noise and arg-max in one pass over a row, compiled by numba, bit-equal to `noise.py`.
+
+Sixty small torch operations cost more than a step of a small model; this is one call. Each loop is simple enough
+for LLVM to vectorise, and neither fuses nor reorders float32 operations (numba's default, `fastmath=False`).
+
+Shapes: R logits rows, V vocabulary.
+"""
+
+import numpy as np
+from numba import njit
+
+from nemo_specrollout.sampling import constants
+
+_GAMMA = np.uint64(constants.GAMMA)
+_MIX_1 = np.uint64(constants.MIX_1)
+_MIX_2 = np.uint64(constants.MIX_2)
+_LN2 = np.float32(constants.LN2)
+_SQRT_HALF = np.float32(constants.SQRT_HALF)
+_LOG_SQRT_HALF = np.float32(constants.LOG_SQRT_HALF)
+_T0, _T1, _T2, _T3, _T4 = (np.float32(c) for c in constants.ATANH_THIRD)
+_S0, _S1, _S2, _S3 = (np.float32(c) for c in constants.ATANH_SIXTH)
+_TWO = np.float32(2.0)
+_2_33 = np.float32(2.0**-33)
+_2_34 = np.float32(2.0**-34)
+
+
+@njit(cache=True, inline="always")
+def _mix64(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(cache=True, error_model="numpy")
+def _row_noise(key, high_V, high_bits_V, exp_V, exp_bits_V):  # type: ignore[no-untyped-def]
+    """Leaves the row's Gumbel noise in `exp_V`; `*_bits_V` are int32 views of the float32 scratch rows."""
+    num_vocab = exp_V.shape[0]
+    for v in range(num_vocab):
+        h = _mix64(key + np.uint64(v + 1) * _GAMMA)
+        high_V[v] = np.float32(np.int32(((h >> np.uint64(40)) & np.uint64(0xFFFFFF)) | np.uint64(1)))
+        exp_V[v] = np.float32(np.uint32(h & np.uint64(0xFFFFFFFF))) * _2_33 + _2_34
+    for v in range(num_vocab):
+        x = exp_V[v]
+        s = x / (_TWO - x)
+        t = s * s
+        p = (((t * _T4 + _T3) * t + _T2) * t + _T1) * t + _T0
+        halvings = np.float32(np.int32(150) - (high_bits_V[v] >> np.int32(23)))
+        exp_V[v] = p * s + halvings * _LN2
+    for v in range(num_vocab):
+        bits = exp_bits_V[v]
+        high_V[v] = np.float32((bits >> np.int32(23)) - np.int32(126))
+        exp_bits_V[v] = (bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000)
+    for v in range(num_vocab):
+        mantissa = exp_V[v]
+        s = (mantissa - _SQRT_HALF) / (mantissa + _SQRT_HALF)
+        t = s * s
+        p = ((t * _S3 + _S2) * t + _S1) * t + _S0
+        exp_V[v] = -((p * s + _LOG_SQRT_HALF) + high_V[v] * _LN2)
+
+
+@njit(cache=True, error_model="numpy")
+def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: ignore[no-untyped-def]
+    """Writes arg-max(logits + noise) of each row, or arg-max(logits) where `greedy_R`, to int64 `tokens_R`.
+
+    `logits_RV` is float32, already processed and divided by the temperature; seeds and positions are int64.
+    """
+    num_rows, num_vocab = logits_RV.shape
+    high_V = np.empty(num_vocab, np.float32)
+    noise_V = np.empty(num_vocab, np.float32)
+    high_bits_V = high_V.view(np.int32)
+    noise_bits_V = noise_V.view(np.int32)
+    for r in range(num_rows):
+        if greedy_R[r]:
+            noise_V[:] = np.float32(0.0)
+        else:
+            key = _mix64(np.uint64(seeds_R[r]) + _GAMMA)
+            key = _mix64(key + np.uint64(positions_R[r] + 1) * _GAMMA)
+            _row_noise(key, high_V, high_bits_V, noise_V, noise_bits_V)
+        best = np.float32(-np.inf)
+        token = 0
+        for v in range(num_vocab):
+            score = logits_RV[r, v] + noise_V[v]
+            if score > best:
+                best = score
+                token = v
+        tokens_R[r] = token

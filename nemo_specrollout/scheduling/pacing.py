@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to ask the drafters at all: a router whose answer is "none" step after step should not be asked each step."""
+
+MAX_REST_STEPS = 16
+PLAIN_PROBE_STEPS = 96
+ENOUGH_PLAIN_SAMPLES = 3
+
+
+class Pacer:
+    """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
+
+    It also asks for a step without drafts now and then, where too few were timed: the counterfactual needs them.
+    """
+
+    def __init__(self) -> None:
+        self._rest = 1
+        self._resting = 0
+        self._batch_at_refusal = 0
+        self._since_probe = 0
+
+    def should_consult(self, num_requests: int) -> bool:
+        """Whether to collect proposals this step."""
+        if self._resting == 0:
+            return True
+        if abs(num_requests - self._batch_at_refusal) * 4 >= self._batch_at_refusal:
+            self._resting, self._rest = 0, 1
+            return True
+        self._resting -= 1
+        return False
+
+    def should_probe(self, num_plain_samples: int) -> bool:
+        """Whether to make this step plain so that its time becomes known, at most one in 96 once some are."""
+        self._since_probe += 1
+        if num_plain_samples >= ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS:
+            return False
+        if num_plain_samples < ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS // 8:
+            return False
+        self._since_probe = 0
+        return True
+
+    def decided(self, num_requests: int, num_drafts: int) -> None:
+        """Tells how the consultation ended."""
+        if num_drafts > 0:
+            self._rest = 1
+            return
+        self._resting = self._rest
+        self._rest = min(2 * self._rest, MAX_REST_STEPS)
+        self._batch_at_refusal = num_requests
