@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a plain mapping into a frozen dataclass, and a user's mistake into a sentence: field, value, fix."""
 
+import collections.abc
 import dataclasses
 import difflib
 import types
@@ -22,6 +23,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(options)}"
 
 
+def join(path: str, key: object) -> str:
+    """The path of `key` inside the block at `path`, which is empty at the top."""
+    return f"{path}.{key}" if path else str(key)
+
+
 def bounded(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field whose value must lie in [low, high]."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
@@ -38,18 +44,18 @@ def build(cls: type[T], values: Any, path: str) -> T:
     Raises ConfigError for an unknown key, a missing one, a wrong type, or a value out of its bounds.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected a block of keys, got {values!r}")
+        raise ConfigError(f"{path or 'config'}: expected a block of keys, got {values!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ConfigError(f"{path}.{key}: unknown key{nearest(str(key), fields)}")
+            raise ConfigError(f"{join(path, key)}: unknown key{nearest(str(key), fields)}")
     hints = typing.get_type_hints(cls)
     arguments = {
-        name: _convert(hints[name], values[name], f"{path}.{name}", field) for name, field in fields.items() if name in values
+        name: _convert(hints[name], values[name], join(path, name), field) for name, field in fields.items() if name in values
     }
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{path}.{name}: missing; it has no default")
+            raise ConfigError(f"{join(path, name)}: missing; it has no default")
     instance = cls(**arguments)
     check: Callable[[str], None] | None = getattr(instance, "check", None)
     if check is not None:
@@ -61,6 +67,10 @@ def _convert(hint: Any, value: Any, path: str, field: dataclasses.Field[Any]) ->
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is collections.abc.Mapping:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: expected a block of keys, got {value!r}")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path}: expected a list, got {value!r}")

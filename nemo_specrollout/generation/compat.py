@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     LogitBiasLogitsProcessor,
@@ -23,8 +24,24 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from nemo_specrollout.config.versions import unsupported_version
+
 VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = ("_sample", "input_batch", "positions", "query_start_loc", "requests", "sampler", "speculative_config")
+
+
+class RolloutSamplingParams(SamplingParams):
+    """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too."""
+
+    def _validate_spec_decode(self, speculative_config: Any) -> None:
+        """vLLM's own rejection sampler cannot do that, so vLLM would refuse the request here."""
+
+
+def check_version() -> None:
+    """Raises ValueError for a version of vLLM outside the range that is supported."""
+    message = unsupported_version(VLLM_VERSION)
+    if message is not None:
+        raise ValueError(message)
 
 
 def verify_model_runner(runner: Any) -> None:

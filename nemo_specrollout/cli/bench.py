@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout bench`: the same rollouts, interleaved in one run, so that only time differs."""
+
+from pathlib import Path
+
+from nemo_specrollout.cli.prepare import prepare
+
+
+def bench(path: Path, overrides: list[str]) -> int:
+    """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table."""
+    prepared = prepare(path, overrides)
+    from nemo_specrollout.local.bench import run_bench
+
+    run_bench(prepared.config)
+    return 0

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout COMMAND CONFIG [key=value ...]`: one short file per command; a user's mistake is a sentence, exit 2."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_specrollout.config.strict import ConfigError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return _command(parsed.command)(parsed.config, parsed.overrides)
+    except ConfigError as error:
+        print(f"nemo-specrollout: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("nemo-specrollout: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _command(name: str) -> Callable[[Path, list[str]], int]:
+    """The function behind a command; imports no more than it needs, so that `check` is quick."""
+    if name == "run":
+        from nemo_specrollout.cli.run import run
+
+        return run
+    if name == "bench":
+        from nemo_specrollout.cli.bench import bench
+
+        return bench
+    from nemo_specrollout.cli.check import check
+
+    return check
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-specrollout", description="Faster RL rollouts that are the same rollouts.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("run", "a GRPO run; resumes the one in logger.log_dir"),
+        ("bench", "the same rollouts with and without speculation, interleaved"),
+        ("check", "validates a config and says what will run; loads neither torch nor vllm"),
+    ):
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("config", type=Path, metavar="CONFIG", help="a NeMo-RL-shaped YAML file")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. grpo.max_num_steps=3")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the local runner reads of a NeMo-RL-shaped config: same sections, same key names, no torch.
+
+NeMo-RL's own keys that the local runner has no use for are allowed and listed as ignored; keys of our own block are
+strict (`block.py`).
+"""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """`grpo`."""
+
+    num_prompts_per_step: int = bounded(low=1)
+    """Prompts of a step."""
+    num_generations_per_prompt: int = bounded(low=2)
+    """Samples of each prompt: the group whose rewards are compared."""
+    max_num_steps: int = bounded(low=1)
+    """Steps of the whole run."""
+    normalize_rewards: bool = True
+    """Divide advantages by the group's standard deviation."""
+    use_leave_one_out_baseline: bool = True
+    """Compare a sample with the mean of the others, not of all."""
+    seed: int = bounded(42, low=0)
+    """Seeds the prompts and, with prompt, sample and policy version, every request's noise."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """`loss_fn`."""
+
+    ratio_clip_min: float = bounded(0.2, low=0.0)
+    """The probability ratio is clipped from below at 1 - ratio_clip_min."""
+    ratio_clip_max: float = bounded(0.2, low=0.0)
+    """The probability ratio is clipped from above at 1 + ratio_clip_max."""
+    ratio_clip_c: float | None = None
+    """Dual clipping: where the advantage is negative, the loss is at most -advantage * c; null is off."""
+    reference_policy_kl_penalty: float = bounded(0.0, low=0.0)
+    """Weight of the KL to the policy that the run started from. NeMo-RL's default is 0.01; here it is opt-in."""
+    reference_policy_kl_type: str = choice("k1", "k2", "k3", default="k3")
+    """Estimator of that KL (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    kl_input_clamp_value: float | None = bounded(20.0, low=0.0)
+    """The log ratio to the reference is clamped to +- this before the estimator; null is off."""
+    kl_output_clamp_value: float | None = bounded(10.0, low=0.0)
+    """The estimate of one token is clamped to +- this; null is off."""
+    token_level_loss: bool = True
+    """True: mean over all valid tokens. False: mean over sequences of each sequence's mean."""
+    use_importance_sampling_correction: bool = False
+    """Weigh each token by p(trainer) / p(engine) at generation time. Asynchronous GRPO needs it."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for a dual clip that would cut the ordinary loss."""
+        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
+            raise ConfigError(f"{path}.ratio_clip_c: {self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """`policy.megatron_cfg.optimizer`, with `scheduler.lr_warmup_iters` and `lr_warmup_init`; AdamW, constant rate."""
+
+    lr: float = bounded(low=0.0)
+    """Learning rate after warm-up."""
+    weight_decay: float = bounded(0.01, low=0.0)
+    """Not applied to norms, as in Megatron."""
+    adam_beta1: float = bounded(0.9, low=0.0, high=1.0)
+    """Decay of the first moment."""
+    adam_beta2: float = bounded(0.999, low=0.0, high=1.0)
+    """Decay of the second moment."""
+    adam_eps: float = bounded(1e-8, low=0.0)
+    """Added to the root of the second moment."""
+    clip_grad: float = bounded(1.0, low=0.0)
+    """Largest global gradient norm; 0 is off."""
+    lr_warmup_iters: int = bounded(0, low=0)
+    """The rate rises linearly from `lr_warmup_init` to `lr` over this many optimizer steps."""
+    lr_warmup_init: float = bounded(0.0, low=0.0)
+    """Learning rate of the first step of the warm-up."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the warm-up starts above its end."""
+        if self.lr_warmup_init > self.lr:
+            raise ConfigError(f"{path}.lr_warmup_init: {self.lr_warmup_init} exceeds lr {self.lr}; lower it")
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """`policy.megatron_cfg`."""
+
+    optimizer: OptimizerConfig
+    """The optimizer."""
+    enabled: bool = True
+    """The local runner trains with Megatron-Core and nothing else."""
+    tensor_model_parallel_size: int = bounded(1, low=1)
+    """The local runner is one process, so 1."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for what only NeMo-RL itself can run."""
+        if not self.enabled:
+            raise ConfigError(f"{path}.enabled: false; the local runner trains with Megatron-Core only: set it to true")
+        if self.tensor_model_parallel_size != 1:
+            raise ConfigError(
+                f"{path}.tensor_model_parallel_size: {self.tensor_model_parallel_size}; the local runner is one process: set 1"
+            )
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """`policy.generation.vllm_cfg`."""
+
+    max_model_len: int = bounded(low=8)
+    """Longest sequence of the engine, prompt and response."""
+    precision: str = choice("float32", "bfloat16", default="float32")
+    """The engine's dtype; tokens are equal with and without speculation in float32."""
+    enforce_eager: bool = True
+    """No graph capture; on a CPU it only saves start-up time."""
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """`policy.generation`."""
+
+    max_new_tokens: int = bounded(low=1)
+    """Longest response."""
+    vllm_cfg: VllmConfig
+    """The engine, by NeMo-RL's names."""
+    temperature: float = bounded(1.0, low=0.0)
+    """Sampling temperature, 0 for greedy."""
+    top_p: float = bounded(1.0, low=0.0, high=1.0)
+    """Nucleus sampling; 1 is off."""
+    top_k: int | None = bounded(None, low=1)
+    """Top-k sampling; null is off."""
+    backend: str = choice("vllm", default="vllm")
+    """The generation engine."""
+    vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Passed to vllm.LLM as they are."""
+    specrollout: SpecrolloutConfig = SpecrolloutConfig(enabled=False)
+    """This package's block; absent is off."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """`policy`."""
+
+    model_name: str
+    """A Hugging Face folder."""
+    max_total_sequence_length: int = bounded(low=8)
+    """Longest sequence of the trainer."""
+    generation: GenerationConfig
+    """The rollout."""
+    megatron_cfg: MegatronConfig
+    """The trainer."""
+    train_global_batch_size: int = bounded(low=1)
+    """Samples of one optimizer step."""
+    logprob_batch_size: int = bounded(32, low=1)
+    """Sequences of `max_total_sequence_length` whose tokens one forward pass of the trainer holds at most."""
+    train_micro_batch_size: int = bounded(16, low=1)
+    """The same, for a forward and backward pass."""
+    precision: str = choice("float32", default="float32")
+    """The trainer's dtype."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data`: the task. The local runner has one, made on the spot (docs/task.md)."""
+
+    dataset_name: str = choice("step_addition", default="step_addition")
+    """The task's name."""
+    max_terms: int = bounded(24, low=2, high=24)
+    """Most terms of an addition."""
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """`logger`."""
+
+    log_dir: str
+    """The run directory: config, metrics, summary and report go there."""
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """`checkpointing`."""
+
+    enabled: bool = True
+    """Keep a checkpoint to resume from."""
+    save_period: int = bounded(1, low=1)
+    """Steps between checkpoints. The newest two are kept, in `checkpoints/` of the run directory."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """`cluster`: one node without accelerators."""
+
+    num_nodes: int = bounded(1, low=1, high=1)
+    """The local runner uses one machine."""
+    gpus_per_node: int = bounded(0, low=0, high=0)
+    """The local runner uses no GPU."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """`bench`: what `nemo-specrollout bench` compares."""
+
+    num_rounds: int = bounded(5, low=1)
+    """Interleaved rounds; figures are medians over them."""
+    fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
+    """Draft lengths of vLLM's own n-gram and suffix methods."""
+    useless_batches: tuple[int, ...] = bounded((), low=1)
+    """Batch sizes at which to measure drafters that are always wrong; empty leaves that out."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run of the local runner."""
+
+    grpo: GrpoConfig
+    policy: PolicyConfig
+    logger: LoggerConfig
+    loss_fn: LossConfig = LossConfig()
+    data: DataConfig = DataConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    bench: BenchConfig = BenchConfig()
+    runtime: str = choice("local", default="local")
+    """`local`: this machine's CPU."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError where sections contradict each other."""
+        generation, policy = self.policy.generation, self.policy
+        max_len = generation.vllm_cfg.max_model_len
+        if max_len != policy.max_total_sequence_length:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.max_model_len: {max_len} differs from policy.max_total_sequence_length "
+                f"{policy.max_total_sequence_length}; set both to the same"
+            )
+        num_drafts = generation.specrollout.num_speculative_tokens
+        if num_drafts >= max_len:
+            raise ConfigError(
+                f"{BLOCK_PATH}.num_speculative_tokens: {num_drafts} drafts do not fit a context of {max_len}; lower it"
+            )
+        if generation.max_new_tokens >= max_len:
+            raise ConfigError(
+                f"policy.generation.max_new_tokens: {generation.max_new_tokens} leaves no room for a prompt in a context "
+                f"of {max_len}; lower it"
+            )
+        samples = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        if samples % policy.train_global_batch_size:
+            raise ConfigError(
+                f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of "
+                "a step; choose a divisor"
+            )
+
+
+# Moved into the optimizer's block, where our trainer looks for them.
+_SCHEDULER_KEYS = ("lr_warmup_iters", "lr_warmup_init")
+
+
+def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """The run that a config tree describes, and the paths of the keys that the local runner ignores.
+
+    Raises ConfigError with the field, the value and the fix.
+    """
+    ignored: list[str] = []
+    known = _keep_known(RunConfig, _with_scheduler_keys(tree), "", ignored)
+    return build(RunConfig, known, ""), ignored
+
+
+def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    result = _copy(tree)
+    megatron = result.get("policy", {}).get("megatron_cfg", {})
+    scheduler = megatron.get("scheduler", {}) if isinstance(megatron, dict) else {}
+    for key in _SCHEDULER_KEYS:
+        if key in scheduler:
+            megatron.setdefault("optimizer", {})[key] = scheduler.pop(key)
+    if isinstance(megatron, dict) and not scheduler:
+        megatron.pop("scheduler", None)
+    return result
+
+
+def _copy(tree: Any) -> Any:
+    return {k: _copy(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        here = join(path, key)
+        if key not in hints:
+            ignored.append(here)
+        elif dataclasses.is_dataclass(hints[key]) and hints[key] is not SpecrolloutConfig and isinstance(value, Mapping):
+            kept[key] = _keep_known(typing.cast(type, hints[key]), value, here, ignored)
+        else:
+            kept[key] = value
+    return kept

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block, as arguments of `vllm.LLM`: worker class, speculative config, additional config. No import of vllm."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+
+WORKER_CLASSES = {
+    "cpu": "nemo_specrollout.generation.worker.SpecrolloutCPUWorker",
+    "cuda": "nemo_specrollout.generation.worker.SpecrolloutGPUWorker",
+}
+ROUTER_CLASS = "nemo_specrollout.generation.router.Router"
+# vLLM's V2 model runner samples in another place; see docs/exactness.md.
+ENGINE_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str) -> dict[str, Any]:
+    """`vllm_kwargs` with the block put into effect; unchanged if it is disabled.
+
+    With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. Raises ValueError where
+    the user's arguments contradict the block.
+    """
+    result = dict(vllm_kwargs)
+    if not block.enabled:
+        return result
+    _refuse(result, "worker_cls", "specrollout names the worker itself; remove it")
+    if result.get("async_scheduling"):
+        raise ValueError("vllm_kwargs.async_scheduling: true; drafts are chosen on the host: set it to false")
+    result["worker_cls"] = WORKER_CLASSES[device]
+    result["async_scheduling"] = False
+    additional = dict(result.get("additional_config") or {})
+    block_dict = dataclasses.asdict(block)
+    block_dict["drafters"] = list(block_dict["drafters"])
+    if "speculative_config" in result:
+        if block.drafters:
+            raise ValueError(
+                "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
+            )
+    elif block.drafters:
+        result["speculative_config"] = {
+            "method": "custom_class",
+            "model": ROUTER_CLASS,
+            "num_speculative_tokens": block.num_speculative_tokens,
+        }
+    result["additional_config"] = {**additional, "specrollout": block_dict}
+    return result
+
+
+def _refuse(arguments: Mapping[str, Any], name: str, fix: str) -> None:
+    if name in arguments:
+        raise ValueError(f"vllm_kwargs.{name}: {arguments[name]!r}; {fix}")

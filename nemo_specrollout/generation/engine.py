@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine in this process: vLLM with our worker, rollout requests in, rollouts out."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_specrollout.config.run import GenerationConfig
+from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT, with_specrollout
+from nemo_specrollout.generation.identity import rollout_extra_args
+
+# What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
+_PROCESS_ENVIRONMENT = {
+    **ENGINE_ENVIRONMENT,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+DEFAULT_MAX_NUM_SEQS = 64
+_QUIET_START = {"disable_log_stats": True, "skip_tokenizer_init": True, "distributed_executor_backend": "uni"}
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise."""
+
+    prompt_token_ids: Sequence[int]
+    prompt_index: int
+    sample_index: int
+    policy_version: int = 0
+    speculate: bool = True
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A response: tokens, the log-prob of each under the engine's policy, and why it ended (`stop` or `length`)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class RolloutEngine:
+    """vLLM in this process. Owns the engine and its weights.
+
+    States: running, then closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
+    """
+
+    def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
+        """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM."""
+        for name, value in _PROCESS_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        from nemo_specrollout.generation import compat
+
+        compat.check_version()
+        compat.allow_several_engines()
+        self.num_steps = 0
+        self._num_requests = 0
+        self._generation = generation
+        self._stop_token_ids = _stop_token_ids(model)
+        arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, generation.specrollout, "cpu")
+        self._has_our_worker = "worker_cls" in arguments
+        self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
+        arguments["max_num_seqs"] = self.max_num_seqs
+        self._llm = LLM(
+            model=str(model),
+            dtype=generation.vllm_cfg.precision,
+            max_model_len=generation.vllm_cfg.max_model_len,
+            enforce_eager=generation.vllm_cfg.enforce_eager,
+            seed=seed,
+            **{**_QUIET_START, **arguments},
+        )
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None] = lambda done: None, **sampling: Any
+    ) -> list[Rollout]:
+        """Rollouts of `requests`, in their order; `sampling` overrides the config's sampling parameters.
+
+        `on_finished` is told the number of finished requests whenever it grows. If interrupted, nothing stays behind.
+        """
+        engine = self._llm.llm_engine
+        ids = self._submit(requests, sampling)
+        done: dict[str, Rollout] = {}
+        try:
+            while engine.has_unfinished_requests():
+                finished = [output for output in engine.step() if output.finished]
+                self.num_steps += 1
+                if finished:
+                    done.update((output.request_id, _rollout(output.outputs[0])) for output in finished)
+                    on_finished(len(done))
+        finally:
+            engine.abort_request([i for i in ids if i not in done])
+        return [done[i] for i in ids]
+
+    def _submit(self, requests: Sequence[RolloutRequest], sampling: dict[str, Any]) -> list[str]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from nemo_specrollout.generation.compat import RolloutSamplingParams
+
+        params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
+        ids = []
+        for request in requests:
+            params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
+            ids.append(str(self._num_requests))
+            self._num_requests += 1
+            self._llm.llm_engine.add_request(ids[-1], {"prompt_token_ids": list(request.prompt_token_ids)}, params)
+        return ids
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces the weights, by Hugging Face names, and forgets every cached prefix of the old ones."""
+        self._llm.collective_rpc("specrollout_reload", args=(list(tensors),))
+        self._llm.reset_prefix_cache()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The engine's parameters as they are, by vLLM's names (for tests; CPU linear layers keep packed copies)."""
+        model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        yield from model.named_parameters()
+
+    def report(self, first_step: int = 0) -> dict[str, Any]:
+        """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`)."""
+        return self._llm.collective_rpc("specrollout_report", args=(first_step,))[0]
+
+    def close(self) -> None:
+        """Stops the engine and frees its memory."""
+        engine = self.__dict__.pop("_llm", None)
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+
+    def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
+        generation = self._generation
+        identity = rollout_extra_args(
+            request.prompt_index, request.sample_index, request.policy_version, speculate=request.speculate
+        )
+        return {
+            "temperature": generation.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k or 0,
+            "max_tokens": generation.max_new_tokens,
+            "stop_token_ids": self._stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+            "extra_args": identity if self._has_our_worker else None,
+        }
+
+
+def _stop_token_ids(model: Path) -> list[int]:
+    """End-of-sequence ids of the model folder; vLLM is started without a tokenizer and must be told."""
+    from transformers import GenerationConfig as HfGenerationConfig
+
+    ids = HfGenerationConfig.from_pretrained(str(model)).eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _rollout(output: Any) -> Rollout:
+    token_ids = list(output.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
+    return Rollout(token_ids, logprobs, output.finish_reason)

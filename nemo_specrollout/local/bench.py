@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench: every way of rolling out the same requests, interleaved, under the same clock.
+
+All rows but `stock` sample with the same noise and so make the same tokens; only time differs. Rows take turns within a
+round, in an order that shifts from round to round, and speedups are of paired rounds.
+"""
+
+import importlib.util
+import json
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import GenerationConfig, RunConfig
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.charts import bench_chart
+from nemo_specrollout.local.rollout import load_tokenizer, measured_rollout, step_prompts
+from nemo_specrollout.local.run_directory import write_atomically
+from nemo_specrollout.local.statistics import RolloutStats, count_equal
+from nemo_specrollout.local.task import encode_prompt
+
+# Rounds that only warm up: kernels compile, the router learns what steps cost.
+WARM_UP_ROUNDS = 1
+
+
+@dataclass
+class Mode:
+    """One row of the bench: an engine and what was measured of it, round by round."""
+
+    name: str
+    generation: GenerationConfig
+    engine: RolloutEngine
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    target_steps: list[int] = field(default_factory=list)
+    stats: list[RolloutStats] = field(default_factory=list)
+    tokens_equal: int = 0
+    tokens_total: int = 0
+
+    @property
+    def is_stock(self) -> bool:
+        return not self.generation.specrollout.enabled
+
+
+def modes_of(config: RunConfig) -> dict[str, GenerationConfig]:
+    """The generation config of every row, by its name."""
+    ours = config.policy.generation
+    block = ours.specrollout
+    bare = {k: v for k, v in ours.vllm_kwargs.items() if k != "speculative_config"}
+    sampler_only = replace(ours, vllm_kwargs=bare, specrollout=replace(block, enabled=True, drafters=()))
+    modes = {
+        "stock": replace(ours, vllm_kwargs=bare, specrollout=SpecrolloutConfig(enabled=False)),
+        "plain": sampler_only,
+    }
+    for method, k in [(m, k) for m in fixed_methods() for k in config.bench.fixed_k]:
+        speculative = {"method": method, "num_speculative_tokens": k}
+        modes[f"{method} k={k}"] = replace(sampler_only, vllm_kwargs={**bare, "speculative_config": speculative})
+    return {**modes, "ours": replace(ours, specrollout=replace(block, enabled=True))}
+
+
+def fixed_methods() -> list[str]:
+    """vLLM's own model-free methods that can run here."""
+    return ["ngram", "suffix"] if importlib.util.find_spec("arctic_inference") else ["ngram"]
+
+
+def run_bench(config: RunConfig) -> list[dict[str, Any]]:
+    """Measures, writes `bench.json` and `bench.png`, prints the table; returns the rows."""
+    out = Path(config.logger.log_dir)
+    console = Console(highlight=False)
+    rows, counterfactual = _measure_rollouts(config)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "bench.json", json.dumps(rows, indent=1))
+    bench_chart(rows, out / "bench.png")
+    console.print(_table(rows))
+    for line in counterfactual:
+        console.print(line)
+    if config.bench.useless_batches:
+        worst = measure_useless_drafters(config)
+        write_atomically(out / "bench_useless.json", json.dumps(worst, indent=1))
+        console.print(_useless_table(worst))
+    console.print(f"written to {out}/bench.json and {out}/bench.png")
+    return rows
+
+
+def _measure_rollouts(config: RunConfig) -> tuple[list[dict[str, Any]], list[str]]:
+    modes = _start(config, modes_of(config))
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    try:
+        with RichProgress() as bar:
+            for round_index in bar.track(range(config.bench.num_rounds + WARM_UP_ROUNDS), description="rounds"):
+                prompts = step_prompts(config, round_index, lambda p: encode_prompt(p, tokenizer))
+                _round(modes, prompts.requests, config, round_index, keep=round_index >= WARM_UP_ROUNDS)
+    finally:
+        for mode in modes:
+            mode.engine.close()
+    plain = next(m for m in modes if m.name == "plain")
+    return [_row(mode, plain) for mode in modes], _counterfactual_lines(modes, plain)
+
+
+def _start(config: RunConfig, generations: dict[str, GenerationConfig]) -> list[Mode]:
+    model = Path(config.policy.model_name)
+    with RichProgress() as bar:
+        names = bar.track(generations, description="starting engines")
+        return [Mode(n, generations[n], RolloutEngine(model, generations[n], config.grpo.seed)) for n in names]
+
+
+def _round(modes: list[Mode], requests: list[RolloutRequest], config: RunConfig, index: int, *, keep: bool) -> None:
+    """Every mode once on the same requests; then their tokens are compared with plain's."""
+    shift = index % len(modes)
+    results: dict[str, list[Rollout]] = {}
+    for mode in modes[shift:] + modes[:shift]:
+        results[mode.name] = _measure(mode, requests, config, keep=keep)
+    for mode in modes:
+        if keep and not mode.is_stock:
+            equal, total = count_equal(results[mode.name], results["plain"])
+            mode.tokens_equal += equal
+            mode.tokens_total += total
+
+
+def _measure(mode: Mode, requests: list[RolloutRequest], config: RunConfig, *, keep: bool) -> list[Rollout]:
+    steps_before = mode.engine.num_steps
+    started = time.perf_counter()
+    if mode.is_stock:
+        rollouts, stats = mode.engine.generate(requests), None
+    else:
+        rollouts, stats = measured_rollout(mode.engine, requests, config)
+    seconds = stats.seconds if stats is not None else time.perf_counter() - started
+    if keep:
+        mode.seconds.append(seconds)
+        mode.tokens.append(sum(len(r.token_ids) for r in rollouts))
+        mode.target_steps.append(mode.engine.num_steps - steps_before)
+        if stats is not None:
+            mode.stats.append(stats)
+    return rollouts
+
+
+def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
+    """A row of `bench.json`. Speedups compare seconds a token, round by round: `stock` makes other tokens."""
+    pairs = zip(plain.seconds, plain.tokens, mode.seconds, mode.tokens, strict=True)
+    speedups = sorted((ps / pt) / (s / t) for ps, pt, s, t in pairs)
+    request_steps = sum(s.num_request_steps for s in mode.stats)
+    return {
+        "mode": mode.name,
+        "seconds": sum(mode.seconds),
+        "tokens": sum(mode.tokens),
+        "tokens_per_s": sum(mode.tokens) / sum(mode.seconds),
+        "target_steps": sum(mode.target_steps),
+        "acceptance_length": sum(mode.tokens) / request_steps if request_steps else 1.0,
+        "speedup_vs_plain": statistics.median(speedups),
+        "speedup_low": speedups[0],
+        "speedup_high": speedups[-1],
+        "tokens_equal": None if mode.is_stock else mode.tokens_equal,
+        "tokens_total": sum(mode.tokens) if mode.is_stock else mode.tokens_total,
+    }
+
+
+def _counterfactual_lines(modes: list[Mode], plain: Mode) -> list[str]:
+    """How far the estimate of plain time, made by `ours` while speculating, is from the measured plain rounds."""
+    ours = next(m for m in modes if m.name == "ours")
+    errors = [s.plain_estimate_s / p - 1 for s, p in zip(ours.stats, plain.seconds, strict=True) if s.plain_estimate_s]
+    host = sum(s.router_host_s for s in ours.stats) / sum(ours.seconds)
+    lines = [f"router's host time: {host:.2%} of the rollout"]
+    if errors:
+        lines.append(
+            f"counterfactual: plain time as estimated while speculating is off by {statistics.median(errors):+.1%} "
+            f"(median of {len(errors)} rounds, {min(errors):+.1%} to {max(errors):+.1%})"
+        )
+    return lines
+
+
+def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
+    """Plain against a drafter that is always wrong, at several batch sizes: what speculation costs where it cannot pay."""
+    ours = config.policy.generation
+    block = replace(ours.specrollout, enabled=True, drafters=(DrafterConfig("random"),), budget=BudgetConfig("auto"))
+    generations = {"plain": modes_of(config)["plain"], "useless": replace(ours, specrollout=block)}
+    modes = _start(config, generations)
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    rows = []
+    try:
+        for batch in config.bench.useless_batches:
+            for mode in modes:
+                mode.seconds, mode.tokens, mode.target_steps, mode.stats = [], [], [], []
+            for index in range(WARM_UP_ROUNDS + 2 * config.bench.num_rounds):
+                prompts = step_prompts(config, index, lambda p: encode_prompt(p, tokenizer)).requests
+                requests = [prompts[i % len(prompts)] for i in range(batch)]
+                _round(modes, requests, config, index, keep=index >= WARM_UP_ROUNDS)
+            row = _row(modes[1], modes[0])
+            row["host_share"] = sum(s.router_host_s for s in modes[1].stats) / sum(modes[1].seconds)
+            rows.append({"batch": batch, **row})
+    finally:
+        for mode in modes:
+            mode.engine.close()
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="same requests, same noise, interleaved", title_justify="left")
+    for name in ("mode", "rollout s", "tokens/s", "target steps", "tokens/step", "speedup over plain", "tokens equal"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row in rows:
+        spread = f"{row['speedup_vs_plain']:.2f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+        equal = "other samples" if row["tokens_equal"] is None else f"{row['tokens_equal']} of {row['tokens_total']}"
+        table.add_row(
+            row["mode"], f"{row['seconds']:.2f}", f"{row['tokens_per_s']:.0f}", str(row["target_steps"]),
+            f"{row['acceptance_length']:.2f}", spread, equal, style="bold" if row["mode"] == "ours" else None,
+        )  # fmt: skip
+    return table
+
+
+def _useless_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="drafters that are always wrong", title_justify="left")
+    for name in ("batch", "speedup over plain", "router's host time", "tokens equal"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        spread = f"{row['speedup_vs_plain']:.3f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+        equal = f"{row['tokens_equal']} of {row['tokens_total']}"
+        table.add_row(str(row["batch"]), spread, f"{row['host_share']:.2%}", equal)
+    return table

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make Megatron-Core run in this process, on a CPU.
+
+Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table and the results of its collectives. On a
+machine without CUDA the honest answer is the CPU device; `install` gives that answer. Nothing else needs replacing as
+long as dropout is off and the attention core is ours (`megatron_model.CausalAttention`).
+
+The process group may be shared with vLLM in the same process: whoever comes first creates it, the other reuses it. A
+vLLM engine that shuts down destroys it, so `install` is cheap and callers repeat it before they use a model.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+# The default process group that Megatron's groups were made in; another object means that they are stale.
+_world: dist.ProcessGroup | None = None
+
+
+def install(tensor_model_parallel_size: int = 1) -> None:
+    """Make Megatron-Core usable here: device, process group (gloo) and tensor-parallel groups. Idempotent.
+
+    With one rank no environment is needed; with more, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read.
+
+    Raises:
+        RuntimeError: CUDA is available; the local policy would end up half on the GPU.
+        ValueError: the number of ranks, or an earlier call, disagrees with `tensor_model_parallel_size`.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("the local policy runs on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
+    torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
+    if not dist.is_initialized():
+        _init_process_group(tensor_model_parallel_size)
+    _check_world_size(tensor_model_parallel_size)
+    _ensure_model_parallel(tensor_model_parallel_size)
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _init_process_group(world_size: int) -> None:
+    if world_size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        raise ValueError(
+            f"tensor_model_parallel_size={world_size} needs {world_size} processes: start them with torchrun, "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+        )
+
+
+def _check_world_size(tensor_model_parallel_size: int) -> None:
+    if (ranks := dist.get_world_size()) != tensor_model_parallel_size:
+        raise ValueError(
+            f"tensor_model_parallel_size={tensor_model_parallel_size} but there are {ranks} ranks: "
+            "the local policy has no data parallelism, so make the two equal"
+        )
+
+
+def _ensure_model_parallel(tensor_model_parallel_size: int) -> None:
+    global _world  # noqa: PLW0603
+    if parallel_state.model_parallel_is_initialized() and _world is not dist.group.WORLD:
+        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size)
+        _world = dist.group.WORLD

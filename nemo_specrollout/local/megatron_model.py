@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Qwen3-shaped Megatron-Core `GPTModel` in float32 on the CPU, the batches it reads and their log-probs.
+
+Shapes: B sequences, b of a micro batch, T positions, V vocabulary, H hidden, N heads, D head dimension. Sequences are
+right-padded, so a causal mask is all the masking there is: what a padded position computes is never looked at.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+NO_FUSIONS = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+@dataclass(frozen=True)
+class Qwen3Shape:
+    """What a Hugging Face Qwen3 config.json says about the network, checked."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rotary_base: float
+    tied: bool
+
+    @classmethod
+    def from_hf(cls, hf_config: Mapping[str, Any]) -> "Qwen3Shape":
+        """Read config.json's keys. Raises ValueError for a model that this trainer would silently get wrong."""
+        _refuse_unsupported(hf_config)
+        return cls(
+            num_layers=hf_config["num_hidden_layers"],
+            hidden_size=hf_config["hidden_size"],
+            ffn_hidden_size=hf_config["intermediate_size"],
+            num_heads=hf_config["num_attention_heads"],
+            num_query_groups=hf_config["num_key_value_heads"],
+            head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"],
+            vocab_size=hf_config["vocab_size"],
+            max_positions=hf_config["max_position_embeddings"],
+            norm_eps=hf_config["rms_norm_eps"],
+            rotary_base=float(_rope_parameters(hf_config)["rope_theta"]),
+            tied=bool(hf_config.get("tie_word_embeddings", False)),
+        )
+
+    def check_divides(self, tensor_model_parallel_size: int) -> None:
+        """Raise ValueError unless every split dimension divides by the number of tensor-parallel ranks."""
+        for field in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+            if (value := getattr(self, field)) % tensor_model_parallel_size:
+                raise ValueError(
+                    f"{field}={value} does not divide by tensor_model_parallel_size={tensor_model_parallel_size}: "
+                    "choose a size that does"
+                )
+
+
+def _rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings, from either spelling: `rope_parameters` (transformers 5) or the older flat keys."""
+    flat = {"rope_theta": hf_config.get("rope_theta", 10000.0), **(hf_config.get("rope_scaling") or {})}
+    return {**flat, **(hf_config.get("rope_parameters") or {})}
+
+
+def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
+    rope = _rope_parameters(hf_config)
+    wanted: list[tuple[str, Any, Any]] = [
+        ("model_type", hf_config.get("model_type"), "qwen3"),
+        ("hidden_act", hf_config.get("hidden_act", "silu"), "silu"),
+        ("attention_bias", hf_config.get("attention_bias", False), False),
+        ("use_sliding_window", hf_config.get("use_sliding_window", False), False),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+    ]
+    for field, value, supported in wanted:
+        if value != supported:
+            raise ValueError(f"config.json: {field}={value!r} is not supported: use a Qwen3 with {field}={supported!r}")
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Prompts with their responses, right-padded. Invariant: 1 <= prompt length <= length <= T, 2 <= length."""
+
+    tokens_BT: Tensor
+    lengths_B: Tensor
+    prompt_lengths_B: Tensor
+
+    @classmethod
+    def from_sequences(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> "TokenBatch":
+        """Join each prompt with its response.
+
+        Raises:
+            ValueError: lists of unequal length, an empty prompt, or a sequence of one token (nothing to predict).
+        """
+        if len(prompts) != len(responses) or not prompts:
+            raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give as many of each, at least 1")
+        for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+            if not p or len(p) + len(r) < 2:
+                raise ValueError(
+                    f"sequence {i} has {len(p)} prompt tokens and {len(r)} response tokens: "
+                    "it needs a prompt, and two tokens in all"
+                )
+        rows = [torch.tensor(p + r, dtype=torch.int64) for p, r in zip(prompts, responses, strict=True)]
+        return cls(
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),
+            torch.tensor([len(row) for row in rows]),
+            torch.tensor([len(p) for p in prompts]),
+        )
+
+    def select(self, rows_b: Tensor) -> "TokenBatch":
+        """The given rows, as wide as the whole batch."""
+        return TokenBatch(self.tokens_BT[rows_b], self.lengths_B[rows_b], self.prompt_lengths_B[rows_b])
+
+    @property
+    def valid_mask_BT(self) -> Tensor:
+        """True at tokens, false at padding."""
+        return self._positions_T < self.lengths_B.unsqueeze(1)
+
+    @property
+    def response_mask_BT(self) -> Tensor:
+        """True at generated tokens."""
+        return self.valid_mask_BT & (self._positions_T >= self.prompt_lengths_B.unsqueeze(1))
+
+    @property
+    def _positions_T(self) -> Tensor:
+        return torch.arange(self.tokens_BT.shape[1])
+
+    def micro_batches(self, micro_batch_tokens: int) -> Iterator[tuple[Tensor, int]]:
+        """Yield (rows [b], longest length), rows sorted by length, b x longest <= micro_batch_tokens where b > 1."""
+        rows: list[int] = []
+        for row in self.lengths_B.argsort(stable=True).tolist():
+            if rows and (len(rows) + 1) * int(self.lengths_B[row]) > micro_batch_tokens:
+                yield self._micro_batch(rows)
+                rows = []
+            rows.append(row)
+        yield self._micro_batch(rows)
+
+    def _micro_batch(self, rows: list[int]) -> tuple[Tensor, int]:
+        return torch.tensor(rows), int(self.lengths_B[rows[-1]])
+
+
+class CausalAttention(MegatronModule):
+    """Megatron's core attention by torch's own fused kernel. Owns nothing; a drop-in for `DotProductAttention`.
+
+    Megatron's own kernel writes the B x N x T x T scores out and is several times slower on a CPU.
+    """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """query [T, B, N, D], key and value [T, B, groups, D] -> context [T, B, N * D]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context_BNTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return context_BNTD.permute(2, 0, 1, 3).flatten(2)
+
+
+def build_model(hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 1) -> GPTModel:
+    """This rank's shard of the model, float32, weights not initialised. Call `megatron_host.install` first.
+
+    Raises:
+        ValueError: the config asks for something this trainer lacks, or does not divide over the ranks.
+    """
+    shape = Qwen3Shape.from_hf(hf_config)
+    shape.check_divides(tensor_model_parallel_size)
+    return GPTModel(
+        _transformer_config(shape, tensor_model_parallel_size),
+        _layer_spec(),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_positions,
+        position_embedding_type="rope",
+        rotary_base=shape.rotary_base,
+        share_embeddings_and_output_weights=shape.tied,
+    )
+
+
+def _transformer_config(shape: Qwen3Shape, tensor_model_parallel_size: int) -> TransformerConfig:
+    return TransformerConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        cuda_graph_scope=[],
+        **NO_FUSIONS,
+    )
+
+
+def _layer_spec() -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    return spec
+
+
+def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
+    """log p(token | its prefix) under logits / temperature, [B, T]; position 0 has no prefix and is 0.0."""
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} has no log-probs: use a positive temperature")
+    logits_BTV = next_token_logits(model, tokens_BT[:, :-1])
+    nll_BT = vocab_parallel_cross_entropy(logits_BTV / temperature, tokens_BT[:, 1:])
+    return F.pad(-nll_BT, (1, 0))
+
+
+def next_token_logits(model: GPTModel, tokens_BT: Tensor) -> Tensor:
+    """Logits [B, T, V / tensor-parallel size] after each position; this rank's slice of the vocabulary."""
+    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+    return model(tokens_BT, positions_BT, attention_mask=None)

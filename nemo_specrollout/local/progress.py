@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sees while a run goes on: the present phase, the rollout's progress, a line for every finished step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+_HEADER = f"{'step':>5} {'reward':>7} {'length':>7} {'rollout':>9} {'speedup':>8} {'tok/step':>8} {'equal':>11} {'train':>7} {'gap':>8}"
+
+
+class Progress:
+    """Prints to the terminal; owns nothing but the console."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._has_header = False
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Shows that `text` is going on."""
+        with self.console.status(text):
+            yield
+
+    @contextmanager
+    def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:
+        """A bar of finished requests; yields the function that moves it."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with RichProgress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(f"step {step}: rollout", total=num_requests)
+            yield lambda done: bar.update(task, completed=done)
+
+    def step_done(self, record: dict[str, Any]) -> None:
+        """The line of a finished step, and its alarms."""
+        if not self._has_header:
+            self.console.print(_HEADER, style="bold")
+            self._has_header = True
+        speedup = record["rollout_speedup"]
+        self.console.print(
+            f"{record['step']:>5} {record['reward']:>7.3f} {record['response_length']['mean']:>7.1f} "
+            f"{record['rollout_s']:>7.2f} s {'-' if speedup is None else f'{speedup:.2f}x':>8} "
+            f"{record['acceptance_length']:>8.2f} {record['tokens_equal']:>5}/{record['tokens_checked']:<5} "
+            f"{record['train_s']:>5.1f} s {record['logprob_gap']['mean']:>8.1e}"
+        )
+        for alarm in record["alarms"]:
+            self.console.print(f"      ALARM: {alarm}", style="bold red")
+
+    def summary(self, summary: dict[str, Any], run_dir: str) -> None:
+        """The closing table."""
+        table = Table(title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left")
+        for name, value in _summary_rows(summary):
+            table.add_row(name, value)
+        self.console.print(table)
+        self.console.print(f"report  {run_dir}/report.html\npicture {run_dir}/picture.png")
+
+
+def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    if not summary["steps"]:
+        return [("steps", "none finished")]
+    speedup = summary["rollout_speedup_vs_plain_estimate"]
+    over = summary["reward_averaged_over_steps"]
+    return [
+        ("rollout speedup over plain (estimate)", "-" if speedup is None else f"{speedup:.2f}x"),
+        ("tokens equal to plain decoding", f"{summary['tokens_equal']} of {summary['tokens_checked']} checked"),
+        (f"reward, first and last {over} steps", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        ("tokens a request gains per target step", f"{summary['acceptance_length']:.2f}"),
+        ("alarms", str(summary["alarms"])),
+    ]

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`report.html` of a run: one file without script or outside resource, made from the run directory's records alone."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.local import charts
+from nemo_specrollout.local.charts import Record, number, read_lines, series
+
+NONE, BAD = "\N{EN DASH}", ' class="bad"'
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
+<style>$css</style></head>
+<body><main>
+<h1>$title</h1>
+<p class="status">$status</p>
+$body
+</main></body>
+</html>
+""")
+
+CSS = """
+:root { color-scheme: light }
+body { margin: 0; background: #f6f8fa; color: #24292f;
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif }
+main { max-width: 936px; margin: 0 auto; padding: 28px 24px 48px }
+h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
+.status { color: #57606a; margin: 2px 0 18px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px }
+.card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
+.card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
+.card .value { font-size: 25px; line-height: 1.3; font-weight: 600; color: #24292f; white-space: nowrap }
+.card.good .value { color: #0072b2 }
+.card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
+section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
+section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
+section.alarms { border-color: #cf222e } .alarms ul { margin: 4px 0 0; padding-left: 20px }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 14px }
+svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
+.scroll { overflow: auto; max-height: 430px }
+table { border-collapse: collapse; width: 100%; white-space: nowrap }
+th, td { font-size: 12.5px; font-variant-numeric: tabular-nums }
+th { position: sticky; top: 0; background: #fff; color: #57606a; font-weight: 600; vertical-align: bottom }
+th, td { text-align: right; padding: 3px 0 3px 10px; border-bottom: 1px solid #eaeef2 } td.bad { color: #b3141f }
+pre, code { font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace }
+pre { background: #f6f8fa; padding: 10px 12px; margin: 6px 0; overflow-x: auto }
+summary { cursor: pointer; font-weight: 600 }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 6px 0 0; font-size: 13.5px }
+dt { color: #57606a } dd { margin: 0; overflow-wrap: anywhere }
+@media (max-width: 720px) { .pair { grid-template-columns: 1fr } }
+"""
+
+ROLLOUT_COLUMNS = {
+    "step": ("step", "d"),
+    "tokens": ("num_tokens", ",d"),
+    "length<br>mean": ("response_length.mean", ".1f"),
+    "<br>max": ("response_length.max", "d"),
+    "rollout<br>s": ("rollout_s", ".2f"),
+    "plain<br>est. s": ("plain_estimate_s", ".2f"),
+    "speedup<br>x": ("rollout_speedup", ".2f"),
+    "engine<br>steps": ("target_steps", ",d"),
+    "tokens a<br>step": ("acceptance_length", ".2f"),
+    "draft<br>tokens": ("num_draft_tokens", ",d"),
+    "steps with<br>drafts": ("share_of_steps_with_drafts", ".0%"),
+    "router's<br>share": ("router_host_share", ".1%"),
+    "tokens<br>checked": ("tokens_checked", ",d"),
+    "<br>equal": ("tokens_equal", ",d"),
+}
+TRAINING_COLUMNS = {
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "loss": ("loss", ".4f"),
+    "KL": ("kl", ".4f"),
+    "entropy": ("entropy", ".3f"),
+    "gradient<br>norm": ("grad_norm", ".2f"),
+    "learning<br>rate": ("learning_rate", ".1e"),
+    "log-prob gap<br>mean": ("logprob_gap.mean", ".1e"),
+    "<br>max": ("logprob_gap.max", ".1e"),
+    "log-prob<br>s": ("logprob_s", ".2f"),
+    "train<br>s": ("train_s", ".2f"),
+    "refit<br>s": ("refit_s", ".2f"),
+    "verify<br>s": ("verify_s", ".2f"),
+}
+"""Columns of the tables: heading (HTML) -> key of the step, format."""
+
+HOW_TO_READ = {
+    "Rollout time": "Blue is the clock; grey is what the same tokens would have cost one at a time, by the step times that "
+    "the engine measured in this run. The area between them is time saved; above 1x is faster.",
+    "How a batch drains": "Short responses finish first, and few requests are left for much of the time; drafts belong "
+    "there, where an engine step has room for them. Pale tokens were drafted in vain.",
+    "Where a step's time goes": "Each bar is one step and the labels are means; the black mark is where the rollout part "
+    "would end without speculation, by the estimate.",
+    "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's own "
+    "token; small counts are noisy.",
+    "Reward": "The mean reward of a step's samples; problems differ from step to step, so look at the trend.",
+    "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's; a jump means that a "
+    "refit went wrong.",
+}
+"""Title of a chart -> how to read it."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What a run directory holds. Every part may be empty: the run may have been interrupted anywhere."""
+
+    steps: Sequence[Record]
+    traces: Sequence[Record]
+    summary: Record
+    about: Record
+    config: str
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "RunRecords":
+        """Read `run_dir`. Raises ValueError if it is not a folder."""
+        if not run_dir.is_dir():
+            raise ValueError(f"run directory {str(run_dir)!r} is not a folder: name the `logger.log_dir` of a run")
+        config = run_dir / "config.yaml"
+        return cls(
+            steps=read_lines(run_dir / "metrics.jsonl"),
+            traces=read_lines(run_dir / "trace.jsonl"),
+            summary=_read_object(run_dir / "summary.json"),
+            about=_read_object(run_dir / "run.json"),
+            config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        )
+
+    @property
+    def alarms(self) -> list[tuple[Any, str]]:
+        """(step, text) of every alarm."""
+        return [(s["step"], str(alarm)) for s in self.steps for alarm in s.get("alarms") or ()]
+
+    def figure(self, key: str, from_steps: float) -> float:
+        """The summary's `key`; a run without a summary gets what its finished steps say. NaN where neither knows."""
+        value = number(self.summary, key)
+        return value if math.isfinite(value) else from_steps
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into `run_dir` and return its path; a reader never sees half a file."""
+    target = run_dir / "report.html"
+    page = _page(RunRecords.read(run_dir), run_dir.resolve().name)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, target)
+    return target
+
+
+def _read_object(path: Path) -> Record:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _page(run: RunRecords, name: str) -> str:
+    parts = [_cards(run), _alarms(run), _charts(run), *_tables(run)] if run.steps else []
+    body = "\n".join([*parts, _config(run), _about(run)])
+    return PAGE.substitute(title=escape(f"Run {name}"), css=CSS, status=escape(_status(run)), body=body)
+
+
+def _status(run: RunRecords) -> str:
+    if not run.steps:
+        return "no finished step yet"
+    steps = f"{len(run.steps)} finished step" + "s" * (len(run.steps) > 1)
+    wall_s = number(run.summary, "wall_s")
+    state = "completed" if run.summary.get("completed") else "not completed: interrupted, or still running"
+    return f"{steps}, {state}" + (f", {wall_s:.0f} s in all" if math.isfinite(wall_s) else "")
+
+
+def _cards(run: RunRecords) -> str:
+    return f'<div class="cards">{"".join(_card_list(run))}</div>'
+
+
+def _card_list(run: RunRecords) -> Iterable[str]:
+    speedup = run.figure("rollout_speedup_vs_plain_estimate", charts.overall_speedup(run.steps))
+    yield _card("Rollout speedup", _format(speedup, ".2f", "x"), "over the plain estimate", "good" * (speedup > 1))
+    yield _equality_card(run)
+    rewards = series(run.steps, "reward")
+    first, last = run.figure("reward_first", rewards[0]), run.figure("reward_last", rewards[-1])
+    yield _card("Reward", f"{_format(first, '.2f')} \N{RIGHTWARDS ARROW} {_format(last, '.2f')}", "first to last step")
+    length = run.figure("acceptance_length", _acceptance_length(run.steps))
+    yield _card("Acceptance length", _format(length, ".2f"), "tokens a request gains in an engine step; 1 is plain")
+    note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
+    yield _card("Alarms", str(len(run.alarms)), note, kind)
+
+
+def _card(title: str, value: str, note: str, kind: str = "") -> str:
+    title, value, note = escape(title), escape(value), escape(note)
+    return f'<div class="card {kind}"><p>{title}</p><p class="value">{value}</p><p>{note}</p></div>'
+
+
+def _equality_card(run: RunRecords) -> str:
+    checked = run.figure("tokens_checked", float(np.nansum(series(run.steps, "tokens_checked"))))
+    equal = run.figure("tokens_equal", float(np.nansum(series(run.steps, "tokens_equal"))))
+    if checked == 0:
+        return _card("Tokens equal", NONE, "none was checked against a plain rollout")
+    if equal < checked:
+        return _card("Tokens equal", f"{equal / checked:.3%}", f"{equal:,.0f} of {checked:,.0f} checked", "bad")
+    return _card("Tokens equal", f"{equal:,.0f}", f"of {checked:,.0f} checked against a plain rollout", "good")
+
+
+def _acceptance_length(steps: Sequence[Record]) -> float:
+    """Tokens over request steps, summed over the run's steps; a step's request steps follow from its own ratio."""
+    tokens, lengths = series(steps, "num_tokens"), series(steps, "acceptance_length")
+    known = np.isfinite(tokens) & (lengths > 0)
+    return float(tokens[known].sum() / (tokens[known] / lengths[known]).sum()) if tokens[known].sum() else math.nan
+
+
+def _alarms(run: RunRecords) -> str:
+    items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in run.alarms)
+    return f'<section class="alarms"><h2>Alarms</h2><ul>{items}</ul></section>' if items else ""
+
+
+def _charts(run: RunRecords) -> str:
+    speedup, time = charts.speedup_chart(run.steps), charts.time_chart(run.steps)
+    drain = charts.drain_chart(run.traces[-1]) if run.traces else ""
+    acceptance, reward, gap = (c(run.steps) for c in (charts.acceptance_chart, charts.reward_chart, charts.gap_chart))
+    return "\n".join(
+        (
+            _chart("Rollout time", speedup),
+            _chart("How a batch drains", drain),
+            _pair(_chart("Where a step's time goes", time), _chart("Acceptance by position", acceptance)),
+            _pair(_chart("Reward", reward), _chart("Engine against trainer", gap)),
+        )
+    )
+
+
+def _pair(left: str, right: str) -> str:
+    return f'<div class="pair">{left}{right}</div>'
+
+
+def _chart(title: str, svg: str) -> str:
+    label = escape(title)
+    drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    how_to_read = escape(HOW_TO_READ[title])
+    return f"<section><h2>{label}</h2><p>{how_to_read}</p>{drawing or '<p><em>not recorded</em></p>'}</section>"
+
+
+def _tables(run: RunRecords) -> Iterable[str]:
+    yield _table("Rollouts, step by step", ROLLOUT_COLUMNS, run.steps)
+    yield _table("Training, step by step", TRAINING_COLUMNS, run.steps)
+
+
+def _table(title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Record]) -> str:
+    head = "".join(f"<th>{heading}</th>" for heading in columns)
+    rows = "".join(f"<tr>{''.join(_cell(step, *column) for column in columns.values())}</tr>" for step in steps)
+    return (
+        f'<section><h2>{escape(title)}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _cell(step: Record, key: str, spec: str) -> str:
+    bad = key == "tokens_equal" and number(step, key) < number(step, "tokens_checked")
+    return f"<td{BAD if bad else ''}>{_format(number(step, key), spec)}</td>"
+
+
+def _format(value: float, spec: str, unit: str = "") -> str:
+    if not math.isfinite(value):
+        return NONE
+    return format(int(value) if spec.endswith("d") else value, spec) + unit
+
+
+def _config(run: RunRecords) -> str:
+    text = f"<pre>{escape(run.config)}</pre>" if run.config else "<p>config.yaml is missing</p>"
+    return f"<section><details><summary>Resolved config</summary>{text}</details></section>"
+
+
+def _about(run: RunRecords) -> str:
+    versions = run.about.get("versions")
+    facts = {key: run.about[key] for key in ("command", "started", "commit") if run.about.get(key)}
+    facts |= dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
+    items = "".join(f"<dt>{escape(str(k))}</dt><dd><code>{escape(str(v))}</code></dd>" for k, v in facts.items())
+    return f"<section><h2>How this run was made</h2><dl>{items or '<dt>run.json is missing</dt>'}</dl></section>"

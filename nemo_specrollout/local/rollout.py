@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step's rollout: prompts, responses, what it took, and the proof that speculation changed nothing."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats
+from nemo_specrollout.local.task import Problem, make_problems
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """The problems of a step and the requests for them, `num_generations_per_prompt` in a row for each problem."""
+
+    problems: list[Problem]
+    requests: list[RolloutRequest]
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """What a step generated, with raw counts."""
+
+    prompts: StepPrompts
+    rollouts: list[Rollout]
+    stats: RolloutStats
+    tokens_checked: int
+    tokens_equal: int
+    verify_s: float
+
+
+Encode = Callable[[Problem], list[int]]
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer of a Hugging Face folder, without its hub."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(model))
+
+
+def step_prompts(config: RunConfig, step: int, encode: Encode) -> StepPrompts:
+    """The prompts of `step`: a function of the run's seed and the step alone. The policy's version is the step."""
+    grpo = config.grpo
+    first = step * grpo.num_prompts_per_step
+    problems = make_problems(grpo.seed, grpo.num_prompts_per_step, first, config.data.max_terms)
+    requests = [
+        RolloutRequest(ids, first + i, sample, policy_version=step)
+        for i, ids in enumerate(map(encode, problems))
+        for sample in range(grpo.num_generations_per_prompt)
+    ]
+    return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)
+
+
+def roll_out(
+    engine: RolloutEngine, prompts: StepPrompts, config: RunConfig, on_finished: Callable[[int], None]
+) -> StepRollout:
+    """Generates the responses of a step, then decodes some of them again without speculation and compares."""
+    rollouts, stats = measured_rollout(engine, prompts.requests, config, on_finished)
+    started = time.perf_counter()
+    chosen = _spread(len(prompts.requests), config.policy.generation.specrollout.verify.requests_per_step)
+    again = decode_plainly(engine, [prompts.requests[i] for i in chosen])
+    equal, total = count_equal([rollouts[i] for i in chosen], again)
+    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started)
+
+
+def measured_rollout(
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    config: RunConfig,
+    on_finished: Callable[[int], None] = lambda done: None,
+) -> tuple[list[Rollout], RolloutStats]:
+    """The rollouts of `requests`, and what they took."""
+    before = engine.report(first_step=1 << 60)
+    started = time.perf_counter()
+    rollouts = engine.generate(requests, on_finished)
+    seconds = time.perf_counter() - started
+    after = engine.report(first_step=before["num_steps"])
+    return rollouts, rollout_stats(before, after, rollouts, seconds, engine.max_num_seqs)
+
+
+def decode_plainly(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+    """The same requests, with the same noise, one token a step."""
+    plain = [
+        RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, r.policy_version, speculate=False)
+        for r in requests
+    ]
+    return engine.generate(plain)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """`count` indices spread evenly over range(total)."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: what was asked, what happened, and where to go on. Nothing in it is ever half-written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import installed_versions
+
+NUM_CHECKPOINTS_KEPT = 2
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file at `path` by `text`, or leaves it as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+class RunDirectory:
+    """`config.yaml`, `run.json`, `metrics.jsonl`, `trace.jsonl`, `summary.json`, `report.html`, `checkpoints/step_N`.
+
+    Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
+    of a step whose checkpoint was never finished are dropped on resume.
+    """
+
+    def __init__(self, path: Path, next_step: int) -> None:
+        self.path = path
+        self.next_step = next_step
+
+    @classmethod
+    def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
+        """Creates the folder, or resumes the run in it if its config is the same but for the number of steps.
+
+        Raises ConfigError where the folder holds something else, or a run that is complete.
+        """
+        if not path.exists() or not any(path.iterdir()):
+            return cls._create(path, config)
+        if not (path / "config.yaml").is_file():
+            raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
+        earlier = yaml.safe_load((path / "config.yaml").read_text())
+        if _without_extent(earlier) != _without_extent(config):
+            keys = ", ".join(_differences(_without_extent(earlier), _without_extent(config))[:4])
+            raise ConfigError(f"logger.log_dir: {path} holds a run of another config (it differs in {keys}); choose another")
+        run = cls(path, 0)
+        run.next_step = run._last_checkpoint() + 1
+        if run.next_step >= max_num_steps:
+            raise ConfigError(
+                f"logger.log_dir: {path} holds this run, complete ({run.next_step} steps); see {path / 'report.html'}, or "
+                "choose another folder, or a larger grpo.max_num_steps to go on"
+            )
+        write_atomically(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        run._drop_unfinished_lines()
+        return run
+
+    @classmethod
+    def _create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
+        path.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "command": " ".join(sys.argv),
+            "versions": installed_versions(),
+            "commit": _commit(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        write_atomically(path / "run.json", json.dumps(facts, indent=1))
+        write_atomically(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        return cls(path, 0)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest complete checkpoint."""
+        last = self._last_checkpoint()
+        return self._checkpoint_of(last) if last >= 0 else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`."""
+        return _read_lines(self.path / "metrics.jsonl")
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """One more line of `name`, on disk when this returns."""
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def new_checkpoint(self, step: int) -> Path:
+        """Where the checkpoint after `step` goes; it must appear there by one rename."""
+        (self.path / "checkpoints").mkdir(exist_ok=True)
+        return self._checkpoint_of(step)
+
+    def forget_old_checkpoints(self) -> None:
+        """Removes all but the newest two."""
+        for step in sorted(self._checkpointed_steps())[:-NUM_CHECKPOINTS_KEPT]:
+            shutil.rmtree(self._checkpoint_of(step))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1))
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step}"
+
+    def _checkpointed_steps(self) -> list[int]:
+        return [int(p.name.removeprefix("step_")) for p in (self.path / "checkpoints").glob("step_*")]
+
+    def _last_checkpoint(self) -> int:
+        return max(self._checkpointed_steps(), default=-1)
+
+    def _drop_unfinished_lines(self) -> None:
+        for name in ("metrics.jsonl", "trace.jsonl"):
+            kept = [r for r in _read_lines(self.path / name) if r["step"] < self.next_step]
+            write_atomically(self.path / name, "".join(json.dumps(r) + "\n" for r in kept))
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file; a last line that a crash cut short is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _without_extent(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less what may change when a run is continued."""
+    grpo = {k: v for k, v in config.get("grpo", {}).items() if k != "max_num_steps"}
+    return {**config, "grpo": grpo}
+
+
+def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted(a.keys() | b.keys())
+        return [d for k in keys for d in _differences(a.get(k), b.get(k), f"{path}.{k}" if path else str(k))]
+    return [] if a == b else [path]
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that is running, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None

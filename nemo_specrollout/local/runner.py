@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO on one machine: vLLM rolls out, Megatron-Core trains, weights go back by name, every step leaves a record."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.local.grpo import group_normalized_advantages
+from nemo_specrollout.local.megatron_model import TokenBatch
+from nemo_specrollout.local.policy import MegatronPolicy
+from nemo_specrollout.local.progress import Progress
+from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.rollout import StepRollout, load_tokenizer, roll_out, step_prompts
+from nemo_specrollout.local.run_directory import RunDirectory
+from nemo_specrollout.local.task import encode_prompt, reward_of_ids
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout as the trainer sees it: rows in request order, [B] and [B, T]."""
+
+    batch: TokenBatch
+    rewards_B: torch.Tensor
+    advantages_B: torch.Tensor
+    generation_logprobs_BT: torch.Tensor
+    prev_logprobs_BT: torch.Tensor
+    reference_logprobs_BT: torch.Tensor | None
+    logprob_s: float
+
+
+class GrpoRunner:
+    """Runs GRPO from a config in a run directory; owns the engine, the policy and the directory.
+
+    Invariant: before step s the engine holds the policy's weights after s optimizer updates, so that a run resumed at s
+    generates the very samples that it would have generated uninterrupted.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, progress: Progress) -> None:
+        self.config = config
+        self.directory = directory
+        self.progress = progress
+        self.model = Path(config.policy.model_name)
+        self.tokenizer = load_tokenizer(self.model)
+        with progress.phase("starting vLLM"):
+            self.engine = RolloutEngine(self.model, config.policy.generation, config.grpo.seed)
+        with progress.phase("building the Megatron-Core policy"):
+            self.policy, self.reference = self._load_policy(), self._load_reference()
+        if directory.checkpoint is not None:
+            self.policy.load(directory.checkpoint)
+            self.engine.load_weights(self.policy.hf_tensors())
+
+    def run(self) -> None:
+        """All steps that are left."""
+        for step in range(self.directory.next_step, self.config.grpo.max_num_steps):
+            record = self.step(step)
+            self.progress.step_done(record)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One GRPO step; returns its line of metrics."""
+        prompts = step_prompts(self.config, step, lambda p: encode_prompt(p, self.tokenizer))
+        with self.progress.rollout(step, len(prompts.requests)) as on_finished:
+            rollout = roll_out(self.engine, prompts, self.config, on_finished)
+        with self.progress.phase(f"step {step}: log-probs"):
+            scored = self.score(rollout)
+        with self.progress.phase(f"step {step}: training"):
+            trained, train_s = timed(lambda: self.train(scored))
+        _, refit_s = timed(lambda: self.engine.load_weights(self.policy.hf_tensors()))
+        record = step_record(step, rollout, scored, trained, train_s, refit_s)
+        record["alarms"] = alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm)
+        self._keep(step, record, rollout)
+        return record
+
+    def score(self, rollout: StepRollout) -> Scored:
+        """Rewards by rule, advantages within each group, log-probs by the trainer's weights."""
+        requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
+        pad_id = self.tokenizer.pad_token_id
+        batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
+        rewards = [reward_of_ids(p, r, self.tokenizer) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
+        rewards_B = torch.tensor(rewards)
+        group_B = torch.tensor([r.prompt_index for r in requests])
+        grpo = self.config.grpo
+        advantages_B = group_normalized_advantages(
+            rewards_B, group_B, grpo.use_leave_one_out_baseline, grpo.normalize_rewards
+        )
+        prev_BT, logprob_s = timed(lambda: self._logprobs(self.policy, batch))
+        reference_BT = None if self.reference is None else self._logprobs(self.reference, batch)
+        return Scored(
+            batch, rewards_B, advantages_B, generation_logprobs(rollout, batch), prev_BT, reference_BT, logprob_s
+        )
+
+    def train(self, scored: Scored) -> dict[str, float]:
+        """Optimizer steps over the samples, `train_global_batch_size` at a time; means of their metrics."""
+        policy = self.config.policy
+        size = policy.train_global_batch_size
+        results = []
+        for first in range(0, len(scored.rewards_B), size):
+            rows = torch.arange(first, min(first + size, len(scored.rewards_B)))
+            reference = scored.reference_logprobs_BT
+            results.append(
+                self.policy.train_step(
+                    scored.batch.select(rows),
+                    scored.advantages_B[rows],
+                    scored.generation_logprobs_BT[rows],
+                    scored.prev_logprobs_BT[rows],
+                    self.config.loss_fn,
+                    temperature=self._temperature,
+                    reference_logprobs_BT=None if reference is None else reference[rows],
+                    micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
+                )
+            )
+        return {key: sum(r[key] for r in results) / len(results) for key in results[0]}
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self.engine.close()
+
+    @property
+    def _temperature(self) -> float:
+        """NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1."""
+        return self.config.policy.generation.temperature or 1.0
+
+    def _logprobs(self, policy: MegatronPolicy, batch: TokenBatch) -> torch.Tensor:
+        config = self.config.policy
+        tokens = config.logprob_batch_size * config.max_total_sequence_length
+        return policy.logprobs(batch, self._temperature, micro_batch_tokens=tokens)
+
+    def _load_policy(self) -> MegatronPolicy:
+        return MegatronPolicy.from_pretrained(self.model, optimizer=self.config.policy.megatron_cfg.optimizer)
+
+    def _load_reference(self) -> MegatronPolicy | None:
+        return self._load_policy() if self.config.loss_fn.reference_policy_kl_penalty > 0 else None
+
+    def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout) -> None:
+        """Records first, then the checkpoint that makes them count."""
+        self.directory.append("metrics.jsonl", record)
+        self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
+        checkpointing = self.config.checkpointing
+        is_last = step + 1 == self.config.grpo.max_num_steps
+        if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
+            self.policy.save(self.directory.new_checkpoint(step))
+            self.directory.forget_old_checkpoints()
+
+
+def timed(work: Any) -> tuple[Any, float]:
+    """The result of `work()` and its seconds."""
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started
+
+
+def generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
+    """The engine's log-probs where the trainer has its own, [B, T]; 0 elsewhere."""
+    result_BT = torch.zeros(batch.tokens_BT.shape)
+    for row, (request, response) in enumerate(zip(rollout.prompts.requests, rollout.rollouts, strict=True)):
+        start = len(request.prompt_token_ids)
+        result_BT[row, start : start + len(response.token_ids)] = torch.tensor(response.logprobs)
+    return result_BT
+
+
+def step_record(
+    step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
+) -> dict[str, Any]:
+    """A line of `metrics.jsonl`; docs/metrics.md names every key."""
+    stats = rollout.stats
+    lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
+    mask_BT = scored.batch.response_mask_BT
+    gap = (scored.generation_logprobs_BT - scored.prev_logprobs_BT).abs()[mask_BT]
+    acceptance = {n: {"proposed": stats.proposed[n], "accepted": stats.accepted[n]} for n in stats.proposed}
+    return {
+        "step": step,
+        "reward": float(scored.rewards_B.mean()),
+        "num_samples": len(lengths),
+        "response_length": {
+            "mean": sum(lengths) / len(lengths), "median": lengths[len(lengths) // 2], "max": lengths[-1]
+        },
+        "num_tokens": stats.num_tokens,
+        "rollout_s": stats.seconds,
+        "plain_estimate_s": stats.plain_estimate_s,
+        "rollout_speedup": stats.speedup_estimate,
+        "logprob_s": scored.logprob_s,
+        "train_s": train_s,
+        "refit_s": refit_s,
+        "verify_s": rollout.verify_s,
+        "target_steps": stats.num_target_steps,
+        "request_steps": stats.num_request_steps,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance": acceptance,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "share_of_steps_with_drafts": stats.num_steps_with_drafts / stats.num_target_steps,
+        "router_host_share": stats.router_host_s / stats.seconds,
+        "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
+        "tokens_checked": rollout.tokens_checked,
+        "tokens_equal": rollout.tokens_equal,
+        **trained,
+    }  # fmt: skip
+
+
+def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
+    """Sentences for what must not happen in a sound run."""
+    found = []
+    if record["logprob_gap"]["mean"] > logprob_gap_bound:
+        found.append(
+            f"log-prob gap {record['logprob_gap']['mean']:.4f} is above {logprob_gap_bound}: engine and trainer do not hold "
+            "the same policy"
+        )
+    if record["tokens_equal"] != record["tokens_checked"]:
+        found.append(f"{record['tokens_checked'] - record['tokens_equal']} tokens differ from plain decoding")
+    return found
+
+
+def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[str, Any]:
+    """Writes `summary.json` and the report from the finished steps; returns the summary."""
+    metrics = directory.metrics()
+    summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
+    if metrics:
+        tail = max(1, len(metrics) // 5)
+        speculated = [m for m in metrics if m["plain_estimate_s"] is not None]
+        estimate, measured = (sum(m[k] for m in speculated) for k in ("plain_estimate_s", "rollout_s"))
+        summary |= {
+            "rollout_speedup_vs_plain_estimate": estimate / measured if speculated else None,
+            "tokens_checked": sum(m["tokens_checked"] for m in metrics),
+            "tokens_equal": sum(m["tokens_equal"] for m in metrics),
+            "reward_first": sum(m["reward"] for m in metrics[:tail]) / tail,
+            "reward_last": sum(m["reward"] for m in metrics[-tail:]) / tail,
+            "reward_averaged_over_steps": tail,
+            "acceptance_length": sum(m["num_tokens"] for m in metrics) / sum(m["request_steps"] for m in metrics),
+            "alarms": sum(len(m["alarms"]) for m in metrics),
+        }
+    directory.write_summary(summary)
+    write_report(directory.path)
+    return summary

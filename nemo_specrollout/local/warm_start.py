@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the small policy that the demo's RL run starts from, and measure it.
+
+    python -m nemo_specrollout.local.warm_start --out DIR        train on worked responses, save a Hugging Face folder
+    python -m nemo_specrollout.local.warm_start --evaluate DIR   sample at temperature 1, print what the policy can do
+
+The number of steps is fixed, not the time, so that a seed gives one policy (up to the number of threads). Training
+stops before the task is mastered: RL needs something left to learn.
+
+Shapes: B requests, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nemo_specrollout.local.task import (
+    MAX_TERMS,
+    build_tokenizer,
+    demonstration,
+    encode_prompt,
+    make_problems,
+    reward_of_ids,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+DEFAULT_STEPS = 4000
+BATCH_TOKENS = 512
+"""Positions of a training batch, padding included."""
+POOL_PROBLEMS = 256
+"""Batches are cut from pools of problems sorted by length, which keeps padding small."""
+POOL_STEPS = 64
+"""About the number of batches in a pool; only the pace of the curriculum depends on it."""
+MAX_NEW_TOKENS = 320
+EVALUATION_SEED = 1_000_003
+IGNORED = -100
+FIRST_MAX_TERMS = 3
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What decides the policy's weights."""
+
+    steps: int = DEFAULT_STEPS
+    seed: int = 0
+    learning_rate: float = 2e-3
+    warm_up_steps: int = 100
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    digit_weight: float = 3.0
+    """Loss weight of a digit against a word. Digits are what is hard; the optimum of each position is the same."""
+    curriculum: float = 0.4
+    """Share of the steps over which the longest problem grows from 3 terms to 24."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; give at least 1 (default {DEFAULT_STEPS})")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One sample per problem at temperature 1: rates in 0..1, entropy in nats, lengths in tokens with the end token."""
+
+    num_samples: int
+    accuracy: float
+    ended_rate: float
+    entropy_per_token: float
+    median_length: int
+    p95_length: int
+    max_length: int
+
+
+def main() -> None:
+    args = _parse_args()
+    if args.evaluate is not None:
+        model, tokenizer = load(args.evaluate)
+        Console().print(asdict(evaluate(model, tokenizer, args.samples)))
+        return
+    settings = WarmStart(steps=args.steps, seed=args.seed)
+    run(settings, args.out, args.samples)
+
+
+def run(settings: WarmStart, out: Path, num_samples: int) -> None:
+    """Train, save to `out` with a card, and replace what was there only once all is written."""
+    if out.exists() and not (out / "card.json").exists():
+        raise ValueError(f"out is {out}, which holds something else than a warm start; name another folder")
+    started = time.monotonic()
+    model, tokenizer = build_model(settings.seed), build_tokenizer()
+    loss = train(model, tokenizer, settings)
+    seconds = time.monotonic() - started
+    model = model.bfloat16().float()  # measure the rounded weights that are shipped
+    measured = evaluate(model, tokenizer, num_samples)
+    card = build_card(settings, loss, seconds, measured)
+    save(model, tokenizer, card, out)
+    Console().print(card)
+
+
+def build_model(seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of about 3 million parameters, float32, initialised from `seed`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_dropout=0.0,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> float:
+    """Train in place, on responses only; returns the mean weighted loss of the last tenth, in nats per token."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+    batches = make_batches(tokenizer, settings)
+    weight_V = token_weights(tokenizer, settings.digit_weight)
+    losses: list[float] = []
+    model.train()
+    with _progress() as progress:
+        bar = progress.add_task("warm start", total=settings.steps, loss=math.nan)
+        for _ in range(settings.steps):
+            loss = training_loss(model, *next(batches), weight_V)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            progress.update(bar, advance=1, loss=sum(losses[-50:]) / len(losses[-50:]))
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
+
+
+def learning_rate_factor(step: int, settings: WarmStart) -> float:
+    """Linear warm-up to 1, then half a cosine down to 0 at the last step."""
+    if step < settings.warm_up_steps:
+        return (step + 1) / settings.warm_up_steps
+    rest = max(1, settings.steps - settings.warm_up_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - settings.warm_up_steps) / rest)))
+
+
+def token_weights(tokenizer: PreTrainedTokenizerFast, digit_weight: float) -> torch.Tensor:
+    """weight_V: `digit_weight` for digits, 1 for all else."""
+    weight_V = torch.ones(len(tokenizer))
+    weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = digit_weight
+    return weight_V
+
+
+def training_loss(
+    model: Qwen3ForCausalLM, ids_BT: torch.Tensor, labels_BT: torch.Tensor, weight_V: torch.Tensor
+) -> torch.Tensor:
+    """Weighted mean cross-entropy over response tokens. Padding is on the right, so the causal mask alone hides it."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), weight_V, ignore_index=IGNORED)
+
+
+def make_batches(
+    tokenizer: PreTrainedTokenizerFast, settings: WarmStart
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (ids_BT, labels_BT) of about `BATCH_TOKENS` positions each, examples of similar length together."""
+    rng = random.Random(f"batches-{settings.seed}")
+    for pool in itertools.count():
+        longest = longest_problem(pool * POOL_STEPS, settings)
+        examples = _make_examples(tokenizer, settings.seed, pool * POOL_PROBLEMS, longest)
+        batches = _cut(sorted(examples, key=lambda example: len(example[0])))
+        rng.shuffle(batches)
+        for batch in batches:
+            yield _pad(batch, int(tokenizer.pad_token_id))
+
+
+def longest_problem(step: int, settings: WarmStart) -> int:
+    """The most terms a training problem has at `step`: small sums are learned first, and carry over."""
+    progress = min(1.0, step / max(1.0, settings.curriculum * settings.steps))
+    return FIRST_MAX_TERMS + int(progress * (MAX_TERMS - FIRST_MAX_TERMS))
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, num_samples: int, batch_size: int = 64
+) -> Evaluation:
+    """Sample one response for each of `num_samples` problems that training never sees, at temperature 1."""
+    torch.manual_seed(EVALUATION_SEED)
+    problems = sorted(make_problems(EVALUATION_SEED, num_samples), key=lambda problem: len(problem.terms))
+    rewards: list[float] = []
+    lengths: list[int] = []
+    entropy, num_ended = 0.0, 0
+    model.eval()
+    for first in range(0, num_samples, batch_size):
+        chunk = problems[first : first + batch_size]
+        ids_BT, entropy_BT = sample(model, tokenizer, [encode_prompt(problem, tokenizer) for problem in chunk])
+        ended_BT = ids_BT == tokenizer.eos_token_id
+        live_BT = ended_BT.long().cumsum(1) - ended_BT.long() == 0
+        rewards += [reward_of_ids(p, ids, tokenizer) for p, ids in zip(chunk, ids_BT.tolist(), strict=True)]
+        lengths += live_BT.sum(1).tolist()
+        entropy += float((entropy_BT * live_BT).sum())
+        num_ended += int(ended_BT.any(1).sum())
+    lengths.sort()
+    return Evaluation(
+        num_samples=num_samples, accuracy=sum(rewards) / num_samples, ended_rate=num_ended / num_samples,
+        entropy_per_token=entropy / sum(lengths), median_length=lengths[num_samples // 2],
+        p95_length=lengths[int(0.95 * num_samples)], max_length=lengths[-1],
+    )  # fmt: skip
+
+
+def sample(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids_BT, entropy_BT) of one response per prompt at temperature 1; ids after the end token are padding."""
+    padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
+    policy: Any = model  # transformers types `generate` for protocols that its own models do not meet
+    output = policy.generate(
+        **padded, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    logits_BTV = torch.stack(output.logits, dim=1).float()
+    entropy_BT = torch.distributions.Categorical(logits=logits_BTV).entropy()
+    return output.sequences[:, padded["input_ids"].shape[1] :], entropy_BT
+
+
+def build_card(settings: WarmStart, loss: float, seconds: float, measured: Evaluation) -> dict[str, object]:
+    """Where a checkpoint comes from and what was measured on it."""
+    import transformers
+
+    command = "python -m nemo_specrollout.local.warm_start --out DIR"
+    return {
+        "command": f"{command} --steps {settings.steps} --seed {settings.seed}",
+        "settings": asdict(settings),
+        "batch_tokens": BATCH_TOKENS,
+        "threads": torch.get_num_threads(),
+        "seconds": round(seconds, 1),
+        "loss": round(loss, 4),
+        "measured": asdict(measured),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        },
+    }  # fmt: skip
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, card: dict[str, object], out: Path) -> None:
+    """Write a Hugging Face folder in bfloat16 beside `out`, then move it there: `out` is never half a checkpoint."""
+    from transformers import GenerationConfig
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    folder.chmod(0o755)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model.generation_config = GenerationConfig(**ids)
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(folder, out)
+
+
+def load(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """A saved policy in float32 and its tokenizer. Raises ValueError if `folder` holds none."""
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"evaluate is {folder}, which has no config.json; name a folder that warm_start wrote")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
+
+
+def _make_examples(
+    tokenizer: PreTrainedTokenizerFast, seed: int, start: int, max_terms: int
+) -> list[tuple[list[int], int]]:
+    """(ids of prompt and response, length of the prompt) of the problems of one pool."""
+    examples = []
+    for index, problem in enumerate(make_problems(seed, POOL_PROBLEMS, start, max_terms), start):
+        prompt = encode_prompt(problem, tokenizer)
+        text = demonstration(problem, random.Random(f"demonstration-{seed}-{index}"))
+        response = tokenizer(text, add_special_tokens=False)["input_ids"]
+        examples.append(([*prompt, *response, int(tokenizer.eos_token_id)], len(prompt)))
+    return examples
+
+
+def _cut(examples: list[tuple[list[int], int]]) -> list[list[tuple[list[int], int]]]:
+    """Sorted examples in runs whose padded size stays within `BATCH_TOKENS` (one example at least)."""
+    batches: list[list[tuple[list[int], int]]] = [[]]
+    for example in examples:
+        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(example)
+    return batches
+
+
+def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
+    width = max(len(ids) for ids, _ in batch)
+    ids_BT = torch.full((len(batch), width), pad_id)
+    labels_BT = torch.full((len(batch), width), IGNORED)
+    for row, (ids, prompt_length) in enumerate(batch):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        labels_BT[row, prompt_length : len(ids)] = ids_BT[row, prompt_length : len(ids)]
+    return ids_BT, labels_BT
+
+
+def _progress() -> Progress:
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    return Progress(*columns, TimeRemainingColumn())
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train or measure the demo's starting policy.")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, help="folder to write the policy to")
+    action.add_argument("--evaluate", type=Path, help="folder of a policy to measure")
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="training steps (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and problems (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=512, help="problems to measure on (default %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
