@@ -26,6 +26,9 @@ from nemo_specrollout.local.run_directory import write_atomically
 from nemo_specrollout.local.statistics import RolloutStats, count_equal
 from nemo_specrollout.local.task import encode_prompt
 
+# Matches of 2 to 5 tokens, as the n-gram rows of the papers; vLLM's default asks for 5 and finds next to nothing here.
+_LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
+
 # Rounds that only warm up: kernels compile, the router learns what steps cost.
 WARM_UP_ROUNDS = 1
 
@@ -60,7 +63,7 @@ def modes_of(config: RunConfig) -> dict[str, GenerationConfig]:
         "plain": sampler_only,
     }
     for method, k in [(m, k) for m in fixed_methods() for k in config.bench.fixed_k]:
-        speculative = {"method": method, "num_speculative_tokens": k}
+        speculative = {"method": method, "num_speculative_tokens": k, **_LOOKUP.get(method, {})}
         modes[f"{method} k={k}"] = replace(sampler_only, vllm_kwargs={**bare, "speculative_config": speculative})
     return {**modes, "ours": replace(ours, specrollout=replace(block, enabled=True))}
 

@@ -18,8 +18,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 
@@ -31,7 +32,7 @@ DRAFTER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 PHASES = {"rollout": BLUE, "logprob": SKY, "train": "#8c959f", "refit": ORANGE, "verify": PINK}
 """Parts of a step in the order that they are stacked; each is recorded as `<part>_s`."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8.5, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.titlecolor": INK, "text.color": INK,
     "axes.labelsize": 8.5, "axes.labelcolor": GREY, "axes.edgecolor": PALE, "xtick.color": GREY, "ytick.color": GREY,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
@@ -138,10 +139,9 @@ def run_picture(run_dir: Path, path: Path) -> None:
     """A run in one PNG of 1200 x 420 pixels: reward, rollout speedup and the drain of the last batch."""
     steps, traces = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "trace.jsonl")
     with matplotlib.rc_context(STYLE):
-        figure = Figure((8.0, 2.8), layout="constrained")
+        figure = Figure((8.0, 2.8), layout=ConstrainedLayoutEngine(wspace=0.06))
         FigureCanvasAgg(figure)
         if steps:
-            figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr]
             _draw_picture(figure, steps, traces)
         else:
             figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
@@ -201,9 +201,10 @@ def _draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     reward = series(steps, "reward")
     ax.plot(series(steps, "step"), reward, "o-", color=BLUE)
     found = np.flatnonzero(np.isfinite(reward))
-    for i in dict.fromkeys((found[0], found[-1])) if len(found) else ():
-        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), (0, 6), textcoords="offset points",
-                    ha="center", color=BLUE, fontweight="bold")  # fmt: skip
+    for i, neighbour in {found[0]: found[1:2], found[-1]: found[-2:-1]}.items() if len(found) else ():
+        below = len(neighbour) and reward[neighbour[0]] > reward[i]
+        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), (0, -7 if below else 6), ha="center",
+                    va="top" if below else "bottom", textcoords="offset points", color=BLUE, fontweight="bold")  # fmt: skip
     ax.margins(x=0.06, y=0.2)
 
 
@@ -259,7 +260,7 @@ def _draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray
         for j in range(0, len(rates), stride):
             _below(ax, j + 1, i, _short(proposed[j]), colour)
     ax.set(title="Accepted of proposed draft tokens", ylim=(0, 1), xlim=(0.6, longest + 0.4))
-    ax.set_xlabel("position in the draft, and number proposed there", labelpad=4 + 11 * len(totals))
+    ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     _label_right(ax, longest + 0.4, labels)
@@ -276,13 +277,13 @@ def _draw_drain(ax: Axes, trace: Record) -> None:
 
 
 def _draw_drafts(ax: Axes, trace: Record) -> None:
-    at, layers, colours, patches = _seconds(trace), [], [], []
+    at = _seconds(trace)
+    layers, patches = [], []
     for i, (name, (drafted, accepted)) in enumerate(_drafts_by_name(trace).items()):
-        shades = (_colour(i), _light(_colour(i)))
         layers += [accepted, drafted - accepted]
-        colours += shades
-        patches += [Patch(color=shades[0], label=f"{name} accepted"), Patch(color=shades[1], label=f"{name} rejected")]
-    ax.stackplot(at, layers, colors=colours, step="pre", linewidth=0)
+        patches += [Patch(color=_colour(i), label=f"{name} accepted")]
+        patches += [Patch(color=_light(_colour(i)), label=f"{name} rejected")]
+    ax.stackplot(at, layers, colors=[p.get_facecolor() for p in patches], step="pre", linewidth=0)
     ax.set(title="Draft tokens of an engine step", xlabel=f"seconds into the rollout of step {trace.get('step')}")
     ax.set_ylim(0, max(np.sum(layers, 0).max() * 1.05, 1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
@@ -318,9 +319,10 @@ def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
     for i, row in enumerate(rows):
         text = f"{speedup[i]:.2f}x" if np.isfinite(speedup[i]) else "not measured"
         ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if row.get("mode") == "ours" else "normal")  # fmt: skip
+                    fontweight="bold" if row.get("mode") == "ours" else "normal",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
         ax.annotate(*_equality(row, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right")
-    ax.set(xlim=(0, right * 1.5), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
+    ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
     ax.set_yticks(at, [{"stock": "stock vLLM"}.get(str(r.get("mode")), str(r.get("mode"))) for r in rows], color=INK)
     ax.tick_params(axis="y", length=0)
     ax.grid(False)
@@ -335,7 +337,7 @@ def _equality(row: Record, i: int) -> tuple[str, tuple[float, int]]:
 
 
 def _bench_colour(row: Record) -> str:
-    return {"ours": BLUE, "plain": GREY, "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
+    return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
 
 
 def _over_steps(ax: Axes, title: str) -> None:
@@ -345,17 +347,18 @@ def _over_steps(ax: Axes, title: str) -> None:
 
 def _label_right(ax: Axes, x: float, labels: Sequence[tuple[float, str, str]]) -> None:
     """Write (y, text, colour) labels to the right of the data, moved apart where they would overlap."""
+    ax.autoscale_view()  # limits are otherwise settled only when drawing
     to_axes = ax.transData + ax.transAxes.inverted()
     line = 11 / (ax.bbox.height * 72 / ax.figure.dpi)
     previous = -math.inf
     for y, text, colour in sorted(labels):
         previous = max(float(to_axes.transform((x, y))[1]), previous + line)
-        ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=colour)
+        ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=_dark(colour))
 
 
 def _below(ax: Axes, x: float, row: int, text: str, colour: str) -> None:
-    ax.annotate(text, (x, 0), (0, -15 - 11 * row), ax.get_xaxis_transform(), "offset points", ha="center", va="top",
-                color=colour, fontsize=7.5)  # fmt: skip
+    ax.annotate(text, (x, 0), (0, -18 - 11 * row), ax.get_xaxis_transform(), "offset points", ha="center", va="top",
+                color=_dark(colour), fontsize=7.5)  # fmt: skip
 
 
 def _short(count: int) -> str:
@@ -366,8 +369,13 @@ def _colour(index: int) -> str:
     return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
 
 
-def _light(colour: str) -> tuple[float, ...]:
-    return tuple(0.4 * c + 0.6 for c in to_rgb(colour))
+def _light(colour: str) -> str:
+    return to_hex(tuple(0.4 * c + 0.6 for c in to_rgb(colour)))  # type: ignore[arg-type]
+
+
+def _dark(colour: str) -> str:
+    """The colour for text, which needs more contrast than a filled shape."""
+    return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]
 
 
 def _column(trace: Record, name: str) -> np.ndarray:

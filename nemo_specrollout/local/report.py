@@ -40,7 +40,7 @@ h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px }
 .card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
 .card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
-.card .value { font-size: 25px; line-height: 1.3; font-weight: 600; color: #24292f; white-space: nowrap }
+.card .value { font-size: 21px; letter-spacing: -0.02em; line-height: 1.4; font-weight: 600; color: #24292f; white-space: nowrap }
 .card.good .value { color: #0072b2 }
 .card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
 section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
@@ -95,17 +95,17 @@ TRAINING_COLUMNS = {
 """Columns of the tables: heading (HTML) -> key of the step, format."""
 
 HOW_TO_READ = {
-    "Rollout time": "Blue is the clock; grey is what the same tokens would have cost one at a time, by the step times that "
-    "the engine measured in this run. The area between them is time saved; above 1x is faster.",
+    "Rollout time": "Blue is the clock; grey is what the same tokens would have cost one at a time, by the step times "
+    "that the engine measured in this run. The area between them is time saved; above 1x is faster.",
     "How a batch drains": "Short responses finish first, and few requests are left for much of the time; drafts belong "
     "there, where an engine step has room for them. Pale tokens were drafted in vain.",
-    "Where a step's time goes": "Each bar is one step and the labels are means; the black mark is where the rollout part "
-    "would end without speculation, by the estimate.",
-    "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's own "
-    "token; small counts are noisy.",
+    "Where a step's time goes": "Each bar is one step and the labels are means; the black mark is where the rollout "
+    "part would end without speculation, by the estimate.",
+    "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
+    "own token; small counts are noisy.",
     "Reward": "The mean reward of a step's samples; problems differ from step to step, so look at the trend.",
-    "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's; a jump means that a "
-    "refit went wrong.",
+    "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's; a jump means "
+    "that a refit went wrong.",
 }
 """Title of a chart -> how to read it."""
 

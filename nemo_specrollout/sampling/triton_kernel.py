@@ -28,6 +28,7 @@ _S0, _S1, _S2, _S3 = (tl.constexpr(c) for c in constants.ATANH_SIXTH)
 _2_33 = tl.constexpr(2.0**-33)
 _2_34 = tl.constexpr(2.0**-34)
 _LOW_32 = tl.constexpr(0xFFFFFFFF)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 _RANK_OF_NAN = tl.constexpr(0x7FFFFFFF)
 _NO_CANDIDATE = tl.constexpr(-(1 << 63))
 
@@ -66,9 +67,9 @@ def _gumbel(h_N):  # type: ignore[no-untyped-def]
 def _candidates(scores_N, ids_N):  # type: ignore[no-untyped-def]
     """int64 that order by score, then by smaller id. As in torch's arg-max, 0.0 ties with -0.0 and NaN beats all."""
     bits = scores_N.to(tl.int32, bitcast=True)
-    ranks = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ranks = tl.where(scores_N == 0.0, 0, ranks)
-    ranks = tl.where(scores_N != scores_N, _RANK_OF_NAN, ranks)
+    magnitudes = bits & 0x7FFFFFFF
+    ranks = tl.where(bits < 0, -magnitudes, magnitudes)
+    ranks = tl.where(magnitudes > _INFINITY_BITS, _RANK_OF_NAN, ranks)
     return (ranks.to(tl.int64) << 32) | (ids_N.to(tl.int64) ^ _LOW_32)
 
 
@@ -92,9 +93,7 @@ def _best_of_split(  # type: ignore[no-untyped-def]
         ids_N = (split * blocks_per_split + block) * BLOCK + tl.arange(0, BLOCK)
         inside_N = ids_N < vocab_size
         scores_N = tl.load(logits_RV + row * row_stride + ids_N, mask=inside_N, other=0.0)
-        if is_greedy:
-            scores_N = scores_N + 0.0
-        else:
+        if not is_greedy:
             scores_N = scores_N + _gumbel(_mix64(key + (ids_N + 1).to(tl.uint64) * _GAMMA))
         best_N = tl.maximum(best_N, tl.where(inside_N, _candidates(scores_N, ids_N), _NO_CANDIDATE))
     tl.store(best_RS + row * tl.num_programs(1) + split, tl.max(best_N, axis=0))
@@ -113,8 +112,8 @@ def sample_rows_triton(
 ) -> torch.Tensor:
     """The sampled token of every row, int64 [R], bit-equal to `sampler.sample_tokens_torch`.
 
-    Args as `sampler.sample_tokens`: float32 logits, int64 seeds and positions, bool greedy, all on one device. Rows may be
-    strided. With few rows each is split over many programs, so that a small batch fills the device as well.
+    Args as `sampler.sample_tokens`: float32 logits, int64 seeds and positions, bool greedy, all on one device. Rows
+    may be strided. Few rows are each split over many programs, so that a small batch fills the device as well.
     """
     num_rows, vocab_size = logits_RV.shape
     tokens_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
@@ -122,7 +121,8 @@ def sample_rows_triton(
         return tokens_R
     if logits_RV.stride(1) != 1:
         logits_RV = logits_RV.contiguous()
-    num_splits, blocks_per_split = split_row(num_rows, triton.cdiv(vocab_size, BLOCK), _programs_wanted(logits_RV.device))
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    num_splits, blocks_per_split = split_row(num_rows, num_blocks, _programs_wanted(logits_RV.device))
     best_RS = torch.empty(num_rows, num_splits, dtype=torch.int64, device=logits_RV.device)
     _best_of_split[(num_rows, num_splits)](
         logits_RV,
@@ -142,7 +142,7 @@ def sample_rows_triton(
 
 
 def split_row(num_rows: int, num_blocks: int, programs_wanted: int) -> tuple[int, int]:
-    """Into how many splits a row of `num_blocks` blocks goes, and the blocks of each; the result never depends on it."""
+    """Into how many splits a row of `num_blocks` blocks goes, and the blocks of each; no token depends on it."""
     at_most = max(1, min(num_blocks, programs_wanted // num_rows))
     blocks_per_split = triton.cdiv(num_blocks, at_most)
     return triton.cdiv(num_blocks, blocks_per_split), blocks_per_split

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by all tests: the environment of an in-process CPU engine, a tiny random model, the shipped policy."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenMP's barriers spin: two threads beside another process crawl
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STEP_ADDER = ROOT / "examples" / "models" / "step_adder"
+QUICKSTART = ROOT / "examples" / "configs" / "quickstart_cpu.yaml"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with the task's tokenizer: two layers, one KV head, spread-out logits (about 2 nats)."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12.0)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(STEP_ADDER / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start_engine() -> Iterator[Callable[..., Any]]:
+    """Starts engines for a model and a `specrollout` block, and closes them when the module's tests are done."""
+    from nemo_specrollout.config.block import SpecrolloutConfig
+    from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+    from nemo_specrollout.generation.engine import RolloutEngine
+
+    engines = []
+
+    def start(model: Path, block: SpecrolloutConfig, max_new_tokens: int = 64, **vllm_kwargs: Any) -> RolloutEngine:
+        kwargs = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, **vllm_kwargs}
+        generation = GenerationConfig(max_new_tokens, VllmConfig(max_model_len=512), vllm_kwargs=kwargs, specrollout=block)
+        engines.append(RolloutEngine(model, generation, seed=7))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise: the tokens are those of plain decoding, whoever drafts, however much, at any temperature, in float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import STEP_ADDER
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.rollout import load_tokenizer
+from nemo_specrollout.local.statistics import count_equal
+from nemo_specrollout.local.task import encode_prompt, make_problems
+
+pytestmark = pytest.mark.integration
+
+SUFFIX, NGRAM, WRONG = (DrafterConfig(t) for t in ("suffix", "ngram", "random"))
+BLOCKS = {
+    "suffix": SpecrolloutConfig(drafters=(SUFFIX,), budget=BudgetConfig("fixed", k=5)),
+    "ngram": SpecrolloutConfig(drafters=(NGRAM,), budget=BudgetConfig("fixed", k=3)),
+    "auto": SpecrolloutConfig(),
+    "mixed drafters, random budgets": SpecrolloutConfig(drafters=(WRONG, SUFFIX, NGRAM), budget=BudgetConfig("random")),
+    "wrong drafts": SpecrolloutConfig(drafters=(WRONG,), budget=BudgetConfig("fixed", k=4)),
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T=1": {"temperature": 1.0},
+    "T=0": {"temperature": 0.0},
+    "T=0.7": {"temperature": 0.7},
+    "T=1, top-k, top-p": {"temperature": 1.0, "top_k": 12, "top_p": 0.9},
+    "T=0.7, penalties": {
+        "temperature": 0.7, "presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1
+    },
+    "T=0, penalties": {"temperature": 0.0, "presence_penalty": 0.6},
+    "T=1, min-p, bias": {"temperature": 1.0, "min_p": 0.05, "logit_bias": {10: 1.5, 11: -1.0}},
+    "T=1, bad words, min tokens": {
+        "temperature": 1.0, "_bad_words_token_ids": [[12], [10, 11]], "min_tokens": 40
+    },
+}  # fmt: skip
+
+
+def requests(num_prompts: int, num_samples: int, first: int = 0) -> list[RolloutRequest]:
+    tokenizer = load_tokenizer(STEP_ADDER)
+    prompts = [encode_prompt(p, tokenizer) for p in make_problems(3, num_prompts, first)]
+    return [RolloutRequest(ids, first + i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
+    return start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+
+
+@pytest.fixture(scope="module")
+def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
+    """What plain decoding makes of the same requests, for every way of sampling."""
+    return {name: plain.generate(requests(8, 4), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+def assert_equal(found: list[Rollout], expected: list[Rollout]) -> None:
+    equal, total = count_equal(found, expected)
+    assert equal == total, f"{total - equal} of {total} tokens differ"
+    gaps = [abs(x - y) for a, b in zip(found, expected, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_tokens_do_not_depend_on_the_drafter(
+    start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], block: SpecrolloutConfig
+) -> None:
+    engine = start_engine(STEP_ADDER, block)
+    for name, sampling in SAMPLINGS.items():
+        assert_equal(engine.generate(requests(8, 4), **sampling), expected[name])
+    report = engine.report()
+    assert sum(map(sum, report["proposed"])) > 200, "nothing was speculated, so nothing was shown"
+
+
+def test_the_samples_are_worth_comparing(expected: dict[str, list[Rollout]]) -> None:
+    assert sum(len(r.token_ids) for rollouts in expected.values() for r in rollouts) * len(BLOCKS) > 20_000
+    siblings = [tuple(r.token_ids) for r in expected["T=1"]]
+    assert len(set(siblings)) > 28, "siblings must differ"
+    assert len({tuple(r.token_ids) for r in expected["T=0"]}) <= 8, "greedy siblings must not"
+
+
+def test_preemption_changes_nothing(start_engine: Callable[..., RolloutEngine], plain: RolloutEngine) -> None:
+    block = SpecrolloutConfig(drafters=(WRONG, SUFFIX), budget=BudgetConfig("random"))
+    engine = start_engine(STEP_ADDER, block, max_new_tokens=300, kv_cache_memory_bytes=20 << 20)
+    asked = requests(6, 4, first=100)
+    sampling = {"max_tokens": 300, "ignore_eos": True, "stop_token_ids": []}
+    assert_equal(engine.generate(asked, **sampling), plain.generate(asked, **sampling))
+    prefills = [row for row in engine.report()["trace"]["rows"] if not row[4]]
+    assert len(prefills) > 10, "the cache was large enough: nothing was preempted"
+
+
+def test_vllm_s_own_ngram_under_our_sampler(
+    start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), speculative_config=method)
+    for name in ("T=1", "T=0", "T=0.7, penalties"):
+        assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
+
+
+def test_tokens_depend_neither_on_order_nor_on_company(plain: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+    asked = requests(8, 4)
+    backwards = plain.generate(asked[::-1], **SAMPLINGS["T=1"])[::-1]
+    assert_equal(backwards, expected["T=1"])
+    alone = plain.generate(asked[5:6], **SAMPLINGS["T=1"])
+    assert_equal(alone, expected["T=1"][5:6])
+
+
+def test_a_request_may_opt_out_of_speculation(
+    start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    engine = start_engine(STEP_ADDER, BLOCKS["wrong drafts"])
+    asked = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests(8, 4)]
+    assert_equal(engine.generate(asked, **SAMPLINGS["T=1"]), expected["T=1"])
+    assert sum(map(sum, engine.report()["proposed"])) == 0
+
+
+def test_the_policy_version_changes_the_noise(plain: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+    later = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, 1) for r in requests(8, 4)]
+    equal, total = count_equal(plain.generate(later, **SAMPLINGS["T=1"]), expected["T=1"])
+    assert equal < 0.6 * total
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("block", [BLOCKS["auto"], BLOCKS["mixed drafters, random budgets"]], ids=["auto", "mixed"])
+def test_a_million_tokens(start_engine: Callable[..., RolloutEngine], plain: RolloutEngine, block: SpecrolloutConfig) -> None:
+    """About 500,000 tokens for each of two blocks, at T=1: prints the count of those that differ."""
+    engine = start_engine(STEP_ADDER, block, max_new_tokens=320)
+    equal = total = 0
+    while total < 500_000:
+        asked = requests(32, 8, first=1000 + total)
+        more = count_equal(engine.generate(asked, max_tokens=320), plain.generate(asked, max_tokens=320))
+        equal, total = equal + more[0], total + more[1]
+    print(f"{equal} of {total} tokens equal")
+    assert equal == total
+
+
+def test_seedless_sampling_is_refused(plain: RolloutEngine) -> None:
+    with pytest.raises(ValueError, match="needs a seed that does not depend on arrival order"):
+        plain.generate(requests(1, 1), extra_args=None)
+
+
+def test_log_probs_are_those_of_a_hugging_face_forward_pass(
+    start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], tiny_model: Path
+) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(STEP_ADDER, dtype=torch.float32)
+    engine = start_engine(STEP_ADDER, BLOCKS["mixed drafters, random budgets"])
+    asked = requests(8, 4)
+    for request, rollout in list(zip(asked, engine.generate(asked), strict=True))[::4]:
+        ids = torch.tensor([[*request.prompt_token_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0].log_softmax(-1)
+        start = len(request.prompt_token_ids)
+        wanted = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.logprobs), wanted, atol=1e-4)
