@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
 
 FLOOR = 1e-9
 """Where a log axis draws a zero."""
-MAX_COUNT_LABELS = 16
+MAX_COUNT_LABELS, MAX_MARKERS = 16, 40
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -76,8 +76,8 @@ def series(records: Sequence[Record], key: str) -> np.ndarray:
 
 def speedups(steps: Sequence[Record]) -> np.ndarray:
     """Plain-estimate seconds over measured seconds of each step, NaN where either is missing."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return series(steps, "plain_estimate_s") / series(steps, "rollout_s")
+    measured = series(steps, "rollout_s")
+    return series(steps, "plain_estimate_s") / np.where(measured > 0, measured, math.nan)
 
 
 def overall_speedup(steps: Sequence[Record]) -> float:
@@ -113,7 +113,7 @@ def acceptance_chart(steps: Sequence[Record]) -> str:
 
 def drain_chart(trace: Record) -> str:
     """Running requests of one rollout over time, and beneath them the draft tokens of each engine step."""
-    if len(trace.get("rows", ())) < 2:
+    if not _can_drain(trace):
         return ""
     if not _drafts_by_name(trace):
         return _chart("drain", (9.0, 2.2), trace, _draw_drain)
@@ -185,31 +185,34 @@ def _chart(
 
 def _draw_picture(figure: Figure, steps: Sequence[Record], traces: Sequence[Record]) -> None:
     reward, speedup, drain = figure.subplots(1, 3)
-    _draw_reward(reward, steps)
-    if np.isfinite(speedups(steps)).any():
-        _draw_speedup(speedup, steps)
+    if _has(steps, "reward"):
+        _draw_reward(reward, steps)
     else:
-        _draw_seconds(speedup, steps)
-    if traces and len(traces[-1].get("rows", ())) > 1:
+        reward.set_axis_off()
+    (_draw_speedup if np.isfinite(speedups(steps)).any() else _draw_seconds)(speedup, steps)
+    if traces and _can_drain(traces[-1]):
         _draw_drain(drain, traces[-1])
     else:
         drain.set_axis_off()
 
 
 def _draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, "Mean reward of a step")
+    _over_steps(ax, steps, "Mean reward of a step")
     reward = series(steps, "reward")
-    ax.plot(series(steps, "step"), reward, "o-", color=BLUE)
+    ax.plot(series(steps, "step"), reward, _line(steps), color=BLUE)
     found = np.flatnonzero(np.isfinite(reward))
     for i, neighbour in {found[0]: found[1:2], found[-1]: found[-2:-1]}.items() if len(found) else ():
-        below = len(neighbour) and reward[neighbour[0]] > reward[i]
-        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), (0, -7 if below else 6), ha="center",
-                    va="top" if below else "bottom", textcoords="offset points", color=BLUE, fontweight="bold")  # fmt: skip
-    ax.margins(x=0.06, y=0.2)
+        offset, va = ((0, -7), "top") if len(neighbour) and reward[neighbour[0]] > reward[i] else ((0, 6), "bottom")
+        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), offset, textcoords="offset points",
+                    ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip
+    ax.margins(x=0.12)
+    ax.autoscale(axis="x")  # the labels at both ends need room
+    middle, span = (np.nanmax(reward) + np.nanmin(reward)) / 2, np.nanmax(reward) - np.nanmin(reward)
+    ax.set_ylim(middle - max(0.7 * span, 0.06), middle + max(0.7 * span, 0.06))  # a small change should look small
 
 
 def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, "Seconds of a step")
+    _over_steps(ax, steps, "Seconds of a step")
     at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
     for phase, colour in PHASES.items():
         seconds = series(steps, f"{phase}_s")
@@ -224,30 +227,30 @@ def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
         ax.hlines(plain, at - 0.39, at + 0.39, color="white", linewidth=3)
         ax.hlines(plain, at - 0.39, at + 0.39, color=INK, linewidth=1.4)
         labels.append((plain[np.isfinite(plain)][-1], f"rollout, plain {np.nanmean(plain):.2g} s", INK))
-    _label_right(ax, at[-1] + 0.5, labels)
+    _label_right(ax, labels)
 
 
 def _draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, "Seconds of a rollout")
+    _over_steps(ax, steps, "Seconds of a rollout")
     at, measured, plain = (series(steps, key) for key in ("step", "rollout_s", "plain_estimate_s"))
     ax.fill_between(at, measured, plain, color="#ddeaf3", linewidth=0)
     labels = []
     for name, seconds, colour in (("measured", measured, BLUE), ("plain, estimated", plain, GREY)):
-        ax.plot(at, seconds, "o-", color=colour)
+        ax.plot(at, seconds, _line(steps), color=colour)
         if np.isfinite(seconds).any():
             labels.append((seconds[np.isfinite(seconds)][-1], name, colour))
     ax.set_ylim(0, np.nanmax([*measured, *plain]) * 1.1 if labels else 1)
-    _label_right(ax, at[-1], labels)
+    _label_right(ax, labels)
 
 
 def _draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, "Rollout speedup over the plain estimate (x)")
+    _over_steps(ax, steps, "Rollout speedup over the plain estimate (x)")
     at, ratios, overall = series(steps, "step"), speedups(steps), overall_speedup(steps)
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
-    ax.plot(at, ratios, "o-", color=BLUE)
+    ax.plot(at, ratios, _line(steps), color=BLUE)
     ax.set_ylim(min(0.9, float(np.nanmin(ratios)) - 0.1), max(1.2, float(np.nanmax(ratios)) + 0.1))
-    _label_right(ax, at[-1], [(overall, f"all {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
+    _label_right(ax, [(overall, f"all {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
 
 
 def _draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
@@ -263,7 +266,7 @@ def _draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray
     ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _label_right(ax, longest + 0.4, labels)
+    _label_right(ax, labels)
 
 
 def _draw_drain(ax: Axes, trace: Record) -> None:
@@ -292,11 +295,11 @@ def _draw_drafts(ax: Axes, trace: Record) -> None:
 
 
 def _draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, "Log-prob gap, engine to trainer (nats)")
+    _over_steps(ax, steps, "Log-prob gap, engine to trainer (nats)")
     labels, at = [], series(steps, "step")
     for name, colour in (("max", GREY), ("mean", BLUE)):
         gap = np.maximum(series(steps, f"logprob_gap.{name}"), FLOOR)
-        ax.plot(at, gap, "o-", color=colour)
+        ax.plot(at, gap, _line(steps), color=colour)
         if np.isfinite(gap).any():
             labels.append((gap[np.isfinite(gap)][-1], name, colour))
     ax.set_yscale("log")
@@ -305,7 +308,7 @@ def _draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
     ax.yaxis.set_major_locator(LogLocator(numticks=6))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value <= FLOOR else f"{value:.0e}"))
     ax.tick_params(axis="y", which="minor", left=False)
-    _label_right(ax, at[-1], labels)
+    _label_right(ax, labels)
 
 
 def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
@@ -321,7 +324,8 @@ def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
         ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
                     fontweight="bold" if row.get("mode") == "ours" else "normal",
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-        ax.annotate(*_equality(row, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right")
+        equal, colour = _equality(row)
+        ax.annotate(equal, (1.0, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right", color=colour)
     ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
     ax.set_yticks(at, [{"stock": "stock vLLM"}.get(str(r.get("mode")), str(r.get("mode"))) for r in rows], color=INK)
     ax.tick_params(axis="y", length=0)
@@ -330,29 +334,37 @@ def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
     ax.set_title("tokens equal to plain", loc="right", color=GREY)
 
 
-def _equality(row: Record, i: int) -> tuple[str, tuple[float, int]]:
-    if not math.isfinite(number(row, "tokens_equal")):
-        return "another sampler" if row.get("mode") == "stock" else "", (1.0, i)
-    return f"{int(row['tokens_equal']):,} of {int(number(row, 'tokens_total')):,}", (1.0, i)
+def _equality(row: Record) -> tuple[str, str]:
+    """Text and colour of a row's equality with plain."""
+    equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
+    if not math.isfinite(equal + total):
+        return "another sampler" if row.get("mode") == "stock" else "", GREY
+    return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED
 
 
 def _bench_colour(row: Record) -> str:
     return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
 
 
-def _over_steps(ax: Axes, title: str) -> None:
-    ax.set(title=title, xlabel="step")
+def _over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
+    at = series(steps, "step")
+    ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
-def _label_right(ax: Axes, x: float, labels: Sequence[tuple[float, str, str]]) -> None:
+def _line(steps: Sequence[Record]) -> str:
+    """A line's format: single steps are worth a marker as long as they can be told apart."""
+    return "o-" if len(steps) <= MAX_MARKERS else "-"
+
+
+def _label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     """Write (y, text, colour) labels to the right of the data, moved apart where they would overlap."""
     ax.autoscale_view()  # limits are otherwise settled only when drawing
     to_axes = ax.transData + ax.transAxes.inverted()
     line = 11 / (ax.bbox.height * 72 / ax.figure.dpi)
     previous = -math.inf
     for y, text, colour in sorted(labels):
-        previous = max(float(to_axes.transform((x, y))[1]), previous + line)
+        previous = max(float(to_axes.transform((1.0, y))[1]), previous + line)
         ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=_dark(colour))
 
 
@@ -381,6 +393,10 @@ def _dark(colour: str) -> str:
 def _column(trace: Record, name: str) -> np.ndarray:
     i = trace["columns"].index(name)
     return np.array([row[i] for row in trace["rows"]], float)
+
+
+def _can_drain(trace: Record) -> bool:
+    return len(trace.get("rows", ())) > 1 and {"time_s", "num_requests"} <= set(trace.get("columns", ()))
 
 
 def _seconds(trace: Record) -> np.ndarray:

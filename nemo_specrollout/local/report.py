@@ -40,7 +40,8 @@ h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px }
 .card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
 .card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
-.card .value { font-size: 21px; letter-spacing: -0.02em; line-height: 1.4; font-weight: 600; color: #24292f; white-space: nowrap }
+.card .value { font-size: 21px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
+.card .value { white-space: nowrap }
 .card.good .value { color: #0072b2 }
 .card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
 section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
@@ -48,7 +49,7 @@ section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
 section.alarms { border-color: #cf222e } .alarms ul { margin: 4px 0 0; padding-left: 20px }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 14px }
 svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
-.scroll { overflow: auto; max-height: 430px }
+.scroll { overflow: auto; max-height: 520px }
 table { border-collapse: collapse; width: 100%; white-space: nowrap }
 th, td { font-size: 12.5px; font-variant-numeric: tabular-nums }
 th { position: sticky; top: 0; background: #fff; color: #57606a; font-weight: 600; vertical-align: bottom }

