@@ -25,6 +25,7 @@ from torch import Tensor, tensor
 
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity, rollout_extra_args
 from nemo_specrollout.sampling.acceptance import PLACEHOLDER, accept_by_equality
+from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens, sample_tokens_torch
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
@@ -57,6 +58,18 @@ def sample_many(logits_V: Tensor, num: int, position: int = 0, first_seed: int =
 
 def one(logits: list[float], seed: int = 1, position: int = 1, greedy: bool = False) -> int:
     return sample_tokens(tensor([logits]), tensor([seed]), tensor([position]), tensor([greedy])).item()
+
+
+def cancelling_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits that are minus the noise: all scores tie at zero, and one wrong bit of noise moves a token away from 0."""
+    _, seeds_R, positions_R, _ = make_rows(num_rows, vocab_size)
+    logits_RV = -gumbel_noise(row_keys(seeds_R, positions_R), vocab_size)
+    return logits_RV, seeds_R, positions_R, torch.zeros(num_rows, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 97, 32003])
+def test_kernel_has_every_bit_of_the_noise(vocab_size):
+    assert not sample_tokens(*cancelling_rows(20, vocab_size)).any()
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 97, 1000, 32003, 600_000])
@@ -315,7 +328,7 @@ def test_siblings_share_a_group_and_nothing_else():
 
 INTERPRETED = """
 import torch
-from tests.test_sampling import make_rows
+from tests.test_sampling import cancelling_rows, make_rows
 from nemo_specrollout.sampling.sampler import sample_tokens_torch
 from nemo_specrollout.sampling.triton_kernel import sample_rows_triton
 
@@ -325,6 +338,7 @@ def check(*rows):
 
 for num_rows, vocab_size in [(0, 5), (1, 1), (7, 3), (9, 97), (5, 1000), (3, 1025), (1, 32003), (9, 4100)]:
     check(*make_rows(num_rows, vocab_size, seed=vocab_size))
+assert not sample_rows_triton(*cancelling_rows(9, 4100)).any()
 
 logits_RV, seeds_R, positions_R, greedy_R = make_rows(10, 2100, seed=8)
 check(logits_RV[:, 40:1900], seeds_R, positions_R, greedy_R)
@@ -390,5 +404,6 @@ def test_compiled_triton_kernel_rounds_every_operation(tmp_path):
 def test_triton_kernel_on_a_gpu_equals_a_cpu(num_rows, vocab_size):
     rows = make_rows(num_rows, vocab_size)
     on_gpu = [t.cuda() for t in rows]
+    assert not sample_tokens(*(t.cuda() for t in cancelling_rows(num_rows, vocab_size))).any()
     assert torch.equal(sample_tokens(*on_gpu).cpu(), sample_tokens(*rows))
     assert torch.equal(sample_tokens_torch(*on_gpu).cpu(), sample_tokens(*rows))

@@ -151,7 +151,7 @@ def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
 
 
 def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() -> None:
-    pacer = Pacer()
+    pacer = Pacer(max_tokens=8)
     consulted = []
     for step in range(200):
         if pacer.should_consult(64):
@@ -163,8 +163,17 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
     assert pacer.should_consult(48)
 
 
+def test_proposals_are_as_deep_as_they_were_used() -> None:
+    pacer = Pacer(max_tokens=8)
+    assert pacer.depth == 8
+    pacer.decided(16, 1)
+    assert pacer.depth == 3
+    pacer.decided(16, 7)
+    assert pacer.depth == 8
+
+
 def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
-    pacer = Pacer()
+    pacer = Pacer(max_tokens=8)
     for _ in range(50):
         assert pacer.should_consult(8)
         pacer.decided(8, 5)

@@ -21,6 +21,11 @@ _MIX_1 = np.uint64(MIX_1)
 _MIX_2 = np.uint64(MIX_2)
 
 
+def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
+    """Context lengths to count: each up to 4, then every second. More would cost time and tell little more."""
+    return (*range(shortest, min(longest, 4) + 1), *range(6, longest + 1, 2))
+
+
 class ContextIndex:
     """A hash table from (salt, last m tokens) to the tokens seen next and how often.
 

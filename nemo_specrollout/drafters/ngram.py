@@ -4,7 +4,7 @@
 import numpy as np
 
 from nemo_specrollout.drafters.base import Batch, Drafter, Proposal
-from nemo_specrollout.drafters.context_index import ContextIndex
+from nemo_specrollout.drafters.context_index import ContextIndex, context_orders
 
 
 class NgramDrafter(Drafter):
@@ -16,8 +16,8 @@ class NgramDrafter(Drafter):
 
     name = "ngram"
 
-    def __init__(self, num_lanes: int, max_order: int = 6, num_slots: int = 1 << 18) -> None:
-        self._index = ContextIndex(num_slots, tuple(range(2, max_order + 1)))
+    def __init__(self, num_lanes: int, max_order: int, num_slots: int) -> None:
+        self._index = ContextIndex(num_slots, context_orders(2, max_order))
         self._salts = np.zeros(num_lanes, np.uint64)
 
     def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:

@@ -40,7 +40,7 @@ class Router:
         self._estimator = AcceptanceEstimator(num_lanes, len(self._drafters), self._num_tokens)
         self._budget = build_budget(config.budget)
         self._is_auto = config.budget.policy == "auto"
-        self._pacer = Pacer()
+        self._pacer = Pacer(self._num_tokens)
         self.table = StepTimeTable(min(num_lanes * (self._num_tokens + 1), scheduler.max_num_batched_tokens))
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
@@ -85,13 +85,13 @@ class Router:
             return [[] for _ in range(num_requests)]
         batch = self._lanes.batch(token_ids, num_tokens[:num_requests])
         self._observe(batch)
-        proposals, survival_DBK = self._collect(batch)
+        proposals, survival_DBK = self._collect(batch, self._pacer.depth if self._is_auto else self._num_tokens)
         chosen_B, survival_BK = _best_drafter(survival_DBK)
         caps_B = self._lanes.draft_caps(batch.lengths_B, sampled)
         counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
         if self._is_auto and self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
             counts_B = np.zeros_like(counts_B)
-        self._pacer.decided(num_requests, int(counts_B.sum()))
+        self._pacer.decided(num_requests, int(counts_B.max()))
         self._remember(batch, proposals, chosen_B, counts_B)
         return _as_lists(proposals, chosen_B, counts_B)
 
@@ -124,8 +124,8 @@ class Router:
             drafter.observe(batch)
         self._lanes.mark_seen(batch.lengths_B)
 
-    def _collect(self, batch: Batch) -> tuple[list[Proposal], np.ndarray]:
-        proposals = [d.propose(batch, self._num_tokens) for d in self._drafters]
+    def _collect(self, batch: Batch, depth: int) -> tuple[list[Proposal], np.ndarray]:
+        proposals = [d.propose(batch, depth) for d in self._drafters]
         survival_DBK = np.stack(
             [self._estimator.survival(i, batch.lanes_B, p.lengths_B, p.levels_BK) for i, p in enumerate(proposals)]
         )

@@ -9,10 +9,12 @@ ENOUGH_PLAIN_SAMPLES = 3
 class Pacer:
     """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
 
-    It also asks for a step without drafts now and then, where too few were timed: the counterfactual needs them.
+    Proposals are asked for no deeper than they were used of late. It also asks for a step without drafts now and then, where too few were timed: the counterfactual needs them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._longest = max_tokens
         self._rest = 1
         self._resting = 0
         self._batch_at_refusal = 0
@@ -38,9 +40,15 @@ class Pacer:
         self._since_probe = 0
         return True
 
-    def decided(self, num_requests: int, num_drafts: int) -> None:
-        """Tells how the consultation ended."""
-        if num_drafts > 0:
+    @property
+    def depth(self) -> int:
+        """How many tokens a proposal is worth looking up: two more than the longest draft of the last decision."""
+        return min(self._max_tokens, self._longest + 2)
+
+    def decided(self, num_requests: int, longest_draft: int) -> None:
+        """Tells how the consultation ended: the most draft tokens that a request got."""
+        self._longest = longest_draft
+        if longest_draft > 0:
             self._rest = 1
             return
         self._resting = self._rest

@@ -11,7 +11,7 @@ import numpy as np
 
 DECAY = 0.05
 CLIP = 2.0
-MIN_PLAIN_SAMPLES = 3
+CLIP_FROM_WEIGHT = 3.0
 BORROWED_WEIGHT = 0.25
 
 
@@ -31,12 +31,14 @@ class StepTimeTable:
 
     def __init__(self, max_rows: int) -> None:
         edges = np.unique(np.round(2.0 ** np.arange(0, np.log2(max_rows) + 0.26, 0.25)).astype(int))
-        self._bucket_of_row = np.clip(np.searchsorted(edges, np.arange(max_rows + 1), "right") - 1, 0, None)
+        buckets = np.clip(np.searchsorted(edges, np.arange(max_rows + 1), "right") - 1, 0, None)
+        self._bucket_of_row: list[int] = buckets.tolist()
         self._max_rows = max_rows
-        self._seconds = np.zeros(len(edges))
-        self._rows = np.zeros(len(edges))
-        self._weight = np.zeros(len(edges))
-        self._num_plain = np.zeros(len(edges), int)
+        # Lists, not arrays: they are touched one element a step, where an array costs ten times as much.
+        self._seconds = [0.0] * len(edges)
+        self._rows = [0.0] * len(edges)
+        self._weight = [0.0] * len(edges)
+        self._num_plain = [0] * len(edges)
         self._overhead_s = 0.0
         self._num_overhead = 0
         self._cached: StepCosts | None = None
@@ -50,18 +52,20 @@ class StepTimeTable:
     def observe(self, num_rows: int, speculated: bool, seconds: float) -> None:
         """One pure decode step of `num_rows` rows took `seconds`."""
         bucket = self._bucket_of_row[min(num_rows, self._max_rows)]
-        if speculated and self._num_plain[bucket] >= MIN_PLAIN_SAMPLES:
+        if speculated and self._num_plain[bucket]:
             self._learn_overhead(seconds - self._plain_s(num_rows))
         elif speculated:
             self._learn(bucket, num_rows, seconds - self._overhead_s, BORROWED_WEIGHT)
         else:
+            if self._num_plain[bucket] == 0:
+                self._weight[bucket] = 0.0  # forget what was borrowed from steps with drafts
             self._learn(bucket, num_rows, seconds, 1.0)
             self._num_plain[bucket] += 1
         self._changes += 1
 
     def num_plain_samples(self, num_rows: int) -> int:
         """How many steps without drafts were seen near `num_rows`."""
-        return int(self._num_plain[self._bucket_of_row[min(num_rows, self._max_rows)]])
+        return self._num_plain[self._bucket_of_row[min(num_rows, self._max_rows)]]
 
     def costs(self) -> StepCosts | None:
         """Predictions for 0 to max_rows rows; None before the first observation. Refreshed every eight samples."""
@@ -76,8 +80,8 @@ class StepTimeTable:
 
     def _learn(self, bucket: int, num_rows: int, seconds: float, weight: float) -> None:
         known = self._weight[bucket]
-        if known >= MIN_PLAIN_SAMPLES:
-            seconds = float(np.clip(seconds, self._seconds[bucket] / CLIP, self._seconds[bucket] * CLIP))
+        if known >= CLIP_FROM_WEIGHT:
+            seconds = min(max(seconds, self._seconds[bucket] / CLIP), self._seconds[bucket] * CLIP)
         rate = max(weight / (known + weight), DECAY * weight)
         self._seconds[bucket] += rate * (max(seconds, 0.0) - self._seconds[bucket])
         self._rows[bucket] += rate * (num_rows - self._rows[bucket])
@@ -85,16 +89,16 @@ class StepTimeTable:
 
     def _learn_overhead(self, seconds: float) -> None:
         self._num_overhead += 1
-        limit = float(self._seconds[self._weight > 0].min())
+        limit = min(s for s, w in zip(self._seconds, self._weight, strict=True) if w > 0)
         rate = max(1.0 / self._num_overhead, DECAY)
-        clipped = float(np.clip(seconds, -limit, limit))
+        clipped = min(max(seconds, -limit), limit)
         self._overhead_s = max(0.0, self._overhead_s + rate * (clipped - self._overhead_s))
 
     def _predict(self) -> StepCosts | None:
-        known = self._weight > 0
+        known = np.array(self._weight) > 0
         if not known.any():
             return None
-        rows, seconds = self._rows[known], np.maximum.accumulate(self._seconds[known])
+        rows, seconds = np.array(self._rows)[known], np.maximum.accumulate(np.array(self._seconds)[known])
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, seconds)
         beyond = grid > rows[-1]
