@@ -21,7 +21,7 @@ class DrafterConfig:
     """Longest context, in tokens, by which a continuation is looked up."""
 
     num_slots: int = bounded(1 << 18, low=1 << 10, high=1 << 26)
-    """Contexts remembered, a power of two; 40 bytes each, about five a token. The least used make room."""
+    """Contexts remembered, a power of two; 64 bytes each, about five a token. The least used make room."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""

@@ -4,7 +4,7 @@
 One table serves every request. A `salt` separates texts that must not see each other, and joins those that may:
 requests of one group share theirs. Memory is bounded: a full neighbourhood gives up its least used context.
 
-Shapes: B requests, K draft positions, N table slots, C candidate tokens of a context.
+Shapes: B requests, K draft positions, C candidate tokens of a context.
 """
 
 import numpy as np
@@ -13,8 +13,10 @@ from numba import njit
 from nemo_specrollout.sampling.constants import GAMMA, MIX_1, MIX_2
 
 NUM_CANDIDATES = 4
+SLOT_WORDS = 8
 PROBE_LENGTH = 8
 MAX_COUNT = 1 << 14
+COUNT_MASK = (1 << 32) - 1
 
 _GAMMA = np.uint64(GAMMA)
 _MIX_1 = np.uint64(MIX_1)
@@ -29,24 +31,23 @@ def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
 class ContextIndex:
     """A hash table from (salt, last m tokens) to the tokens seen next and how often.
 
-    `orders` are the context lengths m, ascending. Slots hold a 64-bit key (0: free), C candidates and their counts.
+    `orders` are the context lengths m, ascending. A slot is one cache line of eight int64: the context's key (0: free),
+    then C candidates as token * 2^32 + count.
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...]) -> None:
         if num_slots & (num_slots - 1) or num_slots < PROBE_LENGTH:
             raise ValueError(f"num_slots must be a power of two of at least {PROBE_LENGTH}, got {num_slots}")
         self.orders = np.array(orders, np.int64)
-        self.keys_N = np.zeros(num_slots, np.uint64)
-        self.tokens_NC = np.zeros((num_slots, NUM_CANDIDATES), np.int32)
-        self.counts_NC = np.zeros((num_slots, NUM_CANDIDATES), np.int32)
+        self.slots = np.zeros((num_slots, SLOT_WORDS), np.int64)
 
     @property
     def num_bytes(self) -> int:
-        return self.keys_N.nbytes + self.tokens_NC.nbytes + self.counts_NC.nbytes
+        return self.slots.nbytes
 
     def learn(self, salts_B: np.ndarray, token_ids_BL: np.ndarray, starts_B: np.ndarray, ends_B: np.ndarray) -> None:
         """Counts tokens `starts_B` to `ends_B` of each row as continuations of what precedes them."""
-        _learn(self.keys_N, self.tokens_NC, self.counts_NC, self.orders, salts_B, token_ids_BL, starts_B, ends_B)
+        _learn(self.slots, self.orders, salts_B, token_ids_BL, starts_B, ends_B)
 
     def walk(
         self, salts_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray, max_tokens: int
@@ -59,10 +60,7 @@ class ContextIndex:
         tokens_BK = np.zeros((num_rows, max_tokens), np.int32)
         levels_BK = np.zeros((num_rows, max_tokens), np.int8)
         found_B = np.zeros(num_rows, np.int64)
-        _walk(
-            self.keys_N, self.tokens_NC, self.counts_NC, self.orders,
-            salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B,
-        )  # fmt: skip
+        _walk(self.slots, self.orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B)
         return tokens_BK, found_B, levels_BK
 
 
@@ -75,63 +73,66 @@ def _extend(state, token):  # type: ignore[no-untyped-def]
 @njit(cache=True, inline="always")
 def _finish(state, order):  # type: ignore[no-untyped-def]
     key = (state + np.uint64(order)) * _GAMMA
-    return (key ^ (key >> np.uint64(32))) | np.uint64(1)
+    return np.int64((key ^ (key >> np.uint64(32))) | np.uint64(1))
+
+
+@njit(cache=True, inline="always")
+def _home(key, num_slots):  # type: ignore[no-untyped-def]
+    return (key >> 20) & (num_slots - 1)
 
 
 @njit(cache=True)
-def _find(keys_N, key):  # type: ignore[no-untyped-def]
-    mask = len(keys_N) - 1
-    home = np.int64(key >> np.uint64(20)) & mask
+def _find(slots, key):  # type: ignore[no-untyped-def]
+    home = _home(key, len(slots))
     for probe in range(PROBE_LENGTH):
-        slot = (home + probe) & mask
-        if keys_N[slot] == key:
+        slot = (home + probe) & (len(slots) - 1)
+        if slots[slot, 0] == key:
             return slot
-        if keys_N[slot] == 0:
+        if slots[slot, 0] == 0:
             return -1
     return -1
 
 
 @njit(cache=True)
-def _claim(keys_N, counts_NC, key):  # type: ignore[no-untyped-def]
+def _claim(slots, key):  # type: ignore[no-untyped-def]
     """The slot of `key`, taking a free one or the least used one of its neighbourhood."""
-    mask = len(keys_N) - 1
-    home = np.int64(key >> np.uint64(20)) & mask
+    home = _home(key, len(slots))
     victim = home
     least = np.int64(1) << 60
     for probe in range(PROBE_LENGTH):
-        slot = (home + probe) & mask
-        if keys_N[slot] == key:
+        slot = (home + probe) & (len(slots) - 1)
+        if slots[slot, 0] == key:
             return slot
-        total = np.int64(0)
-        for c in range(NUM_CANDIDATES):
-            total += counts_NC[slot, c]
-        if keys_N[slot] == 0:
+        if slots[slot, 0] == 0:
             victim = slot
             break
+        total = np.int64(0)
+        for c in range(1, NUM_CANDIDATES + 1):
+            total += slots[slot, c] & COUNT_MASK
         if total < least:
             least = total
             victim = slot
-    keys_N[victim] = key
-    counts_NC[victim, :] = 0
+    slots[victim, :] = 0
+    slots[victim, 0] = key
     return victim
 
 
 @njit(cache=True)
-def _count(tokens_C, counts_C, token):  # type: ignore[no-untyped-def]
+def _count(slot_words, token):  # type: ignore[no-untyped-def]
     """Space-saving counts (Metwally et al. 2005): a token that is not among the candidates replaces the rarest."""
-    rarest = 0
-    for c in range(NUM_CANDIDATES):
-        if counts_C[c] > 0 and tokens_C[c] == token:
-            counts_C[c] = min(counts_C[c] + 1, MAX_COUNT)
+    rarest = 1
+    for c in range(1, NUM_CANDIDATES + 1):
+        count = slot_words[c] & COUNT_MASK
+        if count > 0 and slot_words[c] >> 32 == token:
+            slot_words[c] += count < MAX_COUNT
             return
-        if counts_C[c] < counts_C[rarest]:
+        if count < slot_words[rarest] & COUNT_MASK:
             rarest = c
-    tokens_C[rarest] = token
-    counts_C[rarest] = min(counts_C[rarest] + 1, MAX_COUNT)
+    slot_words[rarest] = (np.int64(token) << 32) | min((slot_words[rarest] & COUNT_MASK) + 1, MAX_COUNT)
 
 
 @njit(cache=True)
-def _learn(keys_N, tokens_NC, counts_NC, orders, salts_B, token_ids_BL, starts_B, ends_B):  # type: ignore[no-untyped-def]
+def _learn(slots, orders, salts_B, token_ids_BL, starts_B, ends_B):  # type: ignore[no-untyped-def]
     for b in range(len(salts_B)):
         for i in range(starts_B[b], ends_B[b]):
             state = salts_B[b]
@@ -142,8 +143,8 @@ def _learn(keys_N, tokens_NC, counts_NC, orders, salts_B, token_ids_BL, starts_B
                 while taken < order:
                     taken += 1
                     state = _extend(state, token_ids_BL[b, i - taken])
-                slot = _claim(keys_N, counts_NC, _finish(state, order))
-                _count(tokens_NC[slot], counts_NC[slot], token_ids_BL[b, i])
+                slot = _claim(slots, _finish(state, order))
+                _count(slots[slot], token_ids_BL[b, i])
 
 
 @njit(cache=True)
@@ -156,9 +157,9 @@ def _level(order, best, total):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _walk(keys_N, tokens_NC, counts_NC, orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B):  # type: ignore[no-untyped-def]
+def _walk(slots, orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B):  # type: ignore[no-untyped-def]
     num_orders = len(orders)
-    keys = np.empty(num_orders, np.uint64)
+    keys = np.empty(num_orders, np.int64)
     for b in range(len(salts_B)):
         for k in range(tokens_BK.shape[1]):
             length = lengths_B[b] + k
@@ -171,23 +172,26 @@ def _walk(keys_N, tokens_NC, counts_NC, orders, salts_B, token_ids_BL, lengths_B
                 while taken < orders[n]:
                     taken += 1
                     i = length - taken
-                    token = tokens_BK[b, i - lengths_B[b]] if i >= lengths_B[b] else token_ids_BL[b, i]
-                    state = _extend(state, token)
+                    previous = tokens_BK[b, i - lengths_B[b]] if i >= lengths_B[b] else token_ids_BL[b, i]
+                    state = _extend(state, previous)
                 keys[n] = _finish(state, orders[n])
                 known = n + 1
             hit = False
             for n in range(known - 1, -1, -1):
-                slot = _find(keys_N, keys[n])
+                slot = _find(slots, keys[n])
                 if slot < 0:
                     continue
-                total = 0
-                best = 0
-                for c in range(NUM_CANDIDATES):
-                    total += counts_NC[slot, c]
-                    if counts_NC[slot, c] > counts_NC[slot, best]:
-                        best = c
-                tokens_BK[b, k] = tokens_NC[slot, best]
-                levels_BK[b, k] = _level(orders[n], counts_NC[slot, best], total)
+                total = np.int64(0)
+                best = np.int64(0)
+                token = np.int64(0)
+                for c in range(1, NUM_CANDIDATES + 1):
+                    count = slots[slot, c] & COUNT_MASK
+                    total += count
+                    if count > best:
+                        best = count
+                        token = slots[slot, c] >> 32
+                tokens_BK[b, k] = token
+                levels_BK[b, k] = _level(orders[n], best, total)
                 hit = True
                 break
             if not hit:

@@ -7,6 +7,7 @@ from typing import Any
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
+_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
     Raises ValueError otherwise: a seed made up from arrival order would make rollouts depend on scheduling.
     """
     given: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    for key in given:
+        if key not in _KNOWN_KEYS:
+            raise ValueError(
+                f'request {request_id}: extra_args["{EXTRA_ARGS_KEY}"] has no key {key!r}; known: {", ".join(_KNOWN_KEYS)}'
+            )
     group = content_hash(prompt_token_ids)
     speculate = bool(given.get("speculate", True))
     if "seed" in given:

@@ -11,7 +11,8 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.router import Router
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.trace import StepTrace
-from nemo_specrollout.sampling.sampler import sample_tokens, sample_tokens_torch
+from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
+from nemo_specrollout.sampling.sampler import sample_tokens
 
 
 class SpecrolloutWorkerMixin:
@@ -85,12 +86,15 @@ class SpecrolloutWorkerMixin:
 
 
 def _verify_kernel(device: torch.device) -> None:
-    """Raises RuntimeError if the device's sampling kernel disagrees with the definition of the noise."""
+    """Raises RuntimeError if the device's sampling kernel disagrees with the definition of the noise in any bit.
+
+    The logits are the negated noise, so that every score is exactly 0 and the first id wins; one wrong bit moves it.
+    """
     seeds = torch.arange(1, 9, dtype=torch.int64, device=device) << 40
-    logits = torch.linspace(-2.0, 2.0, 8 * 64, device=device).view(8, 64)
+    positions = seeds >> 38
+    logits = -gumbel_noise(row_keys(seeds, positions), 4099)
     greedy = torch.zeros(8, dtype=torch.bool, device=device)
-    args = (logits, seeds, seeds >> 38, greedy)
-    if not torch.equal(sample_tokens(*args), sample_tokens_torch(*args)):
+    if sample_tokens(logits, seeds, positions, greedy).any():
         raise RuntimeError(f"the sampling kernel for {device} disagrees with its definition; please report this")
 
 

@@ -81,7 +81,9 @@ def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: i
         token = 0
         for v in range(num_vocab):
             score = logits_RV[r, v] + noise_V[v]
-            if score > best:
+            if not score <= best:
                 best = score
                 token = v
+                if score != score:  # a NaN is the arg-max, as in torch
+                    break
         tokens_R[r] = token

@@ -23,8 +23,11 @@ def sample_tokens(
         positions_R: int64 index, in the whole sequence, of the token to be sampled.
         greedy_R: bool; such rows take the arg-max without noise.
 
-    Ties go to the smallest token id. Raises ValueError if the logits are not float32.
+    Ties go to the smallest token id. Raises ValueError if the logits are not float32 or a row lacks an argument.
     """
+    num_rows = len(logits_RV)
+    if not num_rows == len(seeds_R) == len(positions_R) == len(greedy_R):
+        raise ValueError(f"{num_rows} rows of logits need as many seeds, positions and flags")
     if logits_RV.dtype != torch.float32:
         raise ValueError(f"logits_RV must be float32 for a reproducible sample, got {logits_RV.dtype}")
     if logits_RV.is_cuda:
