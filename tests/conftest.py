@@ -10,6 +10,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenMP's barriers spin: two threads beside another process crawl
 
 import pytest
+from hypothesis import settings
+
+# The first call of a compiled kernel takes seconds.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 ROOT = Path(__file__).parent.parent
 STEP_ADDER = ROOT / "examples" / "models" / "step_adder"

@@ -39,8 +39,8 @@ def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:
         },
         "num_draft_tokens": 1400, "share_of_steps_with_drafts": 0.7, "router_host_share": 0.011,
         "logprob_gap": {"mean": rng.uniform(0.8e-7, 1.5e-7), "max": rng.uniform(1e-6, 4e-6)},
-        "tokens_checked": 300, "tokens_equal": 300, "loss": 0.01, "kl": 0.0, "entropy": 0.4, "grad_norm": 0.7,
-        "learning_rate": 2e-4, "alarms": [],
+        "tokens_checked": 300, "tokens_equal": 300, "loss": 0.01, "approx_kl": 0.0, "approx_entropy": 0.4, "grad_norm": 0.7,
+        "lr": 2e-4, "alarms": [],
     }  # fmt: skip
     return line | changes
 

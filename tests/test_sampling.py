@@ -24,7 +24,7 @@ from scipy import stats
 from torch import Tensor, tensor
 
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity, rollout_extra_args
-from nemo_specrollout.sampling.acceptance import PLACEHOLDER, accept_by_equality
+from nemo_specrollout.sampling.acceptance import PLACEHOLDER, accept_by_equality, accept_by_equality_torch
 from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens, sample_tokens_torch
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
@@ -198,7 +198,10 @@ def verified_batches(draw) -> tuple[list[list[int]], list[list[int]]]:
 def accept(tokens: list[list[int]], drafts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     tokens_R = tensor(list(chain.from_iterable(tokens)))
     drafts_D = tensor(list(chain.from_iterable(drafts)), dtype=torch.int64)
-    return tokens_R, *accept_by_equality(tokens_R, drafts_D, tensor([len(d) for d in drafts]))
+    num_drafts_B = tensor([len(d) for d in drafts])
+    compiled, defined = (f(tokens_R, drafts_D, num_drafts_B) for f in (accept_by_equality, accept_by_equality_torch))
+    assert all(map(torch.equal, compiled, defined))
+    return tokens_R, *compiled
 
 
 @settings(max_examples=300, deadline=None)

@@ -120,10 +120,10 @@ def test_one_stall_does_not_move_the_table() -> None:
 
 
 def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, tokens: list[int], submitted: bool) -> None:
-    lanes, lengths = np.array([0]), np.array([length])
+    lanes, lengths, chosen = np.array([0]), np.array([length]), np.array([0])
     estimator.score(lanes, text, lengths)
-    parts = (np.array([tokens], np.int32), np.array([len(tokens)]), np.zeros((1, len(tokens)), np.int8))
-    estimator.remember(0, lanes, lengths, parts, np.array([submitted]))
+    proposals = (np.array([[tokens]], np.int32), np.zeros((1, 1, len(tokens)), np.int8), np.array([[len(tokens)]]))
+    estimator.remember(lanes, lengths, proposals, chosen, np.array([len(tokens) * submitted]))
 
 
 @pytest.mark.parametrize("submitted", [True, False])
@@ -134,11 +134,20 @@ def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_ri
     for length in range(10, 300):
         draft = [int(text[0, length]), int(text[0, length + 1])] if is_right else [99, 99]
         propose(estimator, text, length, draft, submitted)
-    rates = estimator.survival(0, np.array([0]), np.array([2]), np.zeros((1, 2), np.int8))[0]
-    assert (rates[0] > 0.9) == is_right
-    assert rates[1] < rates[0]
+    _, survival_BK = estimator.choose(np.array([0]), np.zeros((1, 1, 2), np.int8), np.array([[2]]))
+    assert (survival_BK[0, 0] > 0.9) == is_right
+    assert survival_BK[0, 1] < survival_BK[0, 0]
     if not is_right:
-        assert rates[0] < 0.05
+        assert survival_BK[0, 0] < 0.05
+
+
+def test_the_better_drafter_is_chosen_for_each_request() -> None:
+    estimator = AcceptanceEstimator(num_lanes=2, num_drafters=2, max_tokens=3)
+    levels_DBK = np.zeros((2, 2, 3), np.int8)
+    levels_DBK[0, 0], levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one of the requests
+    chosen_B, survival_BK = estimator.choose(np.array([1, 0]), levels_DBK, np.array([[3, 3], [3, 2]]))
+    assert chosen_B.tolist() == [0, 1]
+    assert (np.diff(survival_BK) <= 0).all() and survival_BK[1, 2] == 0.0
 
 
 def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:

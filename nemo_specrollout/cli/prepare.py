@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 
+# vLLM arguments that have a place of their own in the config.
+_PLACES = {
+    "model": "policy.model_name",
+    "dtype": "policy.generation.vllm_cfg.precision",
+    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+    "seed": "grpo.seed",
+}
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
 
 
@@ -30,9 +39,19 @@ def prepare(path: Path, overrides: list[str]) -> Prepared:
     """Reads and checks a config without torch or vllm. Raises ConfigError."""
     tree = load_config(path, overrides)
     config, ignored = read_run_config(tree)
+    _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
+
+
+def _check_log_dir(path: Path) -> None:
+    """The folder, or the nearest one above it that exists, must be one in which a file can be made."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"logger.log_dir: {path} cannot be written to; choose another")
 
 
 def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
@@ -41,8 +60,17 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     for name in _MODEL_FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"policy.model_name: {folder} has no {name}")
-    model: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    _check_vocabulary(folder, model["vocab_size"])
+    try:
+        model: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        largest = max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer.get("added_tokens", []))])
+        sizes = {name: int(model[name]) for name in ("vocab_size", "num_hidden_layers", "hidden_size")}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"policy.model_name: config.json or tokenizer.json of {folder} cannot be read "
+            f"({type(error).__name__}: {error}); name a Hugging Face folder of a Qwen3"
+        ) from error
+    _check_vocabulary(folder, largest, sizes["vocab_size"])
     longest = model.get("max_position_embeddings")
     if longest is not None and config.policy.max_total_sequence_length > longest:
         raise ConfigError(
@@ -52,14 +80,12 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _check_vocabulary(folder: Path, vocab_size: int) -> None:
+def _check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
     """A tokenizer may have fewer ids than the model (padding), never more."""
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    ids = list(tokenizer["model"]["vocab"].values()) + [t["id"] for t in tokenizer.get("added_tokens", [])]
-    if max(ids) >= vocab_size:
+    if largest_id >= vocab_size:
         raise ConfigError(
-            f"policy.model_name: the tokenizer of {folder} has token id {max(ids)}, but the model's vocabulary ends at "
-            f"{vocab_size - 1}; the two do not belong together"
+            f"policy.model_name: the tokenizer of {folder} has token id {largest_id}, but the model's vocabulary ends "
+            f"at {vocab_size - 1}; the two do not belong together"
         )
 
 
@@ -72,6 +98,8 @@ def _check_engine(config: RunConfig) -> None:
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("megatron-core is not installed; `make setup` installs it")
     generation = config.policy.generation
+    for name in _PLACES.keys() & generation.vllm_kwargs.keys():
+        raise ConfigError(f"policy.generation.vllm_kwargs.{name}: set {_PLACES[name]} instead")
     try:
         with_specrollout(generation.vllm_kwargs, generation.specrollout, "cpu")
     except ValueError as error:

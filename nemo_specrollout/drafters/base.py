@@ -29,18 +29,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens int32 [B, K], how many of them are there [B], and the evidence level of each, int8 [B, K]."""
+    """Where a drafter writes what it proposes: draft tokens int32 [B, K], their evidence levels int8 [B, K], and how
+    many tokens there are int64 [B]. Views of the router's buffers, so that nothing is copied or allocated in a step."""
 
     tokens_BK: np.ndarray
-    lengths_B: np.ndarray
     levels_BK: np.ndarray
+    lengths_B: np.ndarray
 
 
 class Drafter(ABC):
     """Proposes continuations; owns whatever it remembers of the texts that it was shown.
 
     Invariant: nothing that a drafter does can change a request's output, only when it arrives.
-    Example: `open(3, group, prompt)`, then each step `observe(batch)` and `propose(batch, 8)`, at the end `close(3)`.
+    Example: `open(3, group, prompt)`, then each step `observe(batch)` and `propose(batch, out)`, at the end `close(3)`.
     """
 
     name: str
@@ -57,5 +58,5 @@ class Drafter(ABC):
         """Learns the tokens of each request from `seen_B` to `lengths_B`."""
 
     @abstractmethod
-    def propose(self, batch: Batch, max_tokens: int) -> Proposal:
-        """Up to `max_tokens` draft tokens for each request."""
+    def propose(self, batch: Batch, out: Proposal) -> None:
+        """Writes up to K draft tokens for each request to `out`."""

@@ -50,18 +50,19 @@ class ContextIndex:
         _learn(self.slots, self.orders, salts_B, token_ids_BL, starts_B, ends_B)
 
     def walk(
-        self, salts_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray, max_tokens: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self,
+        salts_B: np.ndarray,
+        token_ids_BL: np.ndarray,
+        lengths_B: np.ndarray,
+        tokens_BK: np.ndarray,
+        levels_BK: np.ndarray,
+        found_B: np.ndarray,
+    ) -> None:
         """Extends each row by the likeliest continuation of its longest known context, again and again.
 
-        Returns tokens int32 [B, K], how many were found [B], and their evidence levels int8 [B, K].
+        Writes tokens int32 [B, K], their evidence levels int8 [B, K], and how many were found int64 [B].
         """
-        num_rows = len(salts_B)
-        tokens_BK = np.zeros((num_rows, max_tokens), np.int32)
-        levels_BK = np.zeros((num_rows, max_tokens), np.int8)
-        found_B = np.zeros(num_rows, np.int64)
         _walk(self.slots, self.orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B)
-        return tokens_BK, found_B, levels_BK
 
 
 @njit(cache=True, inline="always")
@@ -131,7 +132,7 @@ def _count(slot_words, token):  # type: ignore[no-untyped-def]
     slot_words[rarest] = (np.int64(token) << 32) | min((slot_words[rarest] & COUNT_MASK) + 1, MAX_COUNT)
 
 
-@njit(cache=True)
+@njit("void(int64[:,:], int64[:], uint64[:], int32[:,:], int64[:], int64[:])", cache=True)
 def _learn(slots, orders, salts_B, token_ids_BL, starts_B, ends_B):  # type: ignore[no-untyped-def]
     for b in range(len(salts_B)):
         for i in range(starts_B[b], ends_B[b]):
@@ -156,11 +157,12 @@ def _level(order, best, total):  # type: ignore[no-untyped-def]
     return by_order * 4 + by_share
 
 
-@njit(cache=True)
+@njit("void(int64[:,:], int64[:], uint64[:], int32[:,:], int64[:], int32[:,:], int8[:,:], int64[:])", cache=True)
 def _walk(slots, orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B):  # type: ignore[no-untyped-def]
     num_orders = len(orders)
     keys = np.empty(num_orders, np.int64)
     for b in range(len(salts_B)):
+        found_B[b] = 0
         for k in range(tokens_BK.shape[1]):
             length = lengths_B[b] + k
             state = salts_B[b]

@@ -21,8 +21,7 @@ class RandomDrafter(Drafter):
     def observe(self, batch: Batch) -> None:
         pass
 
-    def propose(self, batch: Batch, max_tokens: int) -> Proposal:
-        shape = (len(batch.lanes_B), max_tokens)
-        tokens_BK = self._rng.integers(0, self._vocab_size, shape, dtype=np.int32)
-        levels_BK = np.full(shape, NUM_LEVELS - 1, np.int8)
-        return Proposal(tokens_BK, np.full(shape[0], max_tokens, np.int64), levels_BK)
+    def propose(self, batch: Batch, out: Proposal) -> None:
+        out.tokens_BK[:] = self._rng.integers(0, self._vocab_size, out.tokens_BK.shape, dtype=np.int32)
+        out.levels_BK[:] = NUM_LEVELS - 1
+        out.lengths_B[:] = out.tokens_BK.shape[1]

@@ -26,6 +26,6 @@ class SuffixDrafter(Drafter):
     def observe(self, batch: Batch) -> None:
         self._index.learn(self._salts[batch.lanes_B], batch.token_ids_BL, batch.seen_B, batch.lengths_B)
 
-    def propose(self, batch: Batch, max_tokens: int) -> Proposal:
+    def propose(self, batch: Batch, out: Proposal) -> None:
         salts_B = self._salts[batch.lanes_B]
-        return Proposal(*self._index.walk(salts_B, batch.token_ids_BL, batch.lengths_B, max_tokens))
+        self._index.walk(salts_B, batch.token_ids_BL, batch.lengths_B, out.tokens_BK, out.levels_BK, out.lengths_B)

@@ -30,13 +30,17 @@ _QUIET_START = {"disable_log_stats": True, "skip_tokenizer_init": True, "distrib
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise."""
+    """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise.
+
+    `exact_length` makes the response just that long, whatever is sampled: for timing an engine that samples otherwise.
+    """
 
     prompt_token_ids: Sequence[int]
     prompt_index: int
     sample_index: int
     policy_version: int = 0
     speculate: bool = True
+    exact_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,10 @@ class RolloutEngine:
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and forgets every cached prefix of the old ones."""
-        self._llm.collective_rpc("specrollout_reload", args=(list(tensors),))
+        if self._has_our_worker:
+            self._llm.collective_rpc("specrollout_reload", args=(list(tensors),))
+        else:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,8 +134,10 @@ class RolloutEngine:
         model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         yield from model.named_parameters()
 
-    def report(self, first_step: int = 0) -> dict[str, Any]:
-        """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`)."""
+    def report(self, first_step: int = 0) -> dict[str, Any] | None:
+        """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""
+        if not self._has_our_worker:
+            return None
         return self._llm.collective_rpc("specrollout_report", args=(first_step,))[0]
 
     def close(self) -> None:
@@ -144,12 +153,14 @@ class RolloutEngine:
         identity = rollout_extra_args(
             request.prompt_index, request.sample_index, request.policy_version, speculate=request.speculate
         )
+        length = request.exact_length
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
-            "max_tokens": generation.max_new_tokens,
-            "stop_token_ids": self._stop_token_ids,
+            "max_tokens": length or generation.max_new_tokens,
+            "ignore_eos": length is not None,
+            "stop_token_ids": [] if length else self._stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
             "extra_args": identity if self._has_our_worker else None,

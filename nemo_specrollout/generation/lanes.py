@@ -26,8 +26,7 @@ class Lanes:
         self._lanes_B = np.zeros(0, np.int64)
         self._seen = np.zeros(num_lanes, np.int64)
         self._limit = np.zeros(num_lanes, np.int64)
-        self._drafter = np.zeros(num_lanes, np.int64)
-        self._count = np.zeros(num_lanes, np.int64)
+        self._submitted: tuple[list[str], np.ndarray, np.ndarray] | None = None
 
     def matches(self, req_ids: list[str]) -> bool:
         """Whether the batch is the one that `reorder` was last told of."""
@@ -56,7 +55,6 @@ class Lanes:
         self._seen[lane] = self._parked.pop(req_id, prompt_length)
         room = self._max_model_len if max_tokens is None else min(self._max_model_len, prompt_length + max_tokens)
         self._limit[lane] = room if speculate else 0
-        self._count[lane] = 0
         return lane
 
     def reorder(self, req_ids: list[str]) -> None:
@@ -71,18 +69,22 @@ class Lanes:
     def mark_seen(self, lengths_B: np.ndarray) -> None:
         self._seen[self._lanes_B] = lengths_B
 
-    def draft_caps(self, lengths_B: np.ndarray, sampled: list[list[int]]) -> np.ndarray:
+    def draft_caps(self, lengths_B: np.ndarray, emitted_B: np.ndarray) -> np.ndarray:
         """The most drafts each request may have: one token is always sampled after them; none while in prefill."""
-        caps_B = np.maximum(self._limit[self._lanes_B] - lengths_B - 1, 0)
-        return caps_B * np.fromiter(map(bool, sampled), bool, len(sampled))
+        return np.maximum(self._limit[self._lanes_B] - lengths_B - 1, 0) * (emitted_B > 0)
 
     def submit(self, drafters_B: np.ndarray, counts_B: np.ndarray) -> None:
         """Remembers whose drafts, and how many, the next step verifies."""
-        self._drafter[self._lanes_B] = drafters_B
-        self._count[self._lanes_B] = counts_B
+        self._submitted = (self._order, drafters_B, counts_B) if counts_B.any() else None
 
-    def take_submitted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whose drafts, and how many, this step verified; forgets them."""
-        drafters_B, counts_B = self._drafter[self._lanes_B], self._count[self._lanes_B].copy()
-        self._count[self._lanes_B] = 0
-        return drafters_B, counts_B
+    def take_submitted(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Whose drafts, and how many, this step verified for each request of the batch; forgets them."""
+        if self._submitted is None:
+            return None
+        order, drafters_B, counts_B = self._submitted
+        self._submitted = None
+        if order is self._order:
+            return drafters_B, counts_B
+        by_request = {r: (d, c) for r, d, c in zip(order, drafters_B.tolist(), counts_B.tolist(), strict=True)}
+        pairs = [by_request.get(r, (0, 0)) for r in self._order]
+        return np.array([d for d, _ in pairs]), np.array([c for _, c in pairs])

@@ -6,6 +6,7 @@ L longest sequence; a lane is a request's own small number, from its first draft
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from nemo_specrollout.drafters.base import Batch, Proposal
 from nemo_specrollout.generation.lanes import Lanes
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.trace import StepTrace
-from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
+from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
 from nemo_specrollout.scheduling.pacing import Pacer
 from nemo_specrollout.scheduling.step_time import StepTimeTable
@@ -37,6 +38,7 @@ class Router:
         self.names = [d.type for d in config.drafters]
         self._drafters = [build_drafter(d, num_lanes, vocab_size) for d in config.drafters]
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
+        self._buffers = Proposals.buffers(len(self._drafters), num_lanes, self._num_tokens)
         self._estimator = AcceptanceEstimator(num_lanes, len(self._drafters), self._num_tokens)
         self._budget = build_budget(config.budget)
         self._is_auto = config.budget.policy == "auto"
@@ -78,24 +80,25 @@ class Router:
         self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray
     ) -> list[list[int]]:
         num_requests = len(sampled)
-        self._sync_lanes(num_tokens, token_ids)
-        self._record_outcome(sampled)
+        emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
+        self._sync_lanes(token_ids)
+        self._record_outcome(emitted_B)
         costs = self.table.costs()
         if self._is_auto and not self._pacer.should_consult(num_requests):
             return [[] for _ in range(num_requests)]
         batch = self._lanes.batch(token_ids, num_tokens[:num_requests])
         self._observe(batch)
-        proposals, survival_DBK = self._collect(batch, self._pacer.depth if self._is_auto else self._num_tokens)
-        chosen_B, survival_BK = _best_drafter(survival_DBK)
-        caps_B = self._lanes.draft_caps(batch.lengths_B, sampled)
+        proposals = self._collect(batch, self._pacer.depth if self._is_auto else self._num_tokens)
+        chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
+        caps_B = self._lanes.draft_caps(batch.lengths_B, emitted_B)
         counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
         if self._is_auto and self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
-            counts_B = np.zeros_like(counts_B)
+            counts_B[:] = 0
         self._pacer.decided(num_requests, int(counts_B.max()))
-        self._remember(batch, proposals, chosen_B, counts_B)
-        return _as_lists(proposals, chosen_B, counts_B)
+        self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
+        return self._submit(proposals, chosen_B, counts_B)
 
-    def _sync_lanes(self, num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
+    def _sync_lanes(self, token_ids: np.ndarray) -> None:
         """Opens and closes lanes when the batch has changed."""
         assert self._sampler is not None
         req_ids = self._runner.input_batch.req_ids
@@ -124,49 +127,57 @@ class Router:
             drafter.observe(batch)
         self._lanes.mark_seen(batch.lengths_B)
 
-    def _collect(self, batch: Batch, depth: int) -> tuple[list[Proposal], np.ndarray]:
-        proposals = [d.propose(batch, depth) for d in self._drafters]
-        survival_DBK = np.stack(
-            [self._estimator.survival(i, batch.lanes_B, p.lengths_B, p.levels_BK) for i, p in enumerate(proposals)]
-        )
-        return proposals, survival_DBK
+    def _collect(self, batch: Batch, depth: int) -> "Proposals":
+        proposals = self._buffers.view(len(batch.lanes_B), depth)
+        for index, drafter in enumerate(self._drafters):
+            drafter.propose(batch, proposals.of(index))
+        return proposals
 
-    def _remember(self, batch: Batch, proposals: list[Proposal], chosen_B: np.ndarray, counts_B: np.ndarray) -> None:
-        for i, p in enumerate(proposals):
-            submitted_B = (chosen_B == i) & (counts_B > 0)
-            parts = (p.tokens_BK, p.lengths_B, p.levels_BK)
-            self._estimator.remember(i, batch.lanes_B, batch.lengths_B, parts, submitted_B)
+    def _submit(self, proposals: "Proposals", chosen_B: np.ndarray, counts_B: np.ndarray) -> list[list[int]]:
+        """The drafts as vLLM wants them, a list of token ids for each request; remembers whose they are."""
         self._lanes.submit(chosen_B, counts_B)
+        counts = counts_B.tolist()
+        if not any(counts):
+            return [[] for _ in counts]
+        tokens = proposals.tokens_DBK[chosen_B, np.arange(len(counts))].tolist()
+        return [row[:count] for row, count in zip(tokens, counts, strict=True)]
 
-    def _record_outcome(self, sampled: list[list[int]]) -> None:
+    def _record_outcome(self, emitted_B: np.ndarray) -> None:
         """Counts, by drafter and position, which of the drafts verified in this step were accepted."""
         assert self._sampler is not None
-        drafters_B, submitted_B = self._lanes.take_submitted()
-        counts_B = np.minimum(submitted_B, self._sampler.num_drafts_B)
-        if not counts_B.any():
-            return
-        emitted_B = np.fromiter(map(len, sampled), np.int64, len(sampled))
-        positions_K = np.arange(self._num_tokens)
-        proposed_BK = positions_K < counts_B[:, None]
-        accepted_BK = proposed_BK & (positions_K < emitted_B[:, None] - 1)
-        by_drafter_DB = drafters_B == np.arange(len(self._drafters))[:, None]
-        proposed_DK, accepted_DK = by_drafter_DB @ proposed_BK.astype(int), by_drafter_DB @ accepted_BK.astype(int)
-        self.proposed_DK += proposed_DK
-        self.accepted_DK += accepted_DK
-        self.trace.add_drafts(proposed_DK.sum(axis=1), accepted_DK.sum(axis=1))
+        submitted = self._lanes.take_submitted()
+        if submitted is not None:
+            verified_B = np.minimum(submitted[1], self._sampler.num_drafts_B)
+            totals = count_outcomes(submitted[0], verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
+            self.trace.add_drafts(*totals)
 
 
-def _best_drafter(survival_DBK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Per request the drafter with the most expected accepted tokens [B], and its survival [B, K]."""
-    if len(survival_DBK) == 1:
-        return np.zeros(survival_DBK.shape[1], np.int64), survival_DBK[0]
-    chosen_B = survival_DBK.sum(axis=2).argmax(axis=0)
-    return chosen_B, survival_DBK[chosen_B, np.arange(len(chosen_B))]
+@dataclass(frozen=True)
+class Proposals:
+    """What all drafters propose in a step: tokens int32 [D, B, K], evidence levels int8 [D, B, K], lengths int64 [D, B]."""
 
+    tokens_DBK: np.ndarray
+    levels_DBK: np.ndarray
+    lengths_DB: np.ndarray
 
-def _as_lists(proposals: list[Proposal], chosen_B: np.ndarray, counts_B: np.ndarray) -> list[list[int]]:
-    """The drafts as vLLM wants them: a list of token ids for each request."""
-    drafts: list[list[int]] = [[] for _ in range(len(counts_B))]
-    for row in np.flatnonzero(counts_B):
-        drafts[row] = proposals[chosen_B[row]].tokens_BK[row, : counts_B[row]].tolist()
-    return drafts
+    @classmethod
+    def buffers(cls, num_drafters: int, num_lanes: int, max_tokens: int) -> "Proposals":
+        """Room for the largest step."""
+        shape = (num_drafters, num_lanes, max_tokens)
+        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.int8), np.zeros(shape[:2], np.int64))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.tokens_DBK, self.levels_DBK, self.lengths_DB
+
+    def view(self, num_requests: int, depth: int) -> "Proposals":
+        """The part that a step of `num_requests` requests uses, `depth` tokens deep."""
+        return Proposals(
+            self.tokens_DBK[:, :num_requests, :depth],
+            self.levels_DBK[:, :num_requests, :depth],
+            self.lengths_DB[:, :num_requests],
+        )
+
+    def of(self, drafter: int) -> Proposal:
+        """Where one drafter writes."""
+        return Proposal(self.tokens_DBK[drafter], self.levels_DBK[drafter], self.lengths_DB[drafter])

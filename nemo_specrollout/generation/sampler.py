@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity
-from nemo_specrollout.sampling.acceptance import PLACEHOLDER, accept_by_equality
+from nemo_specrollout.sampling.acceptance import accept_by_equality
 from nemo_specrollout.sampling.sampler import sample_tokens
 
 _GREEDY_BELOW = 1e-5
@@ -88,11 +88,12 @@ class CoupledSampler:
         positions_R = compat.output_positions(self.runner, spec.logits_indices)
         tokens_R = sample_tokens(processed_RV, keys.seeds_B[requests_R], positions_R, keys.greedy_B[requests_R])
         emitted_BS, rows_BS = accept_by_equality(tokens_R, spec.draft_token_ids, num_drafts_B)
-        rows = rows_BS.flatten()
-        logprobs = None
-        if metadata.max_num_logprobs is not None:
-            tokens = emitted_BS.flatten().masked_fill(emitted_BS.flatten() == PLACEHOLDER, 0)
-            logprobs = self._logprobs(raw_RV[rows], processed_RV[rows], metadata, tokens)
+        logprobs = self._logprobs(raw_RV, processed_RV, metadata, tokens_R)
+        if logprobs is not None:  # one row for each output column, as vLLM's own; it drops those of placeholders
+            rows = rows_BS.flatten()
+            logprobs = LogprobsTensors(
+                logprobs.logprob_token_ids[rows], logprobs.logprobs[rows], logprobs.selected_token_ranks[rows]
+            )
         return SamplerOutput(emitted_BS.to(torch.int32), logprobs)
 
     def _batch_keys(self, metadata: Any) -> BatchKeys:

@@ -8,7 +8,6 @@ round, in an order that shifts from round to round, and speedups are of paired r
 import importlib.util
 import json
 import statistics
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,13 @@ class Mode:
     name: str
     generation: GenerationConfig
     engine: RolloutEngine
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    target_steps: list[int] = field(default_factory=list)
     stats: list[RolloutStats] = field(default_factory=list)
     tokens_equal: int = 0
     tokens_total: int = 0
+
+    def reset(self) -> None:
+        """Forgets what was measured."""
+        self.stats, self.tokens_equal, self.tokens_total = [], 0, 0
 
     @property
     def is_stock(self) -> bool:
@@ -115,60 +115,58 @@ def _start(config: RunConfig, generations: dict[str, GenerationConfig]) -> list[
 
 
 def _round(modes: list[Mode], requests: list[RolloutRequest], config: RunConfig, index: int, *, keep: bool) -> None:
-    """Every mode once on the same requests; then their tokens are compared with plain's."""
-    shift = index % len(modes)
-    results: dict[str, list[Rollout]] = {}
-    for mode in modes[shift:] + modes[:shift]:
-        results[mode.name] = _measure(mode, requests, config, keep=keep)
-    for mode in modes:
-        if keep and not mode.is_stock:
+    """Every mode once on the same requests; then their tokens are compared with plain's.
+
+    `stock` samples otherwise, so it gets the lengths that the others found, right after the first of them.
+    """
+    ours = [m for m in modes if not m.is_stock]
+    shift = index % len(ours)
+    order = ours[shift:] + ours[:shift]
+    results = {order[0].name: _measure(order[0], requests, config, keep=keep)}
+    lengths = [len(r.token_ids) for r in results[order[0].name]]
+    as_long = [replace(r, exact_length=n) for r, n in zip(requests, lengths, strict=True)]
+    for mode in [m for m in modes if m.is_stock] + order[1:]:
+        results[mode.name] = _measure(mode, as_long if mode.is_stock else requests, config, keep=keep)
+    for mode in ours:
+        if keep:
             equal, total = count_equal(results[mode.name], results["plain"])
             mode.tokens_equal += equal
             mode.tokens_total += total
 
 
 def _measure(mode: Mode, requests: list[RolloutRequest], config: RunConfig, *, keep: bool) -> list[Rollout]:
-    steps_before = mode.engine.num_steps
-    started = time.perf_counter()
-    if mode.is_stock:
-        rollouts, stats = mode.engine.generate(requests), None
-    else:
-        rollouts, stats = measured_rollout(mode.engine, requests, config)
-    seconds = stats.seconds if stats is not None else time.perf_counter() - started
+    rollouts, stats = measured_rollout(mode.engine, requests, config)
     if keep:
-        mode.seconds.append(seconds)
-        mode.tokens.append(sum(len(r.token_ids) for r in rollouts))
-        mode.target_steps.append(mode.engine.num_steps - steps_before)
-        if stats is not None:
-            mode.stats.append(stats)
+        mode.stats.append(stats)
     return rollouts
 
 
 def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
-    """A row of `bench.json`. Speedups compare seconds a token, round by round: `stock` makes other tokens."""
-    pairs = zip(plain.seconds, plain.tokens, mode.seconds, mode.tokens, strict=True)
-    speedups = sorted((ps / pt) / (s / t) for ps, pt, s, t in pairs)
-    request_steps = sum(s.num_request_steps for s in mode.stats)
+    """A row of `bench.json`. Speedups compare seconds a token, round by round."""
+    pairs = zip(plain.stats, mode.stats, strict=True)
+    speedups = sorted((p.seconds / p.num_tokens) / (s.seconds / s.num_tokens) for p, s in pairs)
+    seconds, tokens = sum(s.seconds for s in mode.stats), sum(s.num_tokens for s in mode.stats)
     return {
         "mode": mode.name,
-        "seconds": sum(mode.seconds),
-        "tokens": sum(mode.tokens),
-        "tokens_per_s": sum(mode.tokens) / sum(mode.seconds),
-        "target_steps": sum(mode.target_steps),
-        "acceptance_length": sum(mode.tokens) / request_steps if request_steps else 1.0,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "target_steps": sum(s.num_target_steps for s in mode.stats),
+        "acceptance_length": tokens / sum(s.num_request_steps for s in mode.stats),
         "speedup_vs_plain": statistics.median(speedups),
         "speedup_low": speedups[0],
         "speedup_high": speedups[-1],
         "tokens_equal": None if mode.is_stock else mode.tokens_equal,
-        "tokens_total": sum(mode.tokens) if mode.is_stock else mode.tokens_total,
+        "tokens_total": tokens if mode.is_stock else mode.tokens_total,
     }
 
 
 def _counterfactual_lines(modes: list[Mode], plain: Mode) -> list[str]:
     """How far the estimate of plain time, made by `ours` while speculating, is from the measured plain rounds."""
     ours = next(m for m in modes if m.name == "ours")
-    errors = [s.plain_estimate_s / p - 1 for s, p in zip(ours.stats, plain.seconds, strict=True) if s.plain_estimate_s]
-    host = sum(s.router_host_s for s in ours.stats) / sum(ours.seconds)
+    pairs = zip(ours.stats, plain.stats, strict=True)
+    errors = [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
+    host = sum(s.router_host_s for s in ours.stats) / sum(s.seconds for s in ours.stats)
     lines = [f"router's host time: {host:.2%} of the rollout"]
     if errors:
         lines.append(
@@ -189,13 +187,13 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
     try:
         for batch in config.bench.useless_batches:
             for mode in modes:
-                mode.seconds, mode.tokens, mode.target_steps, mode.stats = [], [], [], []
+                mode.reset()
             for index in range(WARM_UP_ROUNDS + 2 * config.bench.num_rounds):
                 prompts = step_prompts(config, index, lambda p: encode_prompt(p, tokenizer)).requests
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
                 _round(modes, requests, config, index, keep=index >= WARM_UP_ROUNDS)
             row = _row(modes[1], modes[0])
-            row["host_share"] = sum(s.router_host_s for s in modes[1].stats) / sum(modes[1].seconds)
+            row["host_share"] = sum(s.router_host_s for s in modes[1].stats) / row["seconds"]
             rows.append({"batch": batch, **row})
     finally:
         for mode in modes:

@@ -3,13 +3,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats
+from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from nemo_specrollout.local.task import Problem, make_problems
 
 
@@ -62,8 +62,9 @@ def roll_out(
     """Generates the responses of a step, then decodes some of them again without speculation and compares."""
     rollouts, stats = measured_rollout(engine, prompts.requests, config, on_finished)
     started = time.perf_counter()
-    chosen = _spread(len(prompts.requests), config.policy.generation.specrollout.verify.requests_per_step)
-    again = decode_plainly(engine, [prompts.requests[i] for i in chosen])
+    block = config.policy.generation.specrollout
+    chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
+    again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
     equal, total = count_equal([rollouts[i] for i in chosen], again)
     return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started)
 
@@ -75,21 +76,20 @@ def measured_rollout(
     on_finished: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Rollout], RolloutStats]:
     """The rollouts of `requests`, and what they took."""
-    before = engine.report(first_step=1 << 60)
+    before, steps_before = engine.report(first_step=1 << 60), engine.num_steps
     started = time.perf_counter()
     rollouts = engine.generate(requests, on_finished)
     seconds = time.perf_counter() - started
+    if before is None:
+        return rollouts, stock_stats(rollouts, seconds, engine.num_steps - steps_before)
     after = engine.report(first_step=before["num_steps"])
+    assert after is not None
     return rollouts, rollout_stats(before, after, rollouts, seconds, engine.max_num_seqs)
 
 
 def decode_plainly(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
     """The same requests, with the same noise, one token a step."""
-    plain = [
-        RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, r.policy_version, speculate=False)
-        for r in requests
-    ]
-    return engine.generate(plain)
+    return engine.generate([replace(r, speculate=False) for r in requests])
 
 
 def _spread(total: int, count: int) -> list[int]:

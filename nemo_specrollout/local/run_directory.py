@@ -30,50 +30,50 @@ class RunDirectory:
     """`config.yaml`, `run.json`, `metrics.jsonl`, `trace.jsonl`, `summary.json`, `report.html`, `checkpoints/step_N`.
 
     Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
-    of a step whose checkpoint was never finished are dropped on resume.
+    of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing written), begun.
     """
 
-    def __init__(self, path: Path, next_step: int) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         self.path = path
-        self.next_step = next_step
+        self.next_step = self._last_checkpoint() + 1
+        self._config = config
 
     @classmethod
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
-        """Creates the folder, or resumes the run in it if its config is the same but for the number of steps.
+        """A new run, or the one in the folder if its config is the same but for the number of steps.
 
-        Raises ConfigError where the folder holds something else, or a run that is complete.
+        Raises ConfigError where the folder holds something else, or a run that is complete or keeps no checkpoints.
         """
+        run = cls(path, config)
         if not path.exists() or not any(path.iterdir()):
-            return cls._create(path, config)
-        if not (path / "config.yaml").is_file():
+            return run
+        earlier = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else None
+        if not isinstance(earlier, dict):
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        earlier = yaml.safe_load((path / "config.yaml").read_text())
         if _without_extent(earlier) != _without_extent(config):
             keys = ", ".join(_differences(_without_extent(earlier), _without_extent(config))[:4])
-            raise ConfigError(f"logger.log_dir: {path} holds a run of another config (it differs in {keys}); choose another")
-        run = cls(path, 0)
-        run.next_step = run._last_checkpoint() + 1
+            raise ConfigError(
+                f"logger.log_dir: {path} holds a run of another config (it differs in {keys}); choose another"
+            )
         if run.next_step >= max_num_steps:
             raise ConfigError(
-                f"logger.log_dir: {path} holds this run, complete ({run.next_step} steps); see {path / 'report.html'}, or "
+                f"logger.log_dir: {path} holds this run, complete ({run.next_step} steps); see {path / 'report.html'}, "
                 "choose another folder, or a larger grpo.max_num_steps to go on"
             )
-        write_atomically(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
-        run._drop_unfinished_lines()
+        if run.metrics() and not config.get("checkpointing", {}).get("enabled", True):
+            raise ConfigError(
+                f"logger.log_dir: {path} holds steps of this run, which cannot go on: checkpointing.enabled is false; "
+                "choose another folder"
+            )
         return run
 
-    @classmethod
-    def _create(cls, path: Path, config: Mapping[str, Any]) -> "RunDirectory":
-        path.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "command": " ".join(sys.argv),
-            "versions": installed_versions(),
-            "commit": _commit(),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        write_atomically(path / "run.json", json.dumps(facts, indent=1))
-        write_atomically(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
-        return cls(path, 0)
+    def begin(self) -> None:
+        """Writes what is known before the first step; called when the run is sure to start."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
+        if not (self.path / "run.json").is_file():
+            write_atomically(self.path / "run.json", json.dumps(_provenance(), indent=1))
+        self._drop_unfinished_lines()
 
     @property
     def checkpoint(self) -> Path | None:
@@ -116,6 +116,8 @@ class RunDirectory:
 
     def _drop_unfinished_lines(self) -> None:
         for name in ("metrics.jsonl", "trace.jsonl"):
+            if not (self.path / name).is_file():
+                continue
             kept = [r for r in _read_lines(self.path / name) if r["step"] < self.next_step]
             write_atomically(self.path / name, "".join(json.dumps(r) + "\n" for r in kept))
 
@@ -142,6 +144,16 @@ def _differences(a: Any, b: Any, path: str = "") -> list[str]:
         keys = sorted(a.keys() | b.keys())
         return [d for k in keys for d in _differences(a.get(k), b.get(k), f"{path}.{k}" if path else str(k))]
     return [] if a == b else [path]
+
+
+def _provenance() -> dict[str, Any]:
+    """The content of `run.json`: who started the run, on what."""
+    return {
+        "command": " ".join(sys.argv),
+        "versions": installed_versions(),
+        "commit": _commit(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
 
 
 def _commit() -> str | None:

@@ -37,6 +37,12 @@ class RolloutStats:
         return None if self.plain_estimate_s is None else self.plain_estimate_s / self.seconds
 
 
+def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_target_steps: int) -> RolloutStats:
+    """Figures of an engine without our worker, which reports nothing and drafts nothing."""
+    tokens = sum(len(r.token_ids) for r in rollouts)
+    return RolloutStats(seconds, tokens, num_target_steps, tokens, None, 0.0, 0, 0, {}, {}, {"columns": [], "rows": []})
+
+
 def rollout_stats(
     before: dict[str, Any], after: dict[str, Any], rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
 ) -> RolloutStats:

@@ -15,8 +15,23 @@ def accept_by_equality(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that each request emits, [B, S] padded with -1, and the row that each came from, [B, S] clamped.
 
-    A request emits its sampled tokens up to and including the first that differs from its draft.
+    A request emits its sampled tokens up to and including the first that differs from its draft. On a CPU a compiled
+    loop does it; `accept_by_equality_torch` is the definition, and what runs on a GPU.
     """
+    if tokens_R.is_cuda:
+        return accept_by_equality_torch(tokens_R, drafts_D, num_drafts_B)
+    from nemo_specrollout.sampling.cpu_kernel import accept_rows
+
+    shape = (len(num_drafts_B), int(num_drafts_B.max()) + 1)
+    emitted_BS, rows_BS = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
+    accept_rows(tokens_R.numpy(), drafts_D.numpy(), num_drafts_B.numpy(), emitted_BS.numpy(), rows_BS.numpy())
+    return emitted_BS, rows_BS
+
+
+def accept_by_equality_torch(
+    tokens_R: torch.Tensor, drafts_D: torch.Tensor, num_drafts_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`accept_by_equality` as it is defined, on any device, without a loop."""
     num_drafts_B = num_drafts_B.to(torch.int64)
     ends_B = num_drafts_B.cumsum(0)
     draft_starts_B = ends_B - num_drafts_B

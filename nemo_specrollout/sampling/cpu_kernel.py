@@ -2,7 +2,8 @@
 """The sampler's CPU kernel: noise and arg-max in one pass over a row, compiled by numba, bit-equal to `noise.py`.
 
 Sixty small torch operations cost more than a step of a small model; this is one call. Each loop is simple enough
-for LLVM to vectorise, and neither fuses nor reorders float32 operations (numba's default, `fastmath=False`).
+for LLVM to vectorise, and neither fuses nor reorders float32 operations (numba's default, `fastmath=False`). Signatures
+are given, so that compilation happens at import, once per installation, and never in the middle of a rollout.
 
 Shapes: R logits rows, V vocabulary.
 """
@@ -59,7 +60,7 @@ def _row_noise(key, high_V, high_bits_V, exp_V, exp_bits_V):  # type: ignore[no-
         exp_V[v] = -((p * s + _LOG_SQRT_HALF) + high_V[v] * _LN2)
 
 
-@njit(cache=True, error_model="numpy")
+@njit("void(float32[:,:], int64[:], int64[:], boolean[:], int64[:])", cache=True, error_model="numpy")
 def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: ignore[no-untyped-def]
     """Writes arg-max(logits + noise) of each row, or arg-max(logits) where `greedy_R`, to int64 `tokens_R`.
 
@@ -87,3 +88,20 @@ def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: i
                 if score != score:  # a NaN is the arg-max, as in torch
                     break
         tokens_R[r] = token
+
+
+@njit([f"void(int64[:], {ids}[:], int64[:], int64[:,:], int64[:,:])" for ids in ("int32", "int64")], cache=True)
+def accept_rows(tokens_R, drafts_D, num_drafts_B, emitted_BS, rows_BS):  # type: ignore[no-untyped-def]
+    """`acceptance.accept_by_equality` for arrays: fills `emitted_BS` and `rows_BS`."""
+    row = 0
+    draft = 0
+    for b in range(len(num_drafts_B)):
+        alive = True
+        for s in range(emitted_BS.shape[1]):
+            rows_BS[b, s] = min(row + s, len(tokens_R) - 1)
+            emitted_BS[b, s] = -1
+            if alive and s <= num_drafts_B[b]:
+                emitted_BS[b, s] = tokens_R[row + s]
+                alive = s < num_drafts_B[b] and drafts_D[draft + s] == tokens_R[row + s]
+        row += num_drafts_B[b] + 1
+        draft += num_drafts_B[b]

@@ -14,6 +14,7 @@ NUM_LEVELS = 16
 LEVEL_DECAY = 0.998
 REQUEST_DECAY = 0.94
 PRIOR_STRENGTH = 4.0
+MAX_RATE = 0.99
 # What a drafter's evidence level promises before anything was seen: four classes of its candidate's share.
 PRIOR_RATE = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), NUM_LEVELS // 4)
 
@@ -51,29 +52,67 @@ class AcceptanceEstimator:
             self.pending_base, self.pending_checked, self.hits, self.promised, self.level_hits, self.level_trials,
         )  # fmt: skip
 
+    def choose(
+        self, lanes_B: np.ndarray, levels_DBK: np.ndarray, found_DB: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Each request's drafter with the most expected accepted tokens, int64 [B], and its survival, float64 [B, K].
+
+        Survival at j is P(the first j + 1 draft tokens are all accepted); it is 0 beyond a proposal's length.
+        """
+        num_requests, num_positions = levels_DBK.shape[1:]
+        chosen_B = np.zeros(num_requests, np.int64)
+        survival_BK = np.zeros((num_requests, num_positions))
+        _choose(
+            self.level_hits, self.level_trials, lanes_B, found_DB, levels_DBK, self.hits, self.promised, chosen_B, survival_BK
+        )
+        return chosen_B, survival_BK
+
     def remember(
         self,
-        drafter: int,
         lanes_B: np.ndarray,
         lengths_B: np.ndarray,
-        proposal: tuple[np.ndarray, np.ndarray, np.ndarray],
-        submitted_B: np.ndarray,
+        proposals: tuple[np.ndarray, np.ndarray, np.ndarray],
+        chosen_B: np.ndarray,
+        counts_B: np.ndarray,
     ) -> None:
-        """Makes a proposal (tokens, lengths, levels) pending where it is submitted or nothing else is pending."""
+        """Makes proposals pending: tokens [D, B, K], levels [D, B, K], lengths [D, B] of which `counts_B` of the drafter
+        `chosen_B` are submitted. What is pending stays, unless it is overtaken by what is submitted."""
         _remember(
-            drafter, lanes_B, lengths_B, *proposal, submitted_B, self.pending_tokens, self.pending_levels,
+            lanes_B, lengths_B, *proposals, chosen_B, counts_B, self.pending_tokens, self.pending_levels,
             self.pending_length, self.pending_base, self.pending_checked,
         )  # fmt: skip
 
-    def survival(self, drafter: int, lanes_B: np.ndarray, lengths_B: np.ndarray, levels_BK: np.ndarray) -> np.ndarray:
-        """P(the first j + 1 draft tokens are all accepted), float64 [B, K]; 0 beyond a proposal's length."""
-        rates = self.level_hits[drafter] / self.level_trials[drafter]
-        survival_BK = np.zeros(levels_BK.shape)
-        _survival(rates, lanes_B, lengths_B, levels_BK, self.hits[:, drafter], self.promised[:, drafter], survival_BK)
-        return survival_BK
+
+def count_outcomes(
+    drafters_B: np.ndarray, verified_B: np.ndarray, emitted_B: np.ndarray, proposed_DK: np.ndarray, accepted_DK: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Adds a step's verified drafts, and those accepted, to the counts by drafter and position.
+
+    A request whose `verified_B` drafts were checked emitted `emitted_B` tokens, the last of which was not a draft.
+    Returns the step's totals of both by drafter, [D].
+    """
+    totals = np.zeros((2, len(proposed_DK)), np.int64)
+    _count_outcomes(drafters_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals)
+    return totals[0], totals[1]
 
 
-@njit(cache=True)
+@njit("void(int64[:], int64[:], int64[:], int64[:,:], int64[:,:], int64[:,:])", cache=True)
+def _count_outcomes(drafters_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals):  # type: ignore[no-untyped-def]
+    for b in range(len(drafters_B)):
+        d = drafters_B[b]
+        for k in range(verified_B[b]):
+            is_accepted = k < emitted_B[b] - 1
+            proposed_DK[d, k] += 1
+            accepted_DK[d, k] += is_accepted
+            totals[0, d] += 1
+            totals[1, d] += is_accepted
+
+
+@njit(
+    "void(int64[:], int32[:,:], int64[:], int32[:,:,:], int8[:,:,:], int64[:,:], int64[:,:], int64[:,:],"
+    " float64[:,:,:], float64[:,:,:], float64[:,:], float64[:,:])",
+    cache=True,
+)
 def _score(
     lanes_B, token_ids_BL, lengths_B, tokens, levels, length, base, checked, hits, promised, level_hits, level_trials
 ):  # type: ignore[no-untyped-def]
@@ -97,27 +136,49 @@ def _score(
                     length[lane, d] = 0
 
 
-@njit(cache=True)
+@njit(
+    "void(int64[:], int64[:], int32[:,:,:], int8[:,:,:], int64[:,:], int64[:], int64[:],"
+    " int32[:,:,:], int8[:,:,:], int64[:,:], int64[:,:], int64[:,:])",
+    cache=True,
+)
 def _remember(
-    drafter, lanes_B, lengths_B, tokens_BK, found_B, levels_BK, submitted_B, tokens, levels, length, base, checked
+    lanes_B, lengths_B, tokens_DBK, levels_DBK, found_DB, chosen_B, counts_B, tokens, levels, length, base, checked
 ):  # type: ignore[no-untyped-def]
     for b in range(len(lanes_B)):
         lane = lanes_B[b]
-        if length[lane, drafter] == 0 or submitted_B[b]:
-            length[lane, drafter] = found_B[b]
-            base[lane, drafter] = lengths_B[b]
-            checked[lane, drafter] = 0
-            for k in range(found_B[b]):
-                tokens[lane, drafter, k] = tokens_BK[b, k]
-                levels[lane, drafter, k] = levels_BK[b, k]
+        for d in range(len(found_DB)):
+            submitted = chosen_B[b] == d and counts_B[b] > 0
+            if length[lane, d] > 0 and not submitted:
+                continue
+            length[lane, d] = found_DB[d, b]
+            base[lane, d] = lengths_B[b]
+            checked[lane, d] = 0
+            for k in range(found_DB[d, b]):
+                tokens[lane, d, k] = tokens_DBK[d, b, k]
+                levels[lane, d, k] = levels_DBK[d, b, k]
 
 
-@njit(cache=True)
-def _survival(rates, lanes_B, lengths_B, levels_BK, hits, promised, survival_BK):  # type: ignore[no-untyped-def]
+@njit(
+    "void(float64[:,:], float64[:,:], int64[:], int64[:,:], int8[:,:,:], float64[:,:,:], float64[:,:,:],"
+    " int64[:], float64[:,:])",
+    cache=True,
+)
+def _choose(level_hits, level_trials, lanes_B, found_DB, levels_DBK, hits, promised, chosen_B, survival_BK):  # type: ignore[no-untyped-def]
+    survival_K = np.zeros(survival_BK.shape[1])
     for b in range(len(lanes_B)):
         lane = lanes_B[b]
-        alive = 1.0
-        for k in range(lengths_B[b]):
-            factor = (hits[lane, k] + PRIOR_STRENGTH) / (promised[lane, k] + PRIOR_STRENGTH)
-            alive *= min(0.99, rates[levels_BK[b, k]] * factor)
-            survival_BK[b, k] = alive
+        most = 0.0
+        for d in range(len(found_DB)):
+            alive = 1.0
+            expected = 0.0
+            for k in range(found_DB[d, b]):
+                level = levels_DBK[d, b, k]
+                factor = (hits[lane, d, k] + PRIOR_STRENGTH) / (promised[lane, d, k] + PRIOR_STRENGTH)
+                alive *= min(MAX_RATE, level_hits[d, level] / level_trials[d, level] * factor)
+                survival_K[k] = alive
+                expected += alive
+            if expected > most:
+                most = expected
+                chosen_B[b] = d
+                survival_BK[b, :] = 0.0
+                survival_BK[b, : found_DB[d, b]] = survival_K[: found_DB[d, b]]

@@ -38,7 +38,8 @@ class AutoBudget(BudgetPolicy):
     """Hands out draft tokens one by one where the next is likeliest to be accepted, while that pays.
 
     The n likeliest tokens make a step of B requests yield B + (sum of their survival) tokens in the time that the table
-    tells for B + n rows; the n with the most tokens a second wins, if it beats no drafts by `margin`.
+    tells for B + n rows; the n with the most tokens a second wins, if it beats no drafts by `margin`. Tokens as likely as
+    the last of them get in too.
     """
 
     def __init__(self, margin: float) -> None:
@@ -48,19 +49,22 @@ class AutoBudget(BudgetPolicy):
         num_requests, num_positions = observed.survival_BK.shape
         if observed.costs is None:
             return np.zeros(num_requests, np.int64)
-        allowed = np.arange(num_positions) < observed.caps_B[:, None]
-        survival = (observed.survival_BK * allowed).ravel()
-        order = np.argsort(-survival, kind="stable")[: np.count_nonzero(survival)]
-        costs = observed.costs.speculated_s
-        order = order[: len(costs) - 1 - num_requests]
-        if len(order) == 0:
-            return np.zeros(num_requests, np.int64)
-        tokens = num_requests + np.cumsum(survival[order])
-        rates = tokens / costs[num_requests + 1 : num_requests + 1 + len(order)]
+        allowed_BK = np.arange(num_positions) < observed.caps_B[:, None]
+        survival_BK = observed.survival_BK * allowed_BK
+        gains = np.sort(survival_BK, axis=None)[::-1]
+        threshold = self._least_worthy(gains, num_requests, observed.costs)
+        return np.count_nonzero(survival_BK >= threshold, axis=1)
+
+    def _least_worthy(self, gains: np.ndarray, num_requests: int, costs: StepCosts) -> float:
+        """The survival of the last draft token that pays, given all of them, likeliest first; above 1 if none does."""
+        gains = gains[: min(np.count_nonzero(gains), len(costs.speculated_s) - 1 - num_requests)]
+        if len(gains) == 0:
+            return np.inf
+        seconds = costs.speculated_s[num_requests + 1 : num_requests + 1 + len(gains)]
+        rates = (num_requests + np.cumsum(gains)) / seconds
         best = int(np.argmax(rates))
-        if rates[best] * observed.costs.plain_s[num_requests] < num_requests * (1.0 + self.margin):
-            return np.zeros(num_requests, np.int64)
-        return np.bincount(order[: best + 1] // num_positions, minlength=num_requests)
+        pays = rates[best] * costs.plain_s[num_requests] >= num_requests * (1.0 + self.margin)
+        return float(gains[best]) if pays else np.inf
 
 
 class FixedBudget(BudgetPolicy):

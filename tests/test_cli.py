@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: a user's mistake is one sentence and exit code 2, nothing is written, nothing heavy is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT, STEP_ADDER
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.load import load_config
+
+pytestmark = pytest.mark.unit
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def log_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory that does not exist yet; the quickstart's relative paths are those of the repository."""
+    monkeypatch.chdir(ROOT)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def refused(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command that must fail; returns its sentence, after checking that it is all that happened."""
+
+    def refused(command: str, *overrides: str, config: Path = QUICKSTART) -> str:
+        before = snapshot(log_dir.parent)
+        assert main([command, str(config), f"logger.log_dir={log_dir}", *overrides]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and "Traceback" not in printed.err
+        assert printed.err.startswith("nemo-specrollout: ") and printed.err.count("\n") == 1
+        assert snapshot(log_dir.parent) == before, "something was written"
+        return printed.err
+
+    return refused
+
+
+def snapshot(folder: Path) -> dict[Path, bytes | None]:
+    """Every path below `folder` and, of files, the content."""
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def copied_model(folder: Path, name: str, **changes: Any) -> str:
+    """An override that names a copy of the shipped model with `changes` made to its JSON file `name`."""
+    shutil.copytree(STEP_ADDER, folder / "model")
+    file = folder / "model" / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return f"policy.model_name={folder / 'model'}"
+
+
+def write_run(folder: Path, num_steps: int, *overrides: str) -> None:
+    """A run directory as `run` leaves it after `num_steps` steps."""
+    (folder / "checkpoints").mkdir(parents=True)
+    tree = load_config(QUICKSTART, [f"logger.log_dir={folder}", *overrides])
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    for step in range(num_steps):
+        (folder / "checkpoints" / f"step_{step}").mkdir()
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(num_steps)))
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "check"])
+def test_every_command_refuses_an_unknown_key(refused: Refused, command: str) -> None:
+    assert "unknown key; did you mean 'drafters'?" in refused(command, "policy.generation.specrollout.drafter=[]")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.model_name=no/such/folder", "no/such/folder does not exist"),
+        ("policy.model_name=examples/configs", "has no config.json"),
+        ("policy.max_total_sequence_length=4096", "beyond the model's max_position_embeddings"),
+        ("grpo.max_num_steps", "expected key=value"),
+        ("policy.generation.vllm_kwargs.max_model_len=99", "set policy.generation.vllm_cfg.max_model_len instead"),
+        ("policy.generation.vllm_kwargs.worker_cls=mine.Worker", "specrollout names the worker itself; remove it"),
+        ("policy.generation.vllm_kwargs.async_scheduling=true", "set it to false"),
+        ("policy.generation.vllm_kwargs.speculative_config={method: ngram}", "remove one of them"),
+    ],
+)
+def test_what_cannot_run_is_refused(refused: Refused, override: str, words: str) -> None:
+    assert words in refused("run", override)
+
+
+def test_a_missing_config_file_is_refused(refused: Refused) -> None:
+    assert "nowhere.yaml does not exist" in refused("run", config=Path("nowhere.yaml"))
+
+
+def test_a_tokenizer_of_another_model_is_refused(refused: Refused, tmp_path: Path) -> None:
+    message = refused("run", copied_model(tmp_path, "config.json", vocab_size=32))
+    assert "the model's vocabulary ends at 31; the two do not belong together" in message
+
+
+def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_path: Path) -> None:
+    model = copied_model(tmp_path, "tokenizer.json", model={"type": "Unigram", "vocab": [["a", 0.0]]})
+    assert "tokenizer.json" in refused("run", model)
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "cannot be read" in refused("run", model)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("0.33.1", "vLLM 0.33.1 is not supported"), (None, "vLLM is not installed")]
+)
+def test_another_vllm_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
+) -> None:
+    monkeypatch.setattr("nemo_specrollout.cli.prepare.vllm_version", lambda: version)
+    assert words in refused("run")
+
+
+# The run directory: resume or refuse, never overwrite.
+
+
+def test_a_folder_that_is_no_run_is_refused(refused: Refused, log_dir: Path) -> None:
+    log_dir.mkdir()
+    (log_dir / "thesis.txt").write_text("years of work")
+    assert "exists and is not a run directory" in refused("run")
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "check"])
+def test_a_log_dir_that_cannot_be_a_folder_is_refused(refused: Refused, log_dir: Path, command: str) -> None:
+    log_dir.write_text("a file")
+    assert "is a file" in refused(command)
+    assert "is a file" in refused(command, f"logger.log_dir={log_dir}/deeper/down")
+
+
+def test_a_run_of_another_config_is_refused(refused: Refused, log_dir: Path) -> None:
+    write_run(log_dir, 1, "grpo.seed=1")
+    assert "holds a run of another config (it differs in grpo.seed)" in refused("run")
+
+
+def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:
+    write_run(log_dir, 3)
+    assert "complete (3 steps)" in refused("run", "grpo.max_num_steps=3")
+
+
+def test_a_run_without_checkpoints_is_never_begun_anew(refused: Refused, log_dir: Path) -> None:
+    write_run(log_dir, 2, "checkpointing.enabled=false")
+    shutil.rmtree(log_dir / "checkpoints")
+    assert "checkpointing.enabled is false" in refused("run", "checkpointing.enabled=false")
+
+
+# What a command prints and loads.
+
+
+def test_check_says_what_would_run(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(QUICKSTART), f"logger.log_dir={log_dir}", "grpo.val_period=5"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["drafters"].startswith("suffix") and "ngram" in lines["drafters"]
+    assert "8 prompts x 8 samples = 64 requests" in lines["step"]
+    assert lines["budget"].startswith("auto") and lines["output"] == str(log_dir)
+    assert lines["ignored"].endswith("grpo.val_period")
+    assert not log_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [("enabled=false", "off: exactly vLLM's own"), ("drafters=[]", "the drafter-invariant sampler alone")],
+)
+def test_check_says_when_nothing_is_speculated(
+    log_dir: Path, capsys: pytest.CaptureFixture[str], block: str, words: str
+) -> None:
+    assert main(["check", str(QUICKSTART), f"policy.generation.specrollout.{block}"]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_check_and_a_refused_run_load_nothing_heavy(log_dir: Path) -> None:
+    code = (
+        "import sys; from nemo_specrollout.cli.main import main\n"
+        f"codes = main(['check', {str(QUICKSTART)!r}]), main(['run', {str(QUICKSTART)!r}, 'grpo.seed=x'])\n"
+        "assert codes == (0, 2), codes\n"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray', 'matplotlib', 'numba'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"], ["check", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert "usage: nemo-specrollout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["train", "x.yaml"], ["run"], ["check", "--fast", "x.yaml"]])
+def test_a_command_that_does_not_exist_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: nemo-specrollout" in capsys.readouterr().err

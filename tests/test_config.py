@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may write: files that inherit, overrides, the strict block, NeMo-RL's sections, the shipped configs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, ROOT
+
+from nemo_specrollout.cli.prepare import prepare
+from nemo_specrollout.config.block import BLOCK_PATH, DRAFTER_TYPES, SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run import RunConfig, read_run_config
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.versions import unsupported_version
+
+pytestmark = pytest.mark.unit
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Writes `<name>.yaml` for every keyword; returns the path of the first."""
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / f"{next(iter(files))}.yaml"
+
+
+def quickstart(*overrides: str) -> RunConfig:
+    return read_run_config(load_config(QUICKSTART, list(overrides)))[0]
+
+
+def assert_refused(sentence: str, *overrides: str) -> None:
+    """The quickstart with `overrides` is refused with a message that begins with `sentence`."""
+    with pytest.raises(ConfigError, match=rf"^{re.escape(sentence)}"):
+        quickstart(*overrides)
+
+
+# Files: inheritance, interpolation, overrides.
+
+
+def test_defaults_lie_beneath(tmp_path: Path) -> None:
+    child = write(tmp_path, child="defaults: parent.yaml\na: {x: 1}", parent="a: {x: 0, y: 2}\nb: 3")
+    assert load_config(child) == {"a": {"x": 1, "y": 2}, "b": 3}
+
+
+def test_of_several_defaults_later_ones_win(tmp_path: Path) -> None:
+    child = write(tmp_path, child="defaults: [one.yaml, two.yaml]\nc: 3", one="a: 1\nb: 1", two="b: 2\nc: 2")
+    assert load_config(child) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_defaults_are_relative_to_their_own_file(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base", parent="defaults: grandparent.yaml\nb: 2", grandparent="a: 1\nb: 1")
+    assert load_config(write(tmp_path, child="defaults: base/parent.yaml")) == {"a": 1, "b": 2}
+
+
+def test_a_parent_may_be_shared_but_not_lead_back(tmp_path: Path) -> None:
+    shared = write(
+        tmp_path, top="defaults: [left.yaml, right.yaml]", left="defaults: base.yaml", right="b: 1", base="a: 1"
+    )
+    assert load_config(shared) == {"a": 1, "b": 1}
+    with pytest.raises(ConfigError, match="leads back"):
+        load_config(write(tmp_path, one="defaults: two.yaml", two="defaults: one.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("defaults: nowhere.yaml", r"nowhere\.yaml does not exist"),
+        ("defaults: 3", "defaults"),
+        ("- a\n- b", "expected a mapping"),
+        ("a: [1,", "while parsing"),
+        ("a: ${b}", "'b' not found"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as error:
+        load_config(write(tmp_path, broken=text))
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=r"weights\.bin"):
+        load_config(tmp_path / "weights.bin")
+
+
+def test_interpolation_sees_overrides() -> None:
+    config = quickstart("policy.max_total_sequence_length=384")
+    assert config.policy.generation.vllm_cfg.max_model_len == 384
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_overrides_with_and_without_plus(plus: str) -> None:
+    tree = load_config(QUICKSTART, [f"{plus}grpo.max_num_steps=3", f"{plus}grpo.made_up.deep=[1,two]"])
+    assert (tree["grpo"]["max_num_steps"], tree["grpo"]["made_up"]) == (3, {"deep": [1, "two"]})
+    assert tree["grpo"]["num_prompts_per_step"] == 8
+
+
+@pytest.mark.parametrize("override", ["grpo.max_num_steps", "", "=3", "grpo.seed=[1,"])
+def test_an_override_must_be_key_and_value(override: str) -> None:
+    with pytest.raises(ConfigError):
+        load_config(QUICKSTART, [override])
+
+
+# The block: strict.
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("enable", "true", ".enable: unknown key; did you mean 'enabled'?"),
+        ("budget.polcy", "auto", ".budget.polcy: unknown key; did you mean 'policy'?"),
+        ("verify.zzz", "1", ".verify.zzz: unknown key; known: requests_per_step"),
+        ("enabled", "yes please", ".enabled: expected bool, got 'yes please'"),
+        ("enabled", "1", ".enabled: expected bool, got 1"),
+        ("num_speculative_tokens", "true", ".num_speculative_tokens: expected int, got True"),
+        ("num_speculative_tokens", "2.5", ".num_speculative_tokens: expected int, got 2.5"),
+        ("num_speculative_tokens", "0", ".num_speculative_tokens: 0 is out of range"),
+        ("verify.requests_per_step", "-1", ".verify.requests_per_step: -1 is out of range"),
+        ("budget.margin", "1.5", ".budget.margin: 1.5 is out of range"),
+        ("budget.margin", ".nan", ".budget.margin: nan"),
+        ("budget.policy", "atuo", ".budget.policy: 'atuo' is not available; did you mean 'auto'?"),
+        ("drafters", "suffix", ".drafters: expected a list, got 'suffix'"),
+        ("drafters", "[suffix]", ".drafters[0]: expected a block of keys, got 'suffix'"),
+        ("drafters", "[{max_order: 3}]", ".drafters[0].type: missing"),
+        ("drafters", "[{type: sufix}]", ".drafters[0].type: 'sufix' is not available; did you mean 'suffix'?"),
+        ("drafters", "[{type: eagle}]", ".drafters[0].type: 'eagle' is not available; known: ngram, random, suffix"),
+        ("drafters", "[{type: ngram}, {type: ngram}]", ".drafters: 'ngram' is named 2 times"),
+        ("drafters", "[{type: ngram, num_slots: 5000}]", ".drafters[0].num_slots: 5000"),
+        ("drafters", "[{type: ngram, max_order: 99}]", ".drafters[0].max_order: 99 is out of range"),
+        ("budget", "{policy: fixed, k: 9}", ".budget.k: 9 is above num_speculative_tokens 8"),
+        ("budget", "null", ".budget: expected a block of keys, got None"),
+    ],
+)
+def test_the_block_refuses(key: str, value: str, sentence: str) -> None:
+    assert_refused(BLOCK_PATH + sentence, f"{BLOCK_PATH}.{key}={value}")
+
+
+def test_every_drafter_type_is_accepted_and_kept_in_order() -> None:
+    block = build(SpecrolloutConfig, {"drafters": [{"type": t} for t in DRAFTER_TYPES]}, BLOCK_PATH)
+    assert tuple(d.type for d in block.drafters) == DRAFTER_TYPES
+
+
+def test_an_absent_block_is_off(tmp_path: Path) -> None:
+    tree = load_config(QUICKSTART)
+    del tree["policy"]["generation"]["specrollout"]
+    assert not read_run_config(tree)[0].policy.generation.specrollout.enabled
+
+
+# NeMo-RL's sections: lenient about what the local runner has no use for, strict about what it reads.
+
+
+def test_keys_without_effect_are_listed() -> None:
+    overrides = ["grpo.val_period=10", "env.math.num_workers=8", "policy.dtensor_cfg.enabled=false"]
+    config, ignored = read_run_config(load_config(QUICKSTART, overrides))
+    assert set(ignored) == {"grpo.val_period", "env", "policy.dtensor_cfg"}
+    assert config == quickstart()
+
+
+def test_the_scheduler_of_nemo_rl_is_read() -> None:
+    optimizer = quickstart("policy.megatron_cfg.scheduler.lr_warmup_iters=5").policy.megatron_cfg.optimizer
+    assert optimizer.lr_warmup_iters == 5
+
+
+def test_numbers_are_read_as_a_user_means_them() -> None:
+    assert quickstart("policy.megatron_cfg.optimizer.lr=1e-4").policy.megatron_cfg.optimizer.lr == 1e-4
+    assert quickstart("policy.generation.temperature=1").policy.generation.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("policy.max_total_sequence_length=x", "policy.max_total_sequence_length: expected int, got 'x'"),
+        ("policy.generation.vllm_cfg.max_model_len=256", "policy.generation.vllm_cfg.max_model_len: 256 differs from"),
+        ("policy.train_global_batch_size=48", "policy.train_global_batch_size: 48 does not divide the 64 samples"),
+        ("policy.generation.max_new_tokens=512", "policy.generation.max_new_tokens: 512 leaves no room"),
+        ("policy.generation.temperature=-1", "policy.generation.temperature: -1.0 is out of range"),
+        ("policy.generation.temperature=.inf", "policy.generation.temperature: inf"),
+        ("policy.generation.top_p=0", "policy.generation.top_p: 0"),
+        ("policy.generation.top_k=0", "policy.generation.top_k: 0 is out of range"),
+        ("policy.generation.backend=sglang", "policy.generation.backend: 'sglang' is not available"),
+        ("policy.megatron_cfg.enabled=false", "policy.megatron_cfg.enabled: false"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=2", "policy.megatron_cfg.tensor_model_parallel_size: 2"),
+        (
+            "policy.megatron_cfg.optimizer.lr_warmup_init=1",
+            "policy.megatron_cfg.optimizer.lr_warmup_init: 1.0 exceeds lr",
+        ),
+        ("policy.megatron_cfg.optimizer.adam_beta2=1", "policy.megatron_cfg.optimizer.adam_beta2: 1.0"),
+        ("policy.megatron_cfg.scheduler=3", "policy.megatron_cfg.scheduler: expected a block of keys, got 3"),
+        ("policy.megatron_cfg=null", "policy.megatron_cfg: expected a block of keys, got None"),
+        ("policy=3", "policy: expected a block of keys, got 3"),
+        ("loss_fn.ratio_clip_c=1", "loss_fn.ratio_clip_c: 1"),
+        ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt: 1 is out of range"),
+        ("grpo.seed=18446744073709551616", "grpo.seed: 18446744073709551616 is out of range"),
+        ("cluster.gpus_per_node=8", "cluster.gpus_per_node: 8 is out of range"),
+        ("runtime=ray", "runtime: 'ray' is not available"),
+    ],
+)
+def test_the_sections_refuse(override: str, sentence: str) -> None:
+    assert_refused(sentence, override)
+
+
+def test_more_drafts_than_the_context_holds_are_refused() -> None:
+    small = ["policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=16"]
+    assert_refused(
+        f"{BLOCK_PATH}.num_speculative_tokens: 32 drafts do not fit a context of 32",
+        *small, f"{BLOCK_PATH}.num_speculative_tokens=32",
+    )  # fmt: skip
+
+
+def test_a_missing_section_is_named() -> None:
+    tree: dict[str, Any] = load_config(QUICKSTART)
+    del tree["policy"]["generation"]["max_new_tokens"]
+    with pytest.raises(ConfigError, match=r"^policy\.generation\.max_new_tokens: missing"):
+        read_run_config(tree)
+    with pytest.raises(ConfigError, match=r"^grpo: missing"):
+        read_run_config({})
+
+
+# What is shipped, and what it runs on.
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    prepared = prepare(path, [])
+    assert prepared.ignored == []
+    assert read_run_config(prepared.tree)[0] == prepared.config
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.28", "0.30.1", "0.32.0+cpu", "0.32.3.post1"])
+def test_supported_versions(version: str) -> None:
+    assert unsupported_version(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.27.9", "0.33.0", "0.33.0rc1", "0.33.0.dev5+g12ab", "1.0.0", "0.9.1", "dev"])
+def test_unsupported_versions(version: str) -> None:
+    sentence = unsupported_version(version)
+    assert sentence is not None and version in sentence and "0.28.0 or later, before 0.33.0" in sentence

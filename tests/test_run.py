@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of the quickstart, made small: what they leave, how they go on after any kind of end, refit, the bench."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.run import LossConfig, OptimizerConfig
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+
+pytestmark = pytest.mark.integration
+
+# Short additions and a full learning rate from the first step: rewards differ within a group, and weights move at once.
+TINY = {
+    "grpo.num_prompts_per_step": 2,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.train_global_batch_size": 8,
+    "policy.generation.max_new_tokens": 48,
+    "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 1 << 26,
+    "policy.megatron_cfg.optimizer.lr": 1e-3,
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+    "data.max_terms": 3,
+}
+NUM_STEPS = 6
+METRICS = {
+    "step", "reward", "num_samples", "response_length", "num_tokens", "rollout_s", "plain_estimate_s",
+    "rollout_speedup", "logprob_s", "train_s", "refit_s", "verify_s", "target_steps", "request_steps",
+    "acceptance_length", "acceptance", "num_draft_tokens", "share_of_steps_with_drafts", "router_host_share",
+    "logprob_gap", "tokens_checked", "tokens_equal", "loss", "kl_penalty", "probs_ratio", "probs_ratio_clamped",
+    "clip_fraction", "approx_kl", "approx_entropy", "gen_kl_error", "token_mult_prob_error",
+    "sampling_importance_ratio", "grad_norm", "lr", "num_valid_tokens", "alarms",
+}  # fmt: skip
+SUMMARY = {
+    "steps", "wall_s", "completed", "rollout_speedup_vs_plain_estimate", "tokens_checked", "tokens_equal",
+    "reward_first", "reward_last", "acceptance_length", "alarms",
+}  # fmt: skip
+# What a step gives, whatever happened before it.
+REPEATABLE = ("step", "reward", "num_tokens", "response_length", "loss", "grad_norm")
+
+
+def overrides(log_dir: Path, **more: Any) -> list[str]:
+    return [f"{key}={value}" for key, value in {**TINY, "logger.log_dir": log_dir, **more}.items()]
+
+
+def start(log_dir: Path, num_steps: int = NUM_STEPS, command: str = "run", **more: Any) -> subprocess.Popen[str]:
+    arguments = overrides(log_dir, **{"grpo.max_num_steps": num_steps}, **more)
+    return subprocess.Popen(
+        [sys.executable, "-m", "nemo_specrollout.cli.main", command, str(QUICKSTART), *arguments],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+def metrics(log_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of `metrics.jsonl`, of a run that may be going on."""
+    file = log_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def repeatable(log_dir: Path) -> list[dict[str, Any]]:
+    return [{key: record[key] for key in REPEATABLE} for record in metrics(log_dir)]
+
+
+def signal_after(process: subprocess.Popen[str], log_dir: Path, num_lines: int, number: signal.Signals) -> None:
+    """Sends a signal as soon as `num_lines` steps are on record."""
+    while len(metrics(log_dir)) < num_lines:
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.01)
+    process.send_signal(number)
+
+
+def assert_nothing_half_written(log_dir: Path) -> None:
+    for name in ("run.json", "summary.json"):
+        if (log_dir / name).is_file():
+            json.loads((log_dir / name).read_text())
+    assert yaml.safe_load((log_dir / "config.yaml").read_text())["grpo"]["max_num_steps"] == NUM_STEPS
+    assert [record["step"] for record in metrics(log_dir)] == list(range(len(metrics(log_dir))))
+    for checkpoint in (log_dir / "checkpoints").glob("step_*"):
+        assert (checkpoint / "rank_0_of_1.pt").stat().st_size > 1_000_000
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of an uninterrupted run."""
+    log_dir = tmp_path_factory.mktemp("whole") / "run"
+    finish(start(log_dir))
+    return log_dir
+
+
+def test_a_run_leaves_what_is_documented(whole_run: Path) -> None:
+    records = metrics(whole_run)
+    assert len(records) == NUM_STEPS and all(set(record) == METRICS for record in records)
+    traces = [json.loads(line) for line in (whole_run / "trace.jsonl").read_text().splitlines()]
+    assert [len(t["rows"]) for t in traces] == [r["target_steps"] for r in records]
+    summary = json.loads((whole_run / "summary.json").read_text())
+    assert set(summary) >= SUMMARY and summary["steps"] == NUM_STEPS and summary["completed"] is True
+    run = json.loads((whole_run / "run.json").read_text())
+    assert {"command", "versions", "commit", "started"} <= set(run) and str(QUICKSTART) in run["command"]
+    assert yaml.safe_load((whole_run / "config.yaml").read_text())["policy"]["generation"]["max_new_tokens"] == 48
+    assert "<html" in (whole_run / "report.html").read_text() and "http" not in links(whole_run / "report.html")
+    assert (whole_run / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (whole_run / "checkpoints").iterdir()) == [f"step_{NUM_STEPS - i}" for i in (2, 1)]
+
+
+def links(page: Path) -> str:
+    """What a page would load from elsewhere."""
+    text = page.read_text()
+    return " ".join(piece.split(">")[0] for tag in ("<script", "<link", "<img") for piece in text.split(tag)[1:])
+
+
+def test_a_run_proves_its_tokens_and_trains(whole_run: Path) -> None:
+    records, summary = metrics(whole_run), json.loads((whole_run / "summary.json").read_text())
+    assert summary["tokens_equal"] == summary["tokens_checked"] == sum(r["tokens_checked"] for r in records) > 0
+    assert summary["alarms"] == 0 and not any(r["alarms"] for r in records)
+    assert all(r["logprob_gap"]["mean"] <= r["logprob_gap"]["max"] < 1e-4 for r in records)
+    assert all(r["num_tokens"] == r["num_valid_tokens"] for r in records)
+    assert max(r["grad_norm"] for r in records) > 0, "no step moved the weights, so nothing below is shown"
+    assert len({r["num_tokens"] for r in records}) > 1
+
+
+def test_counts_of_a_run_add_up(whole_run: Path) -> None:
+    for record in metrics(whole_run):
+        proposed = sum(sum(d["proposed"]) for d in record["acceptance"].values())
+        accepted = sum(sum(d["accepted"]) for d in record["acceptance"].values())
+        assert accepted <= proposed <= record["num_draft_tokens"]
+        assert record["num_tokens"] <= record["request_steps"] + accepted
+        assert record["acceptance_length"] == record["num_tokens"] / record["request_steps"]
+
+
+def test_a_run_goes_on_after_every_kind_of_end(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    finish(start(log_dir, num_steps=1))
+    assert repeatable(log_dir) == repeatable(whole_run)[:1]
+    interrupt(log_dir)
+    interrupted = repeatable(log_dir)
+    assert interrupted == repeatable(whole_run)[: len(interrupted)]
+    kill(log_dir)
+    assert repeatable(log_dir)[: len(interrupted)] == interrupted, "a finished step was lost"
+    assert "resuming" in finish(start(log_dir))
+    assert repeatable(log_dir) == repeatable(whole_run)
+    assert json.loads((log_dir / "summary.json").read_text())["completed"] is True
+
+
+def interrupt(log_dir: Path) -> None:
+    """Goes on with a run by at least one step, then presses Ctrl-C."""
+    process, before = start(log_dir), len(metrics(log_dir))
+    signal_after(process, log_dir, before + 1, signal.SIGINT)
+    output = finish(process, 130)
+    assert "Traceback" not in output and "finished steps are kept" in output
+    assert_nothing_half_written(log_dir)
+    summary = json.loads((log_dir / "summary.json").read_text())
+    assert summary["completed"] is False and summary["steps"] == len(metrics(log_dir)) > before
+    assert (log_dir / "report.html").is_file() and (log_dir / "picture.png").is_file()
+
+
+def kill(log_dir: Path) -> None:
+    """Goes on with a run by at least one step, then kills it."""
+    process = start(log_dir)
+    signal_after(process, log_dir, len(metrics(log_dir)) + 1, signal.SIGKILL)
+    finish(process, -signal.SIGKILL)
+    assert_nothing_half_written(log_dir)
+
+
+# In this process: what vLLM refuses, refit, alarms.
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.generation.vllm_kwargs.max_num_seqz=8", "max_num_seqz"),
+        ("policy.generation.vllm_kwargs.max_num_seqs=0", "max_num_seqs"),
+    ],
+)
+def test_what_vllm_refuses_is_a_sentence(
+    override: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["run", str(QUICKSTART), *overrides(tmp_path / "run"), override]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("nemo-specrollout: ") and words in message
+    assert not (tmp_path / "run").exists()
+
+
+def requests() -> list[RolloutRequest]:
+    """Prompts of two blocks of the prefix cache and a half, twice each, so that a stale prefix would be met again."""
+    prompts = [[(7 * i + j) % 90 + 5 for j in range(40)] for i in range(4)]
+    return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(2)]
+
+
+def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+    gaps = [
+        abs(x - y) for a, b in zip(found, expected, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    ]
+    assert max(gaps) < 1e-6
+
+
+def test_refit_arrives_bit_exactly(
+    tiny_model: Path, tmp_path: Path, start_engine: Callable[..., RolloutEngine]
+) -> None:
+    import torch
+
+    from nemo_specrollout.local.megatron_model import TokenBatch
+    from nemo_specrollout.local.policy import MegatronPolicy
+
+    engine = start_engine(tiny_model, SpecrolloutConfig())
+    before = engine.generate(requests())
+    policy = MegatronPolicy.from_pretrained(tiny_model, optimizer=OptimizerConfig(lr=3e-3))
+    batch = TokenBatch.from_sequences(
+        [list(r.prompt_token_ids) for r in requests()], [r.token_ids for r in before], pad_id=0
+    )
+    prev_BT = policy.logprobs(batch)
+    advantages_B = torch.linspace(-1, 1, len(before))
+    assert policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())["grad_norm"] > 0
+    engine.load_weights(policy.hf_tensors())
+    policy.save_pretrained(tmp_path / "trained")
+    after = engine.generate(requests())
+    assert_same(after, start_engine(tmp_path / "trained", SpecrolloutConfig()).generate(requests()))
+    assert [r.token_ids for r in after] != [r.token_ids for r in before], "the step changed nothing"
+
+
+def test_alarms() -> None:
+    from nemo_specrollout.local.runner import alarms
+
+    sound = {"logprob_gap": {"mean": 0.01, "max": 5.0}, "tokens_checked": 90, "tokens_equal": 90}
+    assert alarms(sound, 0.02) == []
+    (gap,) = alarms(sound, 0.005)
+    assert gap.startswith("log-prob gap 0.0100 is above 0.005")
+    (tokens,) = alarms({**sound, "tokens_equal": 88}, 0.02)
+    assert tokens == "2 tokens differ from plain decoding"
+    assert len(alarms({**sound, "tokens_equal": 0, "logprob_gap": {"mean": math.inf}}, 0.02)) == 2
+    assert len(alarms({**sound, "logprob_gap": {"mean": math.nan}}, 0.02)) == 1, "a gap that is not a number is no gap"
+
+
+def test_the_bench_compares_like_with_like(tmp_path: Path) -> None:
+    log_dir = tmp_path / "bench"
+    finish(start(log_dir, command="bench", **{"bench.num_rounds": 1, "bench.fixed_k": "[3]"}))
+    rows = {row["mode"]: row for row in json.loads((log_dir / "bench.json").read_text())}
+    assert set(rows) >= {"stock", "plain", "ngram k=3", "ours"}
+    keys = {
+        "seconds",
+        "tokens",
+        "target_steps",
+        "acceptance_length",
+        "speedup_vs_plain",
+        "tokens_equal",
+        "tokens_total",
+    }
+    assert all(keys <= set(row) for row in rows.values())
+    compared = {name: row for name, row in rows.items() if name != "stock"}
+    assert all(row["tokens_equal"] == row["tokens_total"] == rows["plain"]["tokens"] for row in compared.values())
+    assert rows["stock"]["tokens_equal"] is None
+    assert rows["plain"]["acceptance_length"] == 1.0 == rows["plain"]["speedup_vs_plain"]
+    assert rows["ngram k=3"]["acceptance_length"] > 1.0
+    assert (log_dir / "bench.png").read_bytes().startswith(b"\x89PNG")

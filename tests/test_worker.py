@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker: absent when the block is off, refuses to serve when not in force, and its counts add up."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation import arguments
+from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+
+pytestmark = pytest.mark.integration
+
+NUM_DRAFTS, LENGTH = 4, 60
+DRAFTERS = tuple(DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"))
+FIXED = SpecrolloutConfig(num_speculative_tokens=NUM_DRAFTS, drafters=DRAFTERS, budget=BudgetConfig("fixed", k=3))
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> RolloutEngine:
+    """An engine that drafts three tokens for every request whenever it can."""
+    return start_engine(tiny_model, FIXED)
+
+
+@pytest.fixture(scope="module")
+def sampler_only(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> RolloutEngine:
+    """An engine without drafters."""
+    return start_engine(tiny_model, SpecrolloutConfig(drafters=()))
+
+
+def worker_of(engine: RolloutEngine) -> Any:
+    return engine._llm.llm_engine.model_executor.driver_worker.worker
+
+
+def requests(num_prompts: int = 4, num_samples: int = 4) -> list[RolloutRequest]:
+    """Prompts that repeat themselves, several samples of each: something to draft from."""
+    prompts = [[20 + i, 30, 31, 32, 33 + i] * 3 for i in range(num_prompts)]
+    return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]
+
+
+# The block as vLLM's arguments.
+
+
+def test_a_disabled_block_changes_no_argument() -> None:
+    given = {"max_num_seqs": 8, "speculative_config": {"method": "ngram"}, "worker_cls": "mine.Worker", "seed": 1}
+    result = with_specrollout(given, SpecrolloutConfig(enabled=False), "cpu")
+    assert result == given and result is not given
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_enabled_block_names_worker_and_router(device: str) -> None:
+    result = with_specrollout({"max_num_seqs": 8, "additional_config": {"theirs": 1}}, FIXED, device)
+    assert result["worker_cls"] == arguments.WORKER_CLASSES[device] and result["max_num_seqs"] == 8
+    assert result["speculative_config"] == {
+        "method": "custom_class", "model": arguments.ROUTER_CLASS, "num_speculative_tokens": NUM_DRAFTS,
+    }  # fmt: skip
+    assert result["additional_config"]["theirs"] == 1
+    assert [d["type"] for d in result["additional_config"]["specrollout"]["drafters"]] == ["suffix", "ngram"]
+    assert result["async_scheduling"] is False
+
+
+def test_without_drafters_a_users_own_speculation_stays() -> None:
+    theirs = {"method": "ngram", "num_speculative_tokens": 3}
+    block = SpecrolloutConfig(drafters=())
+    assert with_specrollout({"speculative_config": theirs}, block, "cpu")["speculative_config"] == theirs
+    assert "speculative_config" not in with_specrollout({}, block, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"worker_cls": "mine.Worker"}, r"vllm_kwargs\.worker_cls"),
+        ({"async_scheduling": True}, r"vllm_kwargs\.async_scheduling"),
+        ({"speculative_config": {"method": "ngram"}}, r"vllm_kwargs\.speculative_config"),
+    ],
+)
+def test_arguments_that_contradict_the_block_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        with_specrollout(given, FIXED, "cpu")
+
+
+def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path) -> None:
+    """In a process of its own: this one has loaded the worker."""
+    code = f"""
+import sys
+from pathlib import Path
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
+generation = GenerationConfig(8, VllmConfig(512), vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
+engine = RolloutEngine(Path({str(tiny_model)!r}), generation, seed=7)
+assert len(engine.generate([RolloutRequest([20, 30, 31], 0, 0)])[0].token_ids) > 0
+worker = engine._llm.llm_engine.model_executor.driver_worker.worker
+parts = type(worker), type(worker.model_runner), type(worker.model_runner.sampler), worker.model_runner._sample.__func__
+assert all(part.__module__.startswith("vllm.") for part in parts), parts
+ours = {{"worker", "router", "sampler", "lanes", "trace"}}
+loaded = {{m for m in sys.modules if m.startswith("nemo_specrollout.")}}
+assert not loaded & {{f"nemo_specrollout.generation.{{name}}" for name in ours}}, loaded
+assert not any(m.startswith(("nemo_specrollout.drafters", "nemo_specrollout.sampling.cpu")) for m in loaded), loaded
+engine.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# What is verified at start, on a real worker that is then tampered with.
+
+
+def test_a_sound_worker_passes(engine: RolloutEngine, sampler_only: RolloutEngine) -> None:
+    worker_of(engine)._verify_in_force()
+    worker_of(sampler_only)._verify_in_force()
+
+
+def test_a_replaced_sampler_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(engine)
+    monkeypatch.setattr(worker.model_runner, "_sample", type(worker.model_runner)._sample.__get__(worker.model_runner))
+    with pytest.raises(RuntimeError, match="sampler is not in force"):
+        worker._verify_in_force()
+    monkeypatch.setattr(worker.model_runner, "_sample", lambda logits, metadata: None)
+    with pytest.raises(RuntimeError, match="sampler is not in force"):
+        worker._verify_in_force()
+
+
+def test_another_speculative_config_is_refused(sampler_only: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(sampler_only)
+    block = {**worker.vllm_config.additional_config["specrollout"], "drafters": [{"type": "suffix"}]}
+    monkeypatch.setitem(worker.vllm_config.additional_config, "specrollout", block)
+    with pytest.raises(RuntimeError, match=r"router is not in force.*custom_class"):
+        worker._verify_in_force()
+
+
+def test_a_kernel_that_is_wrong_in_one_bit_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from nemo_specrollout.generation import worker as module
+
+    noise = module.gumbel_noise
+
+    def wrong(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        noise_RV = noise(keys_R, vocab_size)
+        noise_RV[3, 1234] = torch.nextafter(noise_RV[3, 1234], torch.tensor(-torch.inf))
+        return noise_RV
+
+    monkeypatch.setattr(module, "gumbel_noise", wrong)
+    with pytest.raises(RuntimeError, match="kernel for cpu disagrees"):
+        worker_of(engine)._verify_in_force()
+
+
+def test_vllms_other_model_runner_is_refused() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from nemo_specrollout.generation import compat
+
+    with pytest.raises(RuntimeError, match=r"worker\.gpu\.model_runner.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        compat.verify_model_runner(GPUModelRunner.__new__(GPUModelRunner))
+
+
+def test_a_runner_without_what_is_bound_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_specrollout.generation import compat
+
+    runner = worker_of(engine).model_runner
+    compat.verify_model_runner(runner)
+    monkeypatch.setattr(runner, "use_async_scheduling", True)
+    with pytest.raises(RuntimeError, match="async_scheduling: false"):
+        compat.verify_model_runner(runner)
+    monkeypatch.delattr(runner, "query_start_loc")
+    with pytest.raises(RuntimeError, match="has no query_start_loc"):
+        compat.verify_model_runner(runner)
+
+
+def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_specrollout.generation import compat
+
+    compat.check_version()
+    monkeypatch.setattr(compat, "VLLM_VERSION", "0.33.0")
+    with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 is not supported"):
+        compat.check_version()
+
+
+# What it reports.
+
+
+def test_a_report_of_the_sampler_alone(sampler_only: RolloutEngine) -> None:
+    sampler_only.generate(requests())
+    report = sampler_only.report()
+    assert report is not None and set(report) == {"num_steps", "trace"}
+    assert len(report["trace"]["rows"]) == report["num_steps"] > 0
+
+
+@pytest.fixture(scope="module")
+def accounted(engine: RolloutEngine) -> tuple[list[Rollout], dict[str, Any], dict[str, Any]]:
+    """Responses that nothing cuts short, and the reports before and after them."""
+    before = engine.report()
+    rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
+    assert before is not None
+    after = engine.report(first_step=before["num_steps"])
+    assert after is not None
+    return rollouts, before, after
+
+
+Accounted = tuple[list[Rollout], dict[str, Any], dict[str, Any]]
+
+
+def column(report: dict[str, Any], name: str) -> np.ndarray:
+    trace = report["trace"]
+    return np.array(trace["rows"])[:, trace["columns"].index(name)]
+
+
+def test_the_shape_of_a_report(accounted: Accounted) -> None:
+    _, before, after = accounted
+    assert after["drafters"] == ["suffix", "ngram"]
+    assert np.shape(after["proposed"]) == np.shape(after["accepted"]) == (2, NUM_DRAFTS)
+    assert after["num_steps"] - before["num_steps"] == len(after["trace"]["rows"]) > 0
+    expected = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s"]
+    expected += ["drafted_suffix", "accepted_suffix", "drafted_ngram", "accepted_ngram"]
+    assert after["trace"]["columns"] == expected
+    assert (np.diff(column(after, "time_s")) > 0).all() and (column(after, "host_s") >= 0).all()
+    assert len(after["plain_step_s"]) > 64 and (np.diff(after["plain_step_s"]) >= 0).all()
+    assert after["overhead_s"] >= 0
+
+
+def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) -> None:
+    _, _, after = accounted
+    proposed_DK, accepted_DK = np.array(after["proposed"]), np.array(after["accepted"])
+    assert (accepted_DK <= proposed_DK).all() and accepted_DK.sum() > 0
+    assert (np.diff(proposed_DK) <= 0).all() and (np.diff(accepted_DK) <= 0).all()
+    assert (proposed_DK[:, 3:] == 0).all(), "the budget is three"
+
+
+def test_every_token_is_accounted_for(accounted: Accounted) -> None:
+    rollouts, before, after = accounted
+    assert [len(r.token_ids) for r in rollouts] == [LENGTH] * len(rollouts)
+    drafted, accepted = (
+        sum(column(after, f"{kind}_{d}") for d in after["drafters"]) for kind in ("drafted", "accepted")
+    )
+    num_requests = column(after, "num_requests")
+    assert (num_requests + accepted).sum() == LENGTH * len(rollouts)
+    assert (column(after, "num_rows") == num_requests + drafted).all() and drafted.sum() > 200
+    assert (accepted <= drafted).all() and (drafted <= 3 * num_requests).all()
+    for name, counts in (("proposed", drafted), ("accepted", accepted)):
+        assert np.sum(after[name]) - np.sum(before[name]) == counts.sum()
+
+
+def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Accounted) -> None:
+    plain = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests()]
+    before = engine.report(first_step=1 << 60)
+    again = engine.generate(plain, ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
+    after = engine.report()
+    assert before is not None and after is not None
+    assert after["proposed"] == before["proposed"] and after["num_steps"] - before["num_steps"] == LENGTH
+    assert [r.token_ids for r in again] == [r.token_ids for r in accounted[0]]
