@@ -53,7 +53,9 @@ def start_engine() -> Iterator[Callable[..., Any]]:
 
     def start(model: Path, block: SpecrolloutConfig, max_new_tokens: int = 64, **vllm_kwargs: Any) -> RolloutEngine:
         kwargs = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, **vllm_kwargs}
-        generation = GenerationConfig(max_new_tokens, VllmConfig(max_model_len=512), vllm_kwargs=kwargs, specrollout=block)
+        generation = GenerationConfig(
+            VllmConfig(max_model_len=512), max_new_tokens, vllm_kwargs=kwargs, specrollout=block
+        )
         engines.append(RolloutEngine(model, generation, seed=7))
         return engines[-1]
 

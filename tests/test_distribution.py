@@ -51,7 +51,9 @@ def p_value(tokens: list[int], probabilities: np.ndarray) -> float:
 def test_first_three_tokens_follow_the_exact_marginals(
     start_engine: Callable[..., RolloutEngine], tiny_model: Path
 ) -> None:
-    block = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), DrafterConfig("random")), budget=BudgetConfig("random"))
+    block = SpecrolloutConfig(
+        drafters=(DrafterConfig("suffix"), DrafterConfig("random")), budget=BudgetConfig("random")
+    )
     engine = start_engine(tiny_model, block)
     asked = [RolloutRequest(PROMPT, 0, sample) for sample in range(NUM_REQUESTS)]
     rollouts = engine.generate(asked, max_tokens=3, stop_token_ids=[], ignore_eos=True)

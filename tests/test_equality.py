@@ -60,7 +60,9 @@ def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
 def assert_equal(found: list[Rollout], expected: list[Rollout]) -> None:
     equal, total = count_equal(found, expected)
     assert equal == total, f"{total - equal} of {total} tokens differ"
-    gaps = [abs(x - y) for a, b in zip(found, expected, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+    gaps = [
+        abs(x - y) for a, b in zip(found, expected, strict=True) for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    ]
     assert max(gaps) < 1e-4
 
 
@@ -101,7 +103,9 @@ def test_vllm_s_own_ngram_under_our_sampler(
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
 
 
-def test_tokens_depend_neither_on_order_nor_on_company(plain: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+def test_tokens_depend_neither_on_order_nor_on_company(
+    plain: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
     asked = requests(8, 4)
     backwards = plain.generate(asked[::-1], **SAMPLINGS["T=1"])[::-1]
     assert_equal(backwards, expected["T=1"])
@@ -113,7 +117,9 @@ def test_a_request_may_opt_out_of_speculation(
     start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     engine = start_engine(STEP_ADDER, BLOCKS["wrong drafts"])
-    asked = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests(8, 4)]
+    asked = [
+        RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests(8, 4)
+    ]
     assert_equal(engine.generate(asked, **SAMPLINGS["T=1"]), expected["T=1"])
     assert sum(map(sum, engine.report()["proposed"])) == 0
 
@@ -127,7 +133,9 @@ def test_the_policy_version_changes_the_noise(plain: RolloutEngine, expected: di
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("block", [BLOCKS["auto"], BLOCKS["mixed drafters, random budgets"]], ids=["auto", "mixed"])
-def test_a_million_tokens(start_engine: Callable[..., RolloutEngine], plain: RolloutEngine, block: SpecrolloutConfig) -> None:
+def test_a_million_tokens(
+    start_engine: Callable[..., RolloutEngine], plain: RolloutEngine, block: SpecrolloutConfig
+) -> None:
     """About 500,000 tokens for each of two blocks, at T=1: prints the count of those that differ."""
     engine = start_engine(STEP_ADDER, block, max_new_tokens=320)
     equal = total = 0

@@ -56,7 +56,9 @@ def test_rooms_import_downward_only(room: str) -> None:
 def test_heavy_packages_have_one_owner(package: str) -> None:
     for room in set(ALLOWED) - OWNERS[package]:
         for file in sources(room):
-            assert package not in {m.split(".")[0] for m in imported_modules(file)}, f"{room}/{file.name} imports {package}"
+            assert package not in {m.split(".")[0] for m in imported_modules(file)}, (
+                f"{room}/{file.name} imports {package}"
+            )
 
 
 @pytest.mark.parametrize("room", TORCH_FREE)

@@ -79,7 +79,9 @@ class SpecrolloutConfig:
         types = [d.type for d in self.drafters]
         for name in types:
             if types.count(name) > 1:
-                raise ConfigError(f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once")
+                raise ConfigError(
+                    f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once"
+                )
         if self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens:
             raise ConfigError(
                 f"{path}.budget.k: {self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"

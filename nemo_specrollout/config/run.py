@@ -59,7 +59,9 @@ class LossConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError for a dual clip that would cut the ordinary loss."""
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
-            raise ConfigError(f"{path}.ratio_clip_c: {self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping")
+            raise ConfigError(
+                f"{path}.ratio_clip_c: {self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,17 @@ class VllmConfig:
     """No graph capture; on a CPU it only saves start-up time."""
 
 
+OFF = SpecrolloutConfig(enabled=False)
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """`policy.generation`."""
 
-    max_new_tokens: int = bounded(low=1)
-    """Longest response."""
     vllm_cfg: VllmConfig
     """The engine, by NeMo-RL's names."""
+    max_new_tokens: int = bounded(low=1)
+    """Longest response."""
     temperature: float = bounded(1.0, low=0.0)
     """Sampling temperature, 0 for greedy."""
     top_p: float = bounded(1.0, low=0.0, high=1.0)
@@ -140,7 +145,7 @@ class GenerationConfig:
     """The generation engine."""
     vllm_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to vllm.LLM as they are."""
-    specrollout: SpecrolloutConfig = SpecrolloutConfig(enabled=False)
+    specrollout: SpecrolloutConfig = OFF
     """This package's block; absent is off."""
 
 
@@ -150,12 +155,12 @@ class PolicyConfig:
 
     model_name: str
     """A Hugging Face folder."""
-    max_total_sequence_length: int = bounded(low=8)
-    """Longest sequence of the trainer."""
     generation: GenerationConfig
     """The rollout."""
     megatron_cfg: MegatronConfig
     """The trainer."""
+    max_total_sequence_length: int = bounded(low=8)
+    """Longest sequence of the trainer."""
     train_global_batch_size: int = bounded(low=1)
     """Samples of one optimizer step."""
     logprob_batch_size: int = bounded(32, low=1)
@@ -295,7 +300,9 @@ def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str
         here = join(path, key)
         if key not in hints:
             ignored.append(here)
-        elif dataclasses.is_dataclass(hints[key]) and hints[key] is not SpecrolloutConfig and isinstance(value, Mapping):
+        elif (
+            dataclasses.is_dataclass(hints[key]) and hints[key] is not SpecrolloutConfig and isinstance(value, Mapping)
+        ):
             kept[key] = _keep_known(typing.cast(type, hints[key]), value, here, ignored)
         else:
             kept[key] = value

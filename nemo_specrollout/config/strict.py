@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """" (did you mean 'x'?)" for the known name most like `name`, or the list of all known ones."""
+    """ " (did you mean 'x'?)" for the known name most like `name`, or the list of all known ones."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(options)}"
@@ -51,7 +51,9 @@ def build(cls: type[T], values: Any, path: str) -> T:
             raise ConfigError(f"{join(path, key)}: unknown key{nearest(str(key), fields)}")
     hints = typing.get_type_hints(cls)
     arguments = {
-        name: _convert(hints[name], values[name], join(path, name), field) for name, field in fields.items() if name in values
+        name: _convert(hints[name], values[name], join(path, name), field)
+        for name, field in fields.items()
+        if name in values
     }
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
@@ -100,7 +102,7 @@ def _check_bounds(value: Any, path: str, field: dataclasses.Field[Any]) -> Any:
     low, high, options = (field.metadata.get(k) for k in ("low", "high", "options"))
     if options is not None and value not in options:
         raise ConfigError(f"{path}: {value!r} is not available{nearest(str(value), options)}")
-    if low is not None and value < low or high is not None and value > high:
+    if (low is not None and value < low) or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
         raise ConfigError(f"{path}: {value!r} is out of range; it must be {limits}")
     return value

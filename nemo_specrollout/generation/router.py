@@ -59,7 +59,7 @@ class Router:
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
         """A step samples now; learns its time if it was a pure decode step."""
-        timed = self.trace.begin(num_requests, num_rows, num_scheduled)
+        timed = self.trace.begin_step(num_requests, num_rows, num_scheduled)
         if timed is not None:
             self.table.observe(*timed)
 
@@ -76,9 +76,7 @@ class Router:
         self.trace.add_host_seconds(time.perf_counter() - started)
         return drafts
 
-    def _propose(
-        self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray
-    ) -> list[list[int]]:
+    def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
         emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)

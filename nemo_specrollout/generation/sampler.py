@@ -21,7 +21,7 @@ from nemo_specrollout.sampling.sampler import sample_tokens
 _GREEDY_BELOW = 1e-5
 
 # Told before each sampling: requests of the batch, logits rows, tokens of the forward pass.
-StepListener = Callable[[int, int, int], None]
+StepListener = Callable[[int, int, int], Any]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,9 @@ def _before_temperature(logits_BV: torch.Tensor | None, metadata: Any, sampler: 
     """Stage one of vLLM's pipeline; called with None it tells whether the stage would do nothing."""
     processors = metadata.logitsprocs.non_argmax_invariant
     if logits_BV is None:
-        untouched = metadata.no_penalties and not metadata.bad_words_token_ids and metadata.allowed_token_ids_mask is None
+        untouched = (
+            metadata.no_penalties and not metadata.bad_words_token_ids and metadata.allowed_token_ids_mask is None
+        )
         return untouched and all(map(compat.is_idle, processors))
     return sampler.apply_logits_processors(logits_BV, metadata, False)
 

@@ -28,7 +28,7 @@ class StepTrace:
         self._steps: deque[list[float]] = deque(maxlen=capacity)
         self.num_steps = 0
 
-    def begin(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, bool, float] | None:
+    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, bool, float] | None:
         """A step samples now. Returns (rows, had drafts, seconds) of this step if it was a pure decode step."""
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and self.num_steps > 0

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.router import Router
-from nemo_specrollout.generation.sampler import CoupledSampler
+from nemo_specrollout.generation.sampler import CoupledSampler, StepListener
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens
@@ -34,10 +34,10 @@ class SpecrolloutWorkerMixin:
         compat.enable_all_logits_processors(runner)
         drafter = getattr(runner, "drafter", None)
         if isinstance(drafter, Router):
-            self.specrollout_router, self.specrollout_trace, on_step = drafter, drafter.trace, drafter.begin_step
+            self.specrollout_router, self.specrollout_trace = drafter, drafter.trace
         else:
             self.specrollout_trace = StepTrace([])
-            on_step = self.specrollout_trace.begin
+        on_step: StepListener = (self.specrollout_router or self.specrollout_trace).begin_step
         self.specrollout_sampler = CoupledSampler(runner, self.vllm_config.model_config.seed, on_step)
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
@@ -69,7 +69,10 @@ class SpecrolloutWorkerMixin:
 
     def specrollout_report(self, first_step: int = 0) -> dict[str, Any]:
         """Steps from `first_step` on, and raw acceptance counts since the start: plain lists, for any transport."""
-        report: dict[str, Any] = {"num_steps": self.specrollout_trace.num_steps, "trace": self.specrollout_trace.since(first_step)}
+        report: dict[str, Any] = {
+            "num_steps": self.specrollout_trace.num_steps,
+            "trace": self.specrollout_trace.since(first_step),
+        }
         router = self.specrollout_router
         if router is not None:
             costs = router.table.costs()

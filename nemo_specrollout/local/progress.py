@@ -10,7 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-_HEADER = f"{'step':>5} {'reward':>7} {'length':>7} {'rollout':>9} {'speedup':>8} {'tok/step':>8} {'equal':>11} {'train':>7} {'gap':>8}"
+_COLUMNS = {
+    "step": 5, "reward": 7, "length": 7, "rollout": 9, "speedup": 8, "tok/step": 8, "equal": 11, "train": 7, "gap": 8
+}  # fmt: skip
+_HEADER = " ".join(f"{name:>{width}}" for name, width in _COLUMNS.items())
 
 
 class Progress:
@@ -51,7 +54,9 @@ class Progress:
 
     def summary(self, summary: dict[str, Any], run_dir: str) -> None:
         """The closing table."""
-        table = Table(title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left")
+        table = Table(
+            title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left"
+        )
         for name, value in _summary_rows(summary):
             table.add_row(name, value)
         self.console.print(table)

@@ -80,7 +80,9 @@ class GrpoRunner:
         requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
         pad_id = self.tokenizer.pad_token_id
         batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
-        rewards = [reward_of_ids(p, r, self.tokenizer) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
+        rewards = [
+            reward_of_ids(p, r, self.tokenizer) for p, r in zip(rollout.prompts.problems, responses, strict=True)
+        ]
         rewards_B = torch.tensor(rewards)
         group_B = torch.tensor([r.prompt_index for r in requests])
         grpo = self.config.grpo

@@ -85,7 +85,7 @@ def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: i
             if not score <= best:
                 best = score
                 token = v
-                if score != score:  # a NaN is the arg-max, as in torch
+                if np.isnan(score):  # the arg-max, as in torch
                     break
         tokens_R[r] = token
 

@@ -48,7 +48,9 @@ def sample_tokens_torch(
     num_rows, vocab_size = logits_RV.shape
     chunk = max(1, CHUNK_ELEMENTS // vocab_size)
     tokens = [
-        _sample_chunk(logits_RV[i : i + chunk], seeds_R[i : i + chunk], positions_R[i : i + chunk], greedy_R[i : i + chunk])
+        _sample_chunk(
+            logits_RV[i : i + chunk], seeds_R[i : i + chunk], positions_R[i : i + chunk], greedy_R[i : i + chunk]
+        )
         for i in range(0, num_rows, chunk)
     ]
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=logits_RV.device)

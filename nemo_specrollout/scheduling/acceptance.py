@@ -63,7 +63,15 @@ class AcceptanceEstimator:
         chosen_B = np.zeros(num_requests, np.int64)
         survival_BK = np.zeros((num_requests, num_positions))
         _choose(
-            self.level_hits, self.level_trials, lanes_B, found_DB, levels_DBK, self.hits, self.promised, chosen_B, survival_BK
+            self.level_hits,
+            self.level_trials,
+            lanes_B,
+            found_DB,
+            levels_DBK,
+            self.hits,
+            self.promised,
+            chosen_B,
+            survival_BK,
         )
         return chosen_B, survival_BK
 
@@ -84,7 +92,11 @@ class AcceptanceEstimator:
 
 
 def count_outcomes(
-    drafters_B: np.ndarray, verified_B: np.ndarray, emitted_B: np.ndarray, proposed_DK: np.ndarray, accepted_DK: np.ndarray
+    drafters_B: np.ndarray,
+    verified_B: np.ndarray,
+    emitted_B: np.ndarray,
+    proposed_DK: np.ndarray,
+    accepted_DK: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Adds a step's verified drafts, and those accepted, to the counts by drafter and position.
 
@@ -113,9 +125,9 @@ def _count_outcomes(drafters_B, verified_B, emitted_B, proposed_DK, accepted_DK,
     " float64[:,:,:], float64[:,:,:], float64[:,:], float64[:,:])",
     cache=True,
 )
-def _score(
+def _score(  # type: ignore[no-untyped-def]
     lanes_B, token_ids_BL, lengths_B, tokens, levels, length, base, checked, hits, promised, level_hits, level_trials
-):  # type: ignore[no-untyped-def]
+):
     for b in range(len(lanes_B)):
         lane = lanes_B[b]
         for d in range(tokens.shape[1]):
@@ -141,9 +153,9 @@ def _score(
     " int32[:,:,:], int8[:,:,:], int64[:,:], int64[:,:], int64[:,:])",
     cache=True,
 )
-def _remember(
+def _remember(  # type: ignore[no-untyped-def]
     lanes_B, lengths_B, tokens_DBK, levels_DBK, found_DB, chosen_B, counts_B, tokens, levels, length, base, checked
-):  # type: ignore[no-untyped-def]
+):
     for b in range(len(lanes_B)):
         lane = lanes_B[b]
         for d in range(len(found_DB)):

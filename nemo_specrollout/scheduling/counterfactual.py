@@ -26,9 +26,7 @@ def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
     return np.cumsum(changes)[:-1]
 
 
-def plain_estimate_s(
-    lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float
-) -> float:
+def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
     """Seconds that a plain rollout of these response lengths would take.
 
     `plain_step_s[b]` is the table's time of a decode step of b requests; `other_s` is what the measured rollout spent

@@ -9,7 +9,8 @@ ENOUGH_PLAIN_SAMPLES = 3
 class Pacer:
     """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
 
-    Proposals are asked for no deeper than they were used of late. It also asks for a step without drafts now and then, where too few were timed: the counterfactual needs them.
+    Proposals are asked for no deeper than they were used of late. It also asks for a step without drafts now and then,
+    where too few were timed: the counterfactual needs them.
     """
 
     def __init__(self, max_tokens: int) -> None:
