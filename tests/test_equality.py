@@ -91,7 +91,7 @@ def test_preemption_changes_nothing(start_engine: Callable[..., RolloutEngine], 
     sampling = {"max_tokens": 300, "ignore_eos": True, "stop_token_ids": []}
     assert_equal(engine.generate(asked, **sampling), plain.generate(asked, **sampling))
     prefills = [row for row in engine.report()["trace"]["rows"] if not row[4]]
-    assert len(prefills) > 10, "the cache was large enough: nothing was preempted"
+    assert len(prefills) > 3, "the cache was large enough: nothing was preempted"
 
 
 def test_vllm_s_own_ngram_under_our_sampler(

@@ -200,8 +200,8 @@ def test_what_vllm_refuses_is_a_sentence(
 
 
 def requests() -> list[RolloutRequest]:
-    """Prompts of two blocks of the prefix cache and a half, twice each, so that a stale prefix would be met again."""
-    prompts = [[(7 * i + j) % 90 + 5 for j in range(40)] for i in range(4)]
+    """Prompts longer than two blocks of the prefix cache (128 tokens on a CPU), so that a stale one would be met again."""
+    prompts = [[(7 * i + j) % 90 + 5 for j in range(300)] for i in range(4)]
     return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(2)]
 
 

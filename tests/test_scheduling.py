@@ -10,7 +10,7 @@ from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
 from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
 from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, Pacer
-from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable
+from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
 
 pytestmark = pytest.mark.unit
 
@@ -106,6 +106,15 @@ def test_predictions_never_fall_as_rows_grow(samples: list[tuple[int, bool, floa
     assert learned is not None
     assert (np.diff(learned.plain_s) >= -1e-12).all()
     assert (learned.speculated_s >= learned.plain_s).all()
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 5.0)), min_size=1, max_size=20))
+def test_pooling_is_monotone_and_keeps_the_weighted_mean(samples: list[tuple[float, float]]) -> None:
+    values, weights = np.array(samples).T
+    pooled = non_decreasing(values, weights)
+    assert (np.diff(pooled) >= -1e-9).all()
+    assert (pooled * weights).sum() == pytest.approx((values * weights).sum())
+    assert non_decreasing(np.sort(values), weights) == pytest.approx(np.sort(values))
 
 
 def test_one_stall_does_not_move_the_table() -> None:

@@ -46,7 +46,7 @@ class GrpoRunner:
         self.progress = progress
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
-        with progress.phase("starting vLLM"):
+        with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.engine = RolloutEngine(self.model, config.policy.generation, config.grpo.seed)
         with progress.phase("building the Megatron-Core policy"):
             self.policy, self.reference = self._load_policy(), self._load_reference()

@@ -98,7 +98,8 @@ class StepTimeTable:
         known = np.array(self._weight) > 0
         if not known.any():
             return None
-        rows, seconds = np.array(self._rows)[known], np.maximum.accumulate(np.array(self._seconds)[known])
+        rows = np.array(self._rows)[known]
+        seconds = non_decreasing(np.array(self._seconds)[known], np.array(self._weight)[known])
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, seconds)
         beyond = grid > rows[-1]
@@ -111,3 +112,20 @@ class StepTimeTable:
         if len(rows) > 1 and rows[-1] >= 1.5 * rows[0]:
             return float((seconds[-1] - seconds[0]) / (rows[-1] - rows[0]))
         return 0.5 * float(seconds[-1] / rows[-1])
+
+
+def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The non-decreasing sequence nearest to `values` in weighted squares, by pooling adjacent violators.
+
+    A running maximum would instead let one slow sample raise every larger batch. Source: Barlow et al. 1972.
+    """
+    pools: list[list[float]] = []  # mean, weight, count
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        pools.append([value, weight, 1])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, total, count = pools.pop()
+            last = pools[-1]
+            last[0] = (last[0] * last[1] + mean * total) / (last[1] + total)
+            last[1] += total
+            last[2] += count
+    return np.repeat([p[0] for p in pools], [int(p[2]) for p in pools])
