@@ -172,7 +172,7 @@ def test_numbers_are_read_as_a_user_means_them() -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("policy.max_total_sequence_length=x", "policy.max_total_sequence_length: expected int, got 'x'"),
+        ("policy.train_micro_batch_size=x", "policy.train_micro_batch_size: expected int, got 'x'"),
         ("policy.generation.vllm_cfg.max_model_len=256", "policy.generation.vllm_cfg.max_model_len: 256 differs from"),
         ("policy.train_global_batch_size=48", "policy.train_global_batch_size: 48 does not divide the 64 samples"),
         ("policy.generation.max_new_tokens=512", "policy.generation.max_new_tokens: 512 leaves no room"),

@@ -29,7 +29,7 @@ class GrpoConfig:
     """Divide advantages by the group's standard deviation."""
     use_leave_one_out_baseline: bool = True
     """Compare a sample with the mean of the others, not of all."""
-    seed: int = bounded(42, low=0)
+    seed: int = bounded(42, low=0, high=2**32 - 1)
     """Seeds the prompts and, with prompt, sample and policy version, every request's noise."""
 
 
@@ -72,9 +72,9 @@ class OptimizerConfig:
     """Learning rate after warm-up."""
     weight_decay: float = bounded(0.01, low=0.0)
     """Not applied to norms, as in Megatron."""
-    adam_beta1: float = bounded(0.9, low=0.0, high=1.0)
+    adam_beta1: float = bounded(0.9, low=0.0, below=1.0)
     """Decay of the first moment."""
-    adam_beta2: float = bounded(0.999, low=0.0, high=1.0)
+    adam_beta2: float = bounded(0.999, low=0.0, below=1.0)
     """Decay of the second moment."""
     adam_eps: float = bounded(1e-8, low=0.0)
     """Added to the root of the second moment."""
@@ -137,7 +137,7 @@ class GenerationConfig:
     """Longest response."""
     temperature: float = bounded(1.0, low=0.0)
     """Sampling temperature, 0 for greedy."""
-    top_p: float = bounded(1.0, low=0.0, high=1.0)
+    top_p: float = bounded(1.0, above=0.0, high=1.0)
     """Nucleus sampling; 1 is off."""
     top_k: int | None = bounded(None, low=1)
     """Top-k sampling; null is off."""
@@ -279,14 +279,22 @@ def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
 
 def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     result = _copy(tree)
-    megatron = result.get("policy", {}).get("megatron_cfg", {})
-    scheduler = megatron.get("scheduler", {}) if isinstance(megatron, dict) else {}
-    for key in _SCHEDULER_KEYS:
-        if key in scheduler:
-            megatron.setdefault("optimizer", {})[key] = scheduler.pop(key)
-    if isinstance(megatron, dict) and not scheduler:
+    megatron = _block(_block(result, "policy"), "policy.megatron_cfg")
+    scheduler, optimizer = (_block(megatron, f"policy.megatron_cfg.{name}") for name in ("scheduler", "optimizer"))
+    moved = {key: scheduler.pop(key) for key in _SCHEDULER_KEYS if key in scheduler}
+    if moved:
+        megatron["optimizer"] = {**optimizer, **moved}
+    if not scheduler:
         megatron.pop("scheduler", None)
     return result
+
+
+def _block(parent: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The block at `path`, which is in `parent`; empty if absent. Raises ConfigError if it is no block."""
+    block = parent.get(path.rpartition(".")[2], {})
+    if not isinstance(block, dict):
+        raise ConfigError(f"{path}: expected a block of keys, got {block!r}")
+    return block
 
 
 def _copy(tree: Any) -> Any:

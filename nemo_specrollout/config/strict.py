@@ -4,6 +4,8 @@
 import collections.abc
 import dataclasses
 import difflib
+import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -28,9 +30,17 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def bounded(default: Any = dataclasses.MISSING, *, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field whose value must lie in [low, high]."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high})
+def bounded(
+    default: Any = dataclasses.MISSING,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field whose value must be finite and at least `low`, at most `high`, `above`, `below`; None is no bound."""
+    bounds = {"at least": low, "above": above, "at most": high, "below": below}
+    return dataclasses.field(default=default, metadata={"bounds": {k: v for k, v in bounds.items() if v is not None}})
 
 
 def choice(*options: str, default: Any = dataclasses.MISSING) -> Any:
@@ -98,11 +108,16 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
+_HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+
+
 def _check_bounds(value: Any, path: str, field: dataclasses.Field[Any]) -> Any:
-    low, high, options = (field.metadata.get(k) for k in ("low", "high", "options"))
+    options, bounds = field.metadata.get("options"), field.metadata.get("bounds", {})
     if options is not None and value not in options:
         raise ConfigError(f"{path}: {value!r} is not available{nearest(str(value), options)}")
-    if (low is not None and value < low) or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+    if not all(_HOLDS[kind](value, bound) for kind, bound in bounds.items()):
+        limits = " and ".join(f"{kind} {bound}" for kind, bound in bounds.items())
         raise ConfigError(f"{path}: {value!r} is out of range; it must be {limits}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {value!r} is not a finite number")
     return value

@@ -2,6 +2,7 @@
 """Installed versions, read from package metadata: nothing heavy is imported."""
 
 import importlib.metadata
+import re
 
 VLLM_RANGE = ((0, 28, 0), (0, 33, 0))
 PACKAGES = (
@@ -35,9 +36,9 @@ def vllm_version() -> str | None:
 
 def unsupported_version(version: str) -> str | None:
     """A sentence if this vLLM is outside the supported range [0.28.0, 0.33.0), else None."""
-    numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdigit())
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     low, high = VLLM_RANGE
-    if low <= numbers < high:
+    if match is not None and low <= tuple(int(number or 0) for number in match.groups()) < high:
         return None
     bounds = f"{'.'.join(map(str, low))} or later, before {'.'.join(map(str, high))}"
     return f"vLLM {version} is not supported; install {bounds}"

@@ -5,16 +5,20 @@ Whoever supports another version changes this file and nothing else. Every acces
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 
+import difflib
 import functools
+import inspect
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import vllm
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     LogitBiasLogitsProcessor,
@@ -50,6 +54,16 @@ def check_version() -> None:
     message = unsupported_version(VLLM_VERSION)
     if message is not None:
         raise ValueError(message)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument that vllm.LLM does not have."""
+    known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{hint}")
 
 
 def verify_model_runner(runner: Any) -> None:

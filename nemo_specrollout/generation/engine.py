@@ -76,6 +76,7 @@ class RolloutEngine:
         self._has_our_worker = "worker_cls" in arguments
         self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
         arguments["max_num_seqs"] = self.max_num_seqs
+        compat.check_arguments(arguments)
         self._llm = LLM(
             model=str(model),
             dtype=generation.vllm_cfg.precision,  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ def step_record(
 def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
     """Sentences for what must not happen in a sound run."""
     found = []
-    if record["logprob_gap"]["mean"] > logprob_gap_bound:
+    if not record["logprob_gap"]["mean"] <= logprob_gap_bound:  # a gap of NaN is no small gap
         found.append(
             f"log-prob gap {record['logprob_gap']['mean']:.4f} is above {logprob_gap_bound}: engine and trainer do not hold "
             "the same policy"
