@@ -77,6 +77,11 @@ class Lanes:
         """Remembers whose drafts, and how many, the next step verifies."""
         self._submitted = (self._order, drafters_B, counts_B) if counts_B.any() else None
 
+    @property
+    def has_submitted(self) -> bool:
+        """Whether the last step's drafts are still to be accounted for."""
+        return self._submitted is not None
+
     def take_submitted(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Whose drafts, and how many, this step verified for each request of the batch; forgets them."""
         if self._submitted is None:

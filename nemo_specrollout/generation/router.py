@@ -78,18 +78,17 @@ class Router:
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
+        if self._is_auto and not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
+            return [[] for _ in range(num_requests)]
         emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)
         self._record_outcome(emitted_B)
-        costs = self.table.costs()
-        if self._is_auto and not self._pacer.should_consult(num_requests):
-            return [[] for _ in range(num_requests)]
         batch = self._lanes.batch(token_ids, num_tokens[:num_requests])
         self._observe(batch)
         proposals = self._collect(batch, self._pacer.depth if self._is_auto else self._num_tokens)
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         caps_B = self._lanes.draft_caps(batch.lengths_B, emitted_B)
-        counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
+        counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
         if self._is_auto and self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
             counts_B[:] = 0
         self._pacer.decided(num_requests, int(counts_B.max()))

@@ -69,19 +69,23 @@ class CoupledSampler:
         raw_RV = logits.to(torch.float32)
         if spec_decode_metadata is None:
             self.num_drafts_B = np.zeros(num_requests, np.int64)
-            return self._sample_plain(raw_RV, metadata, keys)
+            indices = compat.plain_logits_indices(self.runner, num_requests)
+            return self._sample_plain(raw_RV, metadata, keys, indices)
+        self.num_drafts_B = compat.num_drafts_array(spec_decode_metadata)
+        if len(logits) == num_requests:  # a speculating engine whose step has no drafts is a plain one
+            return self._sample_plain(raw_RV, metadata, keys, spec_decode_metadata.logits_indices)
         return self._sample_with_drafts(raw_RV, metadata, keys, spec_decode_metadata)
 
-    def _sample_plain(self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys) -> SamplerOutput:
-        indices = compat.plain_logits_indices(self.runner, len(keys.req_ids))
+    def _sample_plain(
+        self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys, indices_R: torch.Tensor
+    ) -> SamplerOutput:
         processed_RV = self._process(raw_RV, metadata, keys, None, None)
-        positions_R = compat.output_positions(self.runner, indices)
+        positions_R = compat.output_positions(self.runner, indices_R)
         tokens_R = sample_tokens(processed_RV, keys.seeds_B, positions_R, keys.greedy_B)
         logprobs = self._logprobs(raw_RV, processed_RV, metadata, tokens_R)
         return SamplerOutput(tokens_R.to(torch.int32).unsqueeze(-1), logprobs)
 
     def _sample_with_drafts(self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys, spec: Any) -> SamplerOutput:
-        self.num_drafts_B = compat.num_drafts_array(spec)
         num_drafts_B = torch.from_numpy(self.num_drafts_B).to(raw_RV.device, non_blocking=True)
         requests_R = torch.repeat_interleave(num_drafts_B + 1)
         processed_RV = self._process(raw_RV, metadata, keys, spec, requests_R)

@@ -42,6 +42,7 @@ class SpecrolloutWorkerMixin:
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
+            compat.skip_empty_draft_metadata(runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
