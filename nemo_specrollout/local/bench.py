@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
@@ -202,21 +203,21 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="same requests, same noise, interleaved", title_justify="left")
-    for name in ("mode", "rollout s", "tokens/s", "target steps", "tokens/step", "speedup over plain", "tokens equal"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    table = Table(title="same requests, same noise, interleaved", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for row in rows:
-        spread = f"{row['speedup_vs_plain']:.2f}x ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
-        equal = "other samples" if row["tokens_equal"] is None else f"{row['tokens_equal']} of {row['tokens_total']}"
+        spread = f"{row['speedup_vs_plain']:.2f} ({row['speedup_low']:.2f}-{row['speedup_high']:.2f})"
+        equal = "-" if row["tokens_equal"] is None else f"{row['tokens_equal']}/{row['tokens_total']}"
         table.add_row(
-            row["mode"], f"{row['seconds']:.2f}", f"{row['tokens_per_s']:.0f}", str(row["target_steps"]),
+            row["mode"], f"{row['seconds']:.1f}", f"{row['tokens_per_s']:.0f}", str(row["target_steps"]),
             f"{row['acceptance_length']:.2f}", spread, equal, style="bold" if row["mode"] == "ours" else None,
         )  # fmt: skip
     return table
 
 
 def _useless_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="drafters that are always wrong", title_justify="left")
+    table = Table(title="drafters that are always wrong", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("batch", "speedup over plain", "router's host time", "tokens equal"):
         table.add_column(name, justify="right")
     for row in rows:
