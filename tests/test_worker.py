@@ -94,7 +94,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
-generation = GenerationConfig(8, VllmConfig(512), vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
+generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
 engine = RolloutEngine(Path({str(tiny_model)!r}), generation, seed=7)
 assert len(engine.generate([RolloutRequest([20, 30, 31], 0, 0)])[0].token_ids) > 0
 worker = engine._llm.llm_engine.model_executor.driver_worker.worker

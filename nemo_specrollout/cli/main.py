@@ -4,6 +4,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     # OpenMP's barriers spin: with two threads, anything else on the machine makes a step ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Megatron-Core warns eight times that Apex and Transformer Engine are missing, vLLM of deprecated names in torch.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         return _command(parsed.command)(parsed.config, parsed.overrides)
     except ConfigError as error:

@@ -23,9 +23,15 @@ _PROCESS_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 DEFAULT_MAX_NUM_SEQS = 64
-_QUIET_START = {"disable_log_stats": True, "skip_tokenizer_init": True, "distributed_executor_backend": "uni"}
+_QUIET_START = {
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+}
 
 
 @dataclass(frozen=True)
