@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_specrollout.drafters.base import LEVEL_PRIORS
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
 from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
-from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, Pacer
+from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, AdaptivePacer
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
 
 pytestmark = pytest.mark.unit
@@ -138,7 +139,7 @@ def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, token
 @pytest.mark.parametrize("submitted", [True, False])
 @pytest.mark.parametrize("is_right", [True, False])
 def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_right: bool) -> None:
-    estimator = AcceptanceEstimator(num_lanes=1, num_drafters=1, max_tokens=2)
+    estimator = AcceptanceEstimator(1, 1, max_tokens=2, level_priors=LEVEL_PRIORS)
     text = np.arange(400, dtype=np.int32)[None, :] % 50
     for length in range(10, 300):
         draft = [int(text[0, length]), int(text[0, length + 1])] if is_right else [99, 99]
@@ -151,7 +152,7 @@ def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_ri
 
 
 def test_the_better_drafter_is_chosen_for_each_request() -> None:
-    estimator = AcceptanceEstimator(num_lanes=2, num_drafters=2, max_tokens=3)
+    estimator = AcceptanceEstimator(2, 2, max_tokens=3, level_priors=LEVEL_PRIORS)
     levels_DBK = np.zeros((2, 2, 3), np.int8)
     levels_DBK[0, 0], levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one of the requests
     chosen_B, survival_BK = estimator.choose(np.array([1, 0]), levels_DBK, np.array([[3, 3], [3, 2]]))
@@ -160,7 +161,7 @@ def test_the_better_drafter_is_chosen_for_each_request() -> None:
 
 
 def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
-    estimator = AcceptanceEstimator(num_lanes=2, num_drafters=1, max_tokens=1)
+    estimator = AcceptanceEstimator(2, 1, max_tokens=1, level_priors=LEVEL_PRIORS)
     text = np.zeros((1, 100), np.int32)
     for length in range(1, 20):
         propose(estimator, text, length, [7], True)
@@ -169,7 +170,7 @@ def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
 
 
 def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() -> None:
-    pacer = Pacer(max_tokens=8)
+    pacer = AdaptivePacer(max_tokens=8)
     consulted = []
     for step in range(200):
         if pacer.should_consult(64):
@@ -182,7 +183,7 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
 
 
 def test_proposals_are_as_deep_as_they_were_used() -> None:
-    pacer = Pacer(max_tokens=8)
+    pacer = AdaptivePacer(max_tokens=8)
     assert pacer.depth == 8
     pacer.decided(16, 1)
     assert pacer.depth == 3
@@ -191,7 +192,7 @@ def test_proposals_are_as_deep_as_they_were_used() -> None:
 
 
 def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
-    pacer = Pacer(max_tokens=8)
+    pacer = AdaptivePacer(max_tokens=8)
     for _ in range(50):
         assert pacer.should_consult(8)
         pacer.decided(8, 5)

@@ -18,11 +18,13 @@ class ConfigError(ValueError):
     """A value that cannot be run; the message names the field, the value and what to write instead."""
 
 
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """ " (did you mean 'x'?)" for the known name most like `name`, or the list of all known ones."""
+def nearest(name: str, known: typing.Iterable[str], most_listed: int = 20) -> str:
+    """ "; did you mean 'x'?" for the known name most like `name`, or else the list of all, unless they are too many."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(options)}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(options)}" if len(options) <= most_listed else ""
 
 
 def join(path: str, key: object) -> str:

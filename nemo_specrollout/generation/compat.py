@@ -5,7 +5,6 @@ Whoever supports another version changes this file and nothing else. Every acces
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 
-import difflib
 import functools
 import inspect
 import sys
@@ -28,6 +27,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from nemo_specrollout.config.strict import nearest
 from nemo_specrollout.config.versions import unsupported_version
 
 VLLM_VERSION = vllm.__version__
@@ -62,9 +62,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{hint}")
+            raise ValueError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{nearest(name, known)}")
 
 
 def verify_model_runner(runner: Any) -> None:

@@ -3,7 +3,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,11 +138,6 @@ class RolloutEngine:
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The engine's parameters as they are, by vLLM's names (for tests; CPU linear layers keep packed copies)."""
-        model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-        yield from model.named_parameters()
 
     def report(self, first_step: int = 0) -> dict[str, Any] | None:
         """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""

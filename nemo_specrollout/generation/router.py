@@ -14,13 +14,13 @@ import numpy as np
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.drafters import build_drafter
-from nemo_specrollout.drafters.base import Batch, Proposal
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Proposal
 from nemo_specrollout.generation.lanes import Lanes
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
-from nemo_specrollout.scheduling.pacing import Pacer
+from nemo_specrollout.scheduling.pacing import build_pacer
 from nemo_specrollout.scheduling.step_time import StepTimeTable
 
 
@@ -39,10 +39,9 @@ class Router:
         self._drafters = [build_drafter(d, num_lanes, vocab_size) for d in config.drafters]
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
         self._buffers = Proposals.buffers(len(self._drafters), num_lanes, self._num_tokens)
-        self._estimator = AcceptanceEstimator(num_lanes, len(self._drafters), self._num_tokens)
+        self._estimator = AcceptanceEstimator(num_lanes, len(self._drafters), self._num_tokens, LEVEL_PRIORS)
         self._budget = build_budget(config.budget)
-        self._is_auto = config.budget.policy == "auto"
-        self._pacer = Pacer(self._num_tokens)
+        self._pacer = build_pacer(config.budget.policy, self._num_tokens)
         self.table = StepTimeTable(min(num_lanes * (self._num_tokens + 1), scheduler.max_num_batched_tokens))
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
@@ -78,18 +77,18 @@ class Router:
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
-        if self._is_auto and not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
+        if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             return [[] for _ in range(num_requests)]
         emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)
         self._record_outcome(emitted_B)
         batch = self._lanes.batch(token_ids, num_tokens[:num_requests])
         self._observe(batch)
-        proposals = self._collect(batch, self._pacer.depth if self._is_auto else self._num_tokens)
+        proposals = self._collect(batch, self._pacer.depth)
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         caps_B = self._lanes.draft_caps(batch.lengths_B, emitted_B)
         counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
-        if self._is_auto and self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
+        if self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
             counts_B[:] = 0
         self._pacer.decided(num_requests, int(counts_B.max()))
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
@@ -97,7 +96,6 @@ class Router:
 
     def _sync_lanes(self, token_ids: np.ndarray) -> None:
         """Opens and closes lanes when the batch has changed."""
-        assert self._sampler is not None
         req_ids = self._runner.input_batch.req_ids
         if self._lanes.matches(req_ids):
             return

@@ -144,7 +144,7 @@ class CoupledSampler:
             return logits_RV
         if spec is None:
             return stage(logits_RV.clone(), metadata, self.runner.sampler)
-        num_drafts = compat.num_drafts_array(spec)
+        num_drafts = self.num_drafts_B
         drafts = torch.split(spec.draft_token_ids, num_drafts.tolist())
         histories = list(zip(metadata.output_token_ids, (d.tolist() for d in drafts), strict=False))
         num_drafts_B = torch.from_numpy(num_drafts).to(logits_RV.device)

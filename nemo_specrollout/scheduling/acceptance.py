@@ -10,13 +10,10 @@ Shapes: B requests of the batch, K draft positions, D drafters, L longest sequen
 import numpy as np
 from numba import njit
 
-NUM_LEVELS = 16
 LEVEL_DECAY = 0.998
 REQUEST_DECAY = 0.94
 PRIOR_STRENGTH = 4.0
 MAX_RATE = 0.99
-# What a drafter's evidence level promises before anything was seen: four classes of its candidate's share.
-PRIOR_RATE = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), NUM_LEVELS // 4)
 
 
 class AcceptanceEstimator:
@@ -24,10 +21,11 @@ class AcceptanceEstimator:
 
     The level rate is the decayed share of hits among all tokens of that drafter and evidence level. The request factor,
     by position, is decayed hits over what the level rates had promised: above one where a request is easier than most.
-    A proposal stays pending until it is refuted or used up; a submitted one replaces it.
+    A proposal stays pending until it is refuted or used up; a submitted one replaces it. `level_priors` are the rates
+    believed of each evidence level before anything was seen.
     """
 
-    def __init__(self, num_lanes: int, num_drafters: int, max_tokens: int) -> None:
+    def __init__(self, num_lanes: int, num_drafters: int, max_tokens: int, level_priors: np.ndarray) -> None:
         lanes_by_drafter = (num_lanes, num_drafters)
         self.pending_tokens = np.zeros((*lanes_by_drafter, max_tokens), np.int32)
         self.pending_levels = np.zeros((*lanes_by_drafter, max_tokens), np.int8)
@@ -36,8 +34,8 @@ class AcceptanceEstimator:
         self.pending_checked = np.zeros(lanes_by_drafter, np.int64)
         self.hits = np.zeros((*lanes_by_drafter, max_tokens))
         self.promised = np.zeros((*lanes_by_drafter, max_tokens))
-        self.level_hits = np.tile(PRIOR_RATE * PRIOR_STRENGTH, (num_drafters, 1))
-        self.level_trials = np.full((num_drafters, NUM_LEVELS), PRIOR_STRENGTH)
+        self.level_hits = np.tile(level_priors * PRIOR_STRENGTH, (num_drafters, 1))
+        self.level_trials = np.full((num_drafters, len(level_priors)), PRIOR_STRENGTH)
 
     def reset(self, lane: int) -> None:
         """A new request takes `lane`."""

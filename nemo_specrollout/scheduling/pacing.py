@@ -1,12 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """When to ask the drafters at all: a router whose answer is "none" step after step should not be asked each step."""
 
+from abc import ABC, abstractmethod
+
 MAX_REST_STEPS = 16
 PLAIN_PROBE_STEPS = 96
 ENOUGH_PLAIN_SAMPLES = 3
 
 
-class Pacer:
+class Pacer(ABC):
+    """Decides, before a step's drafts are looked for, whether and how deep to look."""
+
+    @abstractmethod
+    def should_consult(self, num_requests: int) -> bool:
+        """Whether to collect proposals this step."""
+
+    @abstractmethod
+    def should_probe(self, num_plain_samples: int) -> bool:
+        """Whether to make this step plain so that its time becomes known."""
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """How many tokens a proposal is worth looking up."""
+
+    def decided(self, num_requests: int, longest_draft: int) -> None:  # noqa: B027 - a steady pacer does not care
+        """Tells how the consultation ended: the most draft tokens that a request got."""
+
+
+class SteadyPacer(Pacer):
+    """Asks for all that there is, each step: for budgets that do not weigh what drafts cost."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+
+    def should_consult(self, num_requests: int) -> bool:
+        return True
+
+    def should_probe(self, num_plain_samples: int) -> bool:
+        return False
+
+    @property
+    def depth(self) -> int:
+        return self._max_tokens
+
+
+class AdaptivePacer(Pacer):
     """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
 
     Proposals are asked for no deeper than they were used of late. It also asks for a step without drafts now and then,
@@ -22,7 +61,6 @@ class Pacer:
         self._since_probe = 0
 
     def should_consult(self, num_requests: int) -> bool:
-        """Whether to collect proposals this step."""
         if self._resting == 0:
             return True
         if abs(num_requests - self._batch_at_refusal) * 4 >= self._batch_at_refusal:
@@ -32,7 +70,7 @@ class Pacer:
         return False
 
     def should_probe(self, num_plain_samples: int) -> bool:
-        """Whether to make this step plain so that its time becomes known, at most one in 96 once some are."""
+        """At most one step in 96 once some are known, one in 12 before."""
         self._since_probe += 1
         if num_plain_samples >= ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS:
             return False
@@ -43,11 +81,10 @@ class Pacer:
 
     @property
     def depth(self) -> int:
-        """How many tokens a proposal is worth looking up: two more than the longest draft of the last decision."""
+        """Two more than the longest draft of the last decision."""
         return min(self._max_tokens, self._longest + 2)
 
     def decided(self, num_requests: int, longest_draft: int) -> None:
-        """Tells how the consultation ended: the most draft tokens that a request got."""
         self._longest = longest_draft
         if longest_draft > 0:
             self._rest = 1
@@ -55,3 +92,8 @@ class Pacer:
         self._resting = self._rest
         self._rest = min(2 * self._rest, MAX_REST_STEPS)
         self._batch_at_refusal = num_requests
+
+
+def build_pacer(budget_policy: str, max_tokens: int) -> Pacer:
+    """The pacer that suits a budget policy of that name."""
+    return AdaptivePacer(max_tokens) if budget_policy == "auto" else SteadyPacer(max_tokens)
