@@ -53,5 +53,7 @@ def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") 
         progress.console.print(f"resuming {directory.path} at step {directory.next_step}")
     try:
         return GrpoRunner(prepared.config, directory, progress)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"the run cannot start: {' '.join(str(error).split())}") from error

@@ -27,7 +27,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from nemo_specrollout.config.strict import nearest
+from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version
 
 VLLM_VERSION = vllm.__version__
@@ -51,18 +51,18 @@ class RolloutSamplingParams(SamplingParams):
 
 
 def check_version() -> None:
-    """Raises ValueError for a version of vLLM outside the range that is supported."""
+    """Raises ConfigError for a version of vLLM outside the range that is supported."""
     message = unsupported_version(VLLM_VERSION)
     if message is not None:
-        raise ValueError(message)
+        raise ConfigError(message)
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError for an argument that vllm.LLM does not have."""
+    """Raises ConfigError for an argument that vllm.LLM does not have."""
     known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(LLM.__init__).parameters)
     for name in arguments:
         if name not in known:
-            raise ValueError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{nearest(name, known)}")
+            raise ConfigError(f"vllm_kwargs.{name}: vLLM {VLLM_VERSION} has no such argument{nearest(name, known)}")
 
 
 def verify_model_runner(runner: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nemo_specrollout.config.run import GenerationConfig
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
 
@@ -65,7 +66,10 @@ class RolloutEngine:
     """
 
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
-        """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM."""
+        """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM.
+
+        Raises ConfigError for what vLLM refuses.
+        """
         for name, value in _PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
@@ -83,14 +87,17 @@ class RolloutEngine:
         self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
         arguments["max_num_seqs"] = self.max_num_seqs
         compat.check_arguments(arguments)
-        self._llm = LLM(
-            model=str(model),
-            dtype=generation.vllm_cfg.precision,  # type: ignore[arg-type]
-            max_model_len=generation.vllm_cfg.max_model_len,
-            enforce_eager=generation.vllm_cfg.enforce_eager,
-            seed=seed,
-            **{**_QUIET_START, **arguments},
-        )
+        arguments |= {
+            "model": str(model),
+            "dtype": generation.vllm_cfg.precision,
+            "max_model_len": generation.vllm_cfg.max_model_len,
+            "enforce_eager": generation.vllm_cfg.enforce_eager,
+            "seed": seed,
+        }
+        try:
+            self._llm = LLM(**{**_QUIET_START, **arguments})
+        except ValueError as error:
+            raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
 
     def generate(
         self,

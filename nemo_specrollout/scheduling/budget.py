@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.step_time import StepCosts
@@ -46,25 +47,13 @@ class AutoBudget(BudgetPolicy):
         self.margin = margin
 
     def allocate(self, observed: BudgetObservation) -> np.ndarray:
-        num_requests, num_positions = observed.survival_BK.shape
-        if observed.costs is None:
-            return np.zeros(num_requests, np.int64)
-        allowed_BK = np.arange(num_positions) < observed.caps_B[:, None]
-        survival_BK = observed.survival_BK * allowed_BK
-        gains = np.sort(survival_BK, axis=None)[::-1]
-        threshold = self._least_worthy(gains, num_requests, observed.costs)
-        return np.count_nonzero(survival_BK >= threshold, axis=1)
-
-    def _least_worthy(self, gains: np.ndarray, num_requests: int, costs: StepCosts) -> float:
-        """The survival of the last draft token that pays, given all of them, likeliest first; above 1 if none does."""
-        gains = gains[: min(np.count_nonzero(gains), len(costs.speculated_s) - 1 - num_requests)]
-        if len(gains) == 0:
-            return np.inf
-        seconds = costs.speculated_s[num_requests + 1 : num_requests + 1 + len(gains)]
-        rates = (num_requests + np.cumsum(gains)) / seconds
-        best = int(np.argmax(rates))
-        pays = rates[best] * costs.plain_s[num_requests] >= num_requests * (1.0 + self.margin)
-        return float(gains[best]) if pays else np.inf
+        counts_B = np.zeros(len(observed.caps_B), np.int64)
+        if observed.costs is not None:
+            costs = observed.costs
+            _hand_out(
+                observed.survival_BK, observed.caps_B, costs.plain_s, costs.speculated_s, 1.0 + self.margin, counts_B
+            )
+        return counts_B
 
 
 class FixedBudget(BudgetPolicy):
@@ -98,3 +87,29 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
     if config.policy == "random":
         return RandomBudget()
     raise ValueError(f"unknown budget policy {config.policy!r}")
+
+
+@njit("void(float64[:,:], int64[:], float64[:], float64[:], float64, int64[:])", cache=True, error_model="numpy")
+def _hand_out(survival_BK, caps_B, plain_s, speculated_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
+    """Writes the number of each request's draft tokens that pay; a kernel, because it runs in every step."""
+    num_requests, num_positions = survival_BK.shape
+    gains = np.zeros(num_requests * num_positions)
+    num_gains = 0
+    for b in range(num_requests):
+        for k in range(min(num_positions, caps_B[b])):
+            if survival_BK[b, k] > 0.0:
+                gains[num_gains] = survival_BK[b, k]
+                num_gains += 1
+    gains = np.sort(gains[:num_gains])[::-1]
+    tokens = float(num_requests)
+    most_tokens_per_s = least_gain * num_requests / plain_s[num_requests]
+    threshold = np.inf
+    for i in range(min(num_gains, len(speculated_s) - 1 - num_requests)):
+        tokens += gains[i]
+        tokens_per_s = tokens / speculated_s[num_requests + 1 + i]
+        if tokens_per_s >= most_tokens_per_s:
+            most_tokens_per_s = tokens_per_s
+            threshold = gains[i]
+    for b in range(num_requests):
+        for k in range(min(num_positions, caps_B[b])):
+            counts_B[b] += survival_BK[b, k] >= threshold
