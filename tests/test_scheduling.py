@@ -18,9 +18,8 @@ pytestmark = pytest.mark.unit
 MAX_ROWS = 600
 
 
-def costs(fixed_s: float = 1.0, row_s: float = 0.0, overhead_s: float = 0.0) -> StepCosts:
-    plain = fixed_s + row_s * np.arange(MAX_ROWS + 1)
-    return StepCosts(plain, plain + overhead_s)
+def costs(fixed_s: float = 1.0, row_s: float = 0.0, overhead_s: float = 0.0, discount_s: float = 0.0) -> StepCosts:
+    return StepCosts(fixed_s + row_s * np.arange(MAX_ROWS + 1), overhead_s, discount_s)
 
 
 def survival(rates: list[float], num_positions: int = 4) -> np.ndarray:
@@ -35,7 +34,8 @@ def no_cap(num_requests: int) -> np.ndarray:
 def observations(draw: st.DrawFn) -> BudgetObservation:
     rates = draw(st.lists(st.floats(0.0, 0.99), min_size=1, max_size=12))
     caps = draw(st.lists(st.integers(0, 6), min_size=len(rates), max_size=len(rates)))
-    table = costs(1.0, draw(st.floats(0.0, 0.5)), draw(st.floats(0.0, 0.5)))
+    row_s = draw(st.floats(0.0, 0.5))
+    table = costs(1.0, row_s, draw(st.floats(0.0, 0.5)), row_s * draw(st.floats(0.0, 1.0)))
     return BudgetObservation(survival(rates), np.array(caps), table)
 
 
@@ -56,8 +56,7 @@ def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObser
     gains = np.cumsum(np.sort((observed.survival_BK * allowed).ravel())[::-1])
 
     def rate(n: int) -> float:
-        seconds = observed.costs.plain_s[num_requests] if n == 0 else observed.costs.speculated_s[num_requests + n]
-        return (num_requests + (gains[n - 1] if n else 0.0)) / seconds
+        return (num_requests + (gains[n - 1] if n else 0.0)) / observed.costs.step_s(num_requests, n)
 
     assert rate(int(counts.sum())) >= max(map(rate, range(len(gains) + 1))) * (1 - 1e-9)
 
@@ -84,29 +83,36 @@ def test_the_overhead_of_any_draft_counts() -> None:
     assert AutoBudget(0.0).allocate(one).sum() == 0
 
 
-@given(st.floats(1e-3, 1e-1), st.floats(0.0, 1e-3), st.floats(0.0, 1e-3))
+@given(st.floats(1e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.0, 1.0))
 @settings(max_examples=30)
-def test_the_table_learns_a_line_and_an_overhead(fixed_s: float, row_s: float, overhead_s: float) -> None:
+def test_the_table_learns_requests_rows_and_overhead(
+    fixed_s: float, request_s: float, overhead_s: float, row_share: float
+) -> None:
+    """A draft row costs a share of what a request does, and a step with drafts a constant more."""
     table, rng = StepTimeTable(MAX_ROWS), np.random.default_rng(0)
-    for _ in range(600):
-        rows, speculated = int(rng.integers(1, 65)), bool(rng.integers(0, 2))
-        table.observe(rows, speculated, fixed_s + row_s * rows + overhead_s * speculated)
+
+    def true_s(requests: int, drafts: int) -> float:
+        return fixed_s + request_s * (requests + row_share * drafts) + overhead_s * (drafts > 0)
+
+    for _ in range(900):
+        requests, drafts = int(rng.integers(1, 65)), int(rng.integers(1, 65)) * int(rng.integers(0, 2))
+        table.observe(requests, requests + drafts, true_s(requests, drafts))
     learned = table.costs()
     assert learned is not None
-    for rows in (1, 8, 30, 64, 100):
-        assert learned.plain_s[rows] == pytest.approx(fixed_s + row_s * rows, rel=0.15)
-    assert table.overhead_s == pytest.approx(overhead_s, abs=0.1 * fixed_s)
+    for requests, drafts in ((1, 0), (8, 0), (64, 0), (1, 4), (8, 40), (40, 20), (64, 60)):
+        assert learned.step_s(requests, drafts) == pytest.approx(true_s(requests, drafts), rel=0.25)
 
 
-@given(st.lists(st.tuples(st.integers(1, MAX_ROWS), st.booleans(), st.floats(0.0, 10.0)), min_size=1, max_size=60))
-def test_predictions_never_fall_as_rows_grow(samples: list[tuple[int, bool, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 99), st.floats(0.0, 10.0)), min_size=1, max_size=60))
+def test_predictions_never_fall_as_requests_grow_nor_by_drafts(samples: list[tuple[int, int, float]]) -> None:
     table = StepTimeTable(MAX_ROWS)
-    for sample in samples:
-        table.observe(*sample)
+    for requests, drafts, seconds in samples:
+        table.observe(requests, requests + drafts, seconds)
     learned = table.costs()
     assert learned is not None
     assert (np.diff(learned.plain_s) >= -1e-12).all()
-    assert (learned.speculated_s >= learned.plain_s).all()
+    assert learned.overhead_s >= 0 and learned.discount_s >= 0
+    assert all(learned.step_s(8, n) >= learned.plain_s[8] for n in range(100))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 5.0)), min_size=1, max_size=20))
@@ -121,10 +127,10 @@ def test_pooling_is_monotone_and_keeps_the_weighted_mean(samples: list[tuple[flo
 def test_one_stall_does_not_move_the_table() -> None:
     table = StepTimeTable(MAX_ROWS)
     for _ in range(50):
-        table.observe(8, False, 0.01)
-    table.observe(8, False, 30.0)
+        table.observe(8, 8, 0.01)
+    table.observe(8, 8, 30.0)
     for _ in range(8):
-        table.observe(8, False, 0.01)
+        table.observe(8, 8, 0.01)
     learned = table.costs()
     assert learned is not None and learned.plain_s[8] < 0.011
 

@@ -28,14 +28,20 @@ class StepTrace:
         self._steps: deque[list[float]] = deque(maxlen=capacity)
         self.num_steps = 0
 
-    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, bool, float] | None:
-        """A step samples now. Returns (rows, had drafts, seconds) of this step if it was a pure decode step."""
+    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, int, float] | None:
+        """A step samples now. Returns (requests, rows, seconds) of this step if it was a pure decode step.
+
+        What the router spent on a step that got no drafts is left out there: plain decoding would not have spent it.
+        """
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and self.num_steps > 0
-        seconds = now - self._steps[-1][0] if self.num_steps else 0.0
+        began, host_s = (self._steps[-1][0], self._steps[-1][5]) if self.num_steps else (now, 0.0)
+        seconds = now - began
         self._steps.append([now, seconds, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
         self.num_steps += 1
-        return (num_rows, num_rows > num_requests, seconds) if is_decode else None
+        if not is_decode:
+            return None
+        return (num_requests, num_rows, seconds - host_s if num_rows == num_requests else seconds)
 
     def add_drafts(self, drafted_D: np.ndarray, accepted_D: np.ndarray) -> None:
         """Draft tokens verified in the current step, and how many of them were accepted, by drafter."""

@@ -81,7 +81,8 @@ class SpecrolloutWorkerMixin:
             report["proposed"] = router.proposed_DK.tolist()
             report["accepted"] = router.accepted_DK.tolist()
             report["plain_step_s"] = None if costs is None else costs.plain_s.tolist()
-            report["overhead_s"] = router.table.overhead_s
+            report["draft_overhead_s"] = None if costs is None else costs.overhead_s
+            report["draft_discount_s"] = None if costs is None else costs.discount_s
         return report
 
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

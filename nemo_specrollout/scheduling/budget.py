@@ -39,7 +39,7 @@ class AutoBudget(BudgetPolicy):
     """Hands out draft tokens one by one where the next is likeliest to be accepted, while that pays.
 
     The n likeliest tokens make a step of B requests yield B + (sum of their survival) tokens in the time that the table
-    tells for B + n rows; the n with the most tokens a second wins, if it beats no drafts by `margin`. Tokens as likely as
+    tells (`StepCosts`); the n with the most tokens a second wins, if it beats no drafts by `margin`. Tokens as likely as
     the last of them get in too.
     """
 
@@ -51,8 +51,9 @@ class AutoBudget(BudgetPolicy):
         if observed.costs is not None:
             costs = observed.costs
             _hand_out(
-                observed.survival_BK, observed.caps_B, costs.plain_s, costs.speculated_s, 1.0 + self.margin, counts_B
-            )
+                observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
+                1.0 + self.margin, counts_B,
+            )  # fmt: skip
         return counts_B
 
 
@@ -89,8 +90,8 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
     raise ValueError(f"unknown budget policy {config.policy!r}")
 
 
-@njit("void(float64[:,:], int64[:], float64[:], float64[:], float64, int64[:])", cache=True, error_model="numpy")
-def _hand_out(survival_BK, caps_B, plain_s, speculated_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
+@njit("void(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])", cache=True, error_model="numpy")
+def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
     """Writes the number of each request's draft tokens that pay; a kernel, because it runs in every step."""
     num_requests, num_positions = survival_BK.shape
     gains = np.zeros(num_requests * num_positions)
@@ -104,9 +105,10 @@ def _hand_out(survival_BK, caps_B, plain_s, speculated_s, least_gain, counts_B):
     tokens = float(num_requests)
     most_tokens_per_s = least_gain * num_requests / plain_s[num_requests]
     threshold = np.inf
-    for i in range(min(num_gains, len(speculated_s) - 1 - num_requests)):
+    for i in range(min(num_gains, len(plain_s) - 1 - num_requests)):
         tokens += gains[i]
-        tokens_per_s = tokens / speculated_s[num_requests + 1 + i]
+        speculated_s = plain_s[num_requests + 1 + i] + overhead_s - (i + 1) * discount_s
+        tokens_per_s = tokens / max(speculated_s, plain_s[num_requests])
         if tokens_per_s >= most_tokens_per_s:
             most_tokens_per_s = tokens_per_s
             threshold = gains[i]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: seconds by the number of rows in the verify batch, learned while running.
+"""What a step costs: seconds by the number of requests and draft rows, learned while running.
 
-A step's time is close to a function of its rows alone, whoever they belong to (measured, docs/benchmarks.md), plus a
-constant for handling drafts. Samples are clipped and decayed, for clocks are noisy and contexts grow.
+A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, less
+something a draft row: it needs no request of its own to be scheduled (measured, docs/benchmarks.md). Samples are clipped
+and decayed, for clocks are noisy and contexts grow.
 """
 
 from dataclasses import dataclass
@@ -13,20 +14,66 @@ DECAY = 0.05
 CLIP = 2.0
 CLIP_FROM_WEIGHT = 3.0
 BORROWED_WEIGHT = 0.25
+SURCHARGE_DECAY = 0.98
+MAX_WEIGHT = 20.0
+FORGET = 0.995
+LINE_WEIGHT = 1.0
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Predicted seconds of a step with r rows, without drafts (`plain_s[r]`) and with (`speculated_s[r]`)."""
+    """Predicted seconds of a step: `plain_s[r]` without drafts, of r requests; with n draft rows for b requests it is
+    `plain_s[b + n] + overhead_s - n * discount_s`, and never less than without."""
 
     plain_s: np.ndarray
-    speculated_s: np.ndarray
+    overhead_s: float = 0.0
+    discount_s: float = 0.0
+
+    def step_s(self, num_requests: int, num_drafts: int) -> float:
+        """Seconds of one step."""
+        plain_s = float(self.plain_s[num_requests])
+        if num_drafts == 0:
+            return plain_s
+        speculated_s = float(self.plain_s[num_requests + num_drafts]) + self.overhead_s - num_drafts * self.discount_s
+        return max(plain_s, speculated_s)
+
+
+class DraftSurcharge:
+    """What a step with n draft rows costs beyond a plain one of as many rows, as overhead - n * discount.
+
+    Decayed least squares; neither is ever negative.
+    """
+
+    def __init__(self) -> None:
+        self.overhead_s = 0.0
+        self.discount_s = 0.0
+        self._sums = [0.0] * 5  # of 1, n, n^2, seconds, n * seconds
+
+    def observe(self, num_drafts: int, seconds: float) -> None:
+        """A step with that many draft rows took `seconds` more than a plain one of as many rows."""
+        terms = (1.0, num_drafts, num_drafts * num_drafts, seconds, num_drafts * seconds)
+        self._sums = [SURCHARGE_DECAY * s + t for s, t in zip(self._sums, terms, strict=True)]
+        one, n, nn, r, nr = self._sums
+        variance = nn * one - n * n
+        slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
+        intercept = (r - slope * n) / one
+        if intercept < 0.0:
+            intercept, slope = 0.0, nr / nn
+        if slope > 0.0:
+            intercept, slope = max(0.0, r / one), 0.0
+        self.overhead_s, self.discount_s = intercept, -slope
+
+    def of(self, num_drafts: int) -> float:
+        """Seconds, possibly negative."""
+        return self.overhead_s - num_drafts * self.discount_s
 
 
 class StepTimeTable:
-    """Decayed mean step times in buckets of rows, a quarter octave wide; owns the overhead of a step with drafts.
+    """Decayed mean plain-step times in buckets of rows, a quarter octave wide; owns the surcharge of drafts.
 
-    Invariant: both predictions never fall as rows grow. Example: `observe(8, False, 0.004)`, then `costs().plain_s[8]`.
+    Buckets lean on a line through all of them, the more the less was seen of them lately.
+
+    Invariant: `plain_s` never falls as rows grow. Example: `observe(8, 8, 0.004)`, then `costs().plain_s[8]`.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -39,29 +86,28 @@ class StepTimeTable:
         self._rows = [0.0] * len(edges)
         self._weight = [0.0] * len(edges)
         self._num_plain = [0] * len(edges)
-        self._overhead_s = 0.0
-        self._num_overhead = 0
+        self._last_sample = [0] * len(edges)
+        self._num_samples = 0
+        self._surcharge = DraftSurcharge()
         self._cached: StepCosts | None = None
         self._changes = 0
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds that a step takes longer because it has any drafts."""
-        return self._overhead_s
-
-    def observe(self, num_rows: int, speculated: bool, seconds: float) -> None:
-        """One pure decode step of `num_rows` rows took `seconds`."""
-        bucket = self._bucket_of_row[min(num_rows, self._max_rows)]
-        if speculated and self._num_plain[bucket]:
-            self._learn_overhead(seconds - self._plain_s(num_rows))
-        elif speculated:
-            self._learn(bucket, num_rows, seconds - self._overhead_s, BORROWED_WEIGHT)
+    def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
+        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts."""
+        bucket, num_drafts = self._bucket_of_row[min(num_rows, self._max_rows)], num_rows - num_requests
+        if num_drafts and self._num_plain[bucket]:
+            plain_s = self._plain_s(num_rows)
+            self._surcharge.observe(num_drafts, min(max(seconds - plain_s, -plain_s), plain_s))
+        elif num_drafts:
+            self._learn(bucket, num_rows, seconds - self._surcharge.of(num_drafts), BORROWED_WEIGHT)
         else:
             if self._num_plain[bucket] == 0:
                 self._weight[bucket] = 0.0  # forget what was borrowed from steps with drafts
             self._learn(bucket, num_rows, seconds, 1.0)
             self._num_plain[bucket] += 1
         self._changes += 1
+        self._num_samples += 1
+        self._last_sample[bucket] = self._num_samples
 
     def num_plain_samples(self, num_rows: int) -> int:
         """How many steps without drafts were seen near `num_rows`."""
@@ -87,31 +133,36 @@ class StepTimeTable:
         self._rows[bucket] += rate * (num_rows - self._rows[bucket])
         self._weight[bucket] = known + weight
 
-    def _learn_overhead(self, seconds: float) -> None:
-        self._num_overhead += 1
-        limit = min(s for s, w in zip(self._seconds, self._weight, strict=True) if w > 0)
-        rate = max(1.0 / self._num_overhead, DECAY)
-        clipped = min(max(seconds, -limit), limit)
-        self._overhead_s = max(0.0, self._overhead_s + rate * (clipped - self._overhead_s))
-
     def _predict(self) -> StepCosts | None:
-        known = np.array(self._weight) > 0
+        weights = self._fresh_weights()
+        known = weights > 0
         if not known.any():
             return None
-        rows = np.array(self._rows)[known]
-        seconds = non_decreasing(np.array(self._seconds)[known], np.array(self._weight)[known])
+        rows, seconds, weights = np.array(self._rows)[known], np.array(self._seconds)[known], weights[known]
+        fixed_s, row_s = _line(rows, seconds, weights)
+        blended = (weights * seconds + LINE_WEIGHT * (fixed_s + row_s * rows)) / (weights + LINE_WEIGHT)
+        pooled = non_decreasing(blended, weights + LINE_WEIGHT)
         grid = np.arange(self._max_rows + 1)
-        plain = np.interp(grid, rows, seconds)
+        plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
-        plain[beyond] += (grid[beyond] - rows[-1]) * self._slope(rows, seconds)
-        return StepCosts(plain, plain + self._overhead_s)
+        plain[beyond] += (grid[beyond] - rows[-1]) * row_s
+        return StepCosts(plain, self._surcharge.overhead_s, min(self._surcharge.discount_s, row_s))
 
-    @staticmethod
-    def _slope(rows: np.ndarray, seconds: np.ndarray) -> float:
-        """Seconds a row beyond the last bucket: as between the first and last, or half-proportional when alone."""
-        if len(rows) > 1 and rows[-1] >= 1.5 * rows[0]:
-            return float((seconds[-1] - seconds[0]) / (rows[-1] - rows[0]))
-        return 0.5 * float(seconds[-1] / rows[-1])
+    def _fresh_weights(self) -> np.ndarray:
+        """Weights of the buckets, less where a bucket was not seen for long: one slow sample must not scare off for good."""
+        ages = self._num_samples - np.array(self._last_sample)
+        return np.minimum(self._weight, MAX_WEIGHT) * FORGET**ages
+
+
+def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """The line (seconds at no rows, seconds a row) through the buckets; half of the time is fixed if there is but one."""
+    mean_rows, mean_s = np.average(rows, weights=weights), np.average(seconds, weights=weights)
+    variance = np.average((rows - mean_rows) ** 2, weights=weights)
+    if variance < 0.05 * mean_rows**2:
+        return 0.5 * float(mean_s), 0.5 * float(mean_s / mean_rows)
+    covariance = np.average((rows - mean_rows) * (seconds - mean_s), weights=weights)
+    row_s = max(0.0, float(covariance / variance))
+    return float(mean_s) - row_s * float(mean_rows), row_s
 
 
 def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
