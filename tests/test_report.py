@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from nemo_specrollout.local import charts
+from nemo_specrollout.local import charts, records
 from nemo_specrollout.local.report import write_report
 
 pytestmark = pytest.mark.unit
@@ -216,19 +216,19 @@ def test_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:
 
 def test_a_resumed_step_replaces_the_first_try(tmp_path: Path) -> None:
     write_run(tmp_path, [{"step": 1, "reward": 0.1}, {"step": 0, "reward": 0.2}, {"step": 1, "reward": 0.3}], [])
-    assert charts.series(charts.read_lines(tmp_path / "metrics.jsonl"), "reward").tolist() == [0.2, 0.3]
+    assert records.series(records.read_lines(tmp_path / "metrics.jsonl"), "reward").tolist() == [0.2, 0.3]
 
 
 def test_acceptance_totals_add_positions_of_any_length() -> None:
     counts = [{"suffix": {"proposed": [9, 4], "accepted": [6, 2]}, "idle": {"proposed": [0], "accepted": [0]}},
               {"suffix": {"proposed": [1, 1, 1, 0], "accepted": [1, 1, 0, 0]}}, None]  # fmt: skip
-    totals = charts.acceptance_totals([{"step": i, "acceptance": c} for i, c in enumerate(counts)])
+    totals = records.acceptance_totals([{"step": i, "acceptance": c} for i, c in enumerate(counts)])
     assert {name: np.stack(pair).tolist() for name, pair in totals.items()} == {"suffix": [[10, 5, 1], [7, 3, 0]]}
 
 
 def test_charts_are_svg_and_repeatable(tmp_path: Path) -> None:
     run_dir = write_full_run(tmp_path)
-    steps, traces = (charts.read_lines(run_dir / name) for name in ("metrics.jsonl", "trace.jsonl"))
+    steps, traces = (records.read_lines(run_dir / name) for name in ("metrics.jsonl", "trace.jsonl"))
     drawn = [charts.speedup_chart, charts.time_chart, charts.acceptance_chart, charts.reward_chart, charts.gap_chart]
     for chart in drawn:
         assert ElementTree.fromstring(chart(steps)).tag.endswith("svg")

@@ -15,6 +15,7 @@ import yaml
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.local.records import read_lines
 
 NUM_CHECKPOINTS_KEPT = 2
 
@@ -22,7 +23,7 @@ NUM_CHECKPOINTS_KEPT = 2
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file at `path` by `text`, or leaves it as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -83,7 +84,7 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`."""
-        return _read_lines(self.path / "metrics.jsonl")
+        return read_lines(self.path / "metrics.jsonl")
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """One more line of `name`, on disk when this returns."""
@@ -118,19 +119,8 @@ class RunDirectory:
         for name in ("metrics.jsonl", "trace.jsonl"):
             if not (self.path / name).is_file():
                 continue
-            kept = [r for r in _read_lines(self.path / name) if r["step"] < self.next_step]
+            kept = [r for r in read_lines(self.path / name) if r["step"] < self.next_step]
             write_atomically(self.path / name, "".join(json.dumps(r) + "\n" for r in kept))
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file; a last line that a crash cut short is left out."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 def _without_extent(config: Mapping[str, Any]) -> dict[str, Any]:

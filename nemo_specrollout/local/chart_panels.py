@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each panel of a chart looks: one function draws one pair of axes. The palette is Okabe and Ito's, which stays apart
+for colour-blind readers. A NaN is a gap in its line.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
+
+from nemo_specrollout.local.records import (
+    Record,
+    column,
+    drafts_by_name,
+    number,
+    overall_speedup,
+    seconds_since_start,
+    series,
+    speedups,
+)
+
+BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
+INK, GREY, PALE = "#24292f", "#6e7781", "#d0d7de"
+DRAFTER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
+PHASES = {"rollout": BLUE, "logprob": SKY, "train": "#8c959f", "refit": ORANGE, "verify": PINK}
+"""Parts of a step in the order that they are stacked; each is recorded as `<part>_s`."""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 8.5, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.titlecolor": INK, "text.color": INK,
+    "axes.labelsize": 8.5, "axes.labelcolor": GREY, "axes.edgecolor": PALE, "xtick.color": GREY, "ytick.color": GREY,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+    "axes.axisbelow": True, "grid.color": "#eaeef2", "grid.linewidth": 0.8, "lines.linewidth": 1.6,
+    "lines.markersize": 4, "legend.frameon": False, "text.parse_math": False, "svg.fonttype": "none",
+}  # fmt: skip
+
+FLOOR = 1e-9
+"""Where a log axis draws a zero."""
+MAX_COUNT_LABELS, MAX_MARKERS = 16, 40
+
+
+def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
+    _over_steps(ax, steps, "Mean reward of a step")
+    reward = series(steps, "reward")
+    ax.plot(series(steps, "step"), reward, _line(steps), color=BLUE)
+    found = np.flatnonzero(np.isfinite(reward))
+    for i, neighbour in {found[0]: found[1:2], found[-1]: found[-2:-1]}.items() if len(found) else ():
+        offset, va = ((0, -7), "top") if len(neighbour) and reward[neighbour[0]] > reward[i] else ((0, 6), "bottom")
+        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), offset, textcoords="offset points",
+                    ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip
+    ax.margins(x=0.12)
+    ax.autoscale(axis="x")  # the labels at both ends need room
+    middle, span = (np.nanmax(reward) + np.nanmin(reward)) / 2, np.nanmax(reward) - np.nanmin(reward)
+    ax.set_ylim(middle - max(0.7 * span, 0.06), middle + max(0.7 * span, 0.06))  # a small change should look small
+
+
+def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
+    _over_steps(ax, steps, "Seconds of a step")
+    at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
+    for phase, colour in PHASES.items():
+        seconds = series(steps, f"{phase}_s")
+        if np.isfinite(seconds).any():
+            height = np.nan_to_num(seconds)
+            ax.bar(at, height, 0.78, base, color=colour, linewidth=0)
+            name = phase.replace("logprob", "log-prob")
+            labels.append((base[-1] + height[-1] / 2, f"{name} {np.nanmean(seconds):.2g} s", colour))
+            base = base + height
+    plain = series(steps, "plain_estimate_s")
+    if np.isfinite(plain).any():
+        ax.hlines(plain, at - 0.39, at + 0.39, color="white", linewidth=3)
+        ax.hlines(plain, at - 0.39, at + 0.39, color=INK, linewidth=1.4)
+        labels.append((plain[np.isfinite(plain)][-1], f"rollout, plain {np.nanmean(plain):.2g} s", INK))
+    _label_right(ax, labels)
+
+
+def draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
+    _over_steps(ax, steps, "Seconds of a rollout")
+    at, measured, plain = (series(steps, key) for key in ("step", "rollout_s", "plain_estimate_s"))
+    ax.fill_between(at, measured, plain, color="#ddeaf3", linewidth=0)
+    labels = []
+    for name, seconds, colour in (("measured", measured, BLUE), ("plain, estimated", plain, GREY)):
+        ax.plot(at, seconds, _line(steps), color=colour)
+        if np.isfinite(seconds).any():
+            labels.append((seconds[np.isfinite(seconds)][-1], name, colour))
+    ax.set_ylim(0, np.nanmax([*measured, *plain]) * 1.1 if labels else 1)
+    _label_right(ax, labels)
+
+
+def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
+    _over_steps(ax, steps, "Rollout speedup over the plain estimate (x)")
+    at, ratios, overall = series(steps, "step"), speedups(steps), overall_speedup(steps)
+    ax.axhline(1, color=GREY, linewidth=1)
+    ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
+    ax.plot(at, ratios, _line(steps), color=BLUE)
+    ax.set_ylim(min(0.9, float(np.nanmin(ratios)) - 0.1), max(1.2, float(np.nanmax(ratios)) + 0.1))
+    _label_right(ax, [(overall, f"all {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
+
+
+def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    labels, longest = [], max(len(proposed) for proposed, _ in totals.values())
+    stride = math.ceil(longest / MAX_COUNT_LABELS)
+    for i, (name, (proposed, accepted)) in enumerate(totals.items()):
+        colour, rates = _colour(i), accepted / proposed
+        ax.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour)
+        labels.append((rates[-1], name, colour))
+        for j in range(0, len(rates), stride):
+            _below(ax, j + 1, i, _short(proposed[j]), colour)
+    ax.set(title="Accepted of proposed draft tokens", ylim=(0, 1), xlim=(0.6, longest + 0.4))
+    ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _label_right(ax, labels)
+
+
+def draw_drain(ax: Axes, trace: Record) -> None:
+    at = seconds_since_start(trace)
+    running = column(trace, "num_requests")
+    ax.fill_between(at, running, step="pre", color=SKY, alpha=0.35, linewidth=0)
+    ax.step(at, running, where="pre", color=BLUE)
+    ax.set(title="Running requests", xlabel=f"seconds into the rollout of step {trace.get('step')}", xlim=(0, at[-1]))
+    ax.set_ylim(0, max(running.max() * 1.08, 1))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+
+
+def draw_drafts(ax: Axes, trace: Record) -> None:
+    at = seconds_since_start(trace)
+    layers, patches = [], []
+    for i, (name, (drafted, accepted)) in enumerate(drafts_by_name(trace).items()):
+        layers += [accepted, drafted - accepted]
+        patches += [Patch(color=_colour(i), label=f"{name} accepted")]
+        patches += [Patch(color=_light(_colour(i)), label=f"{name} rejected")]
+    ax.stackplot(at, layers, colors=[p.get_facecolor() for p in patches], step="pre", linewidth=0)
+    ax.set(title="Draft tokens of an engine step", xlabel=f"seconds into the rollout of step {trace.get('step')}")
+    ax.set_ylim(0, max(np.sum(layers, 0).max() * 1.05, 1))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+    ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(patches), borderaxespad=0,
+              borderpad=0, handlelength=1, columnspacing=1.2)  # fmt: skip
+
+
+def draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
+    _over_steps(ax, steps, "Log-prob gap, engine to trainer (nats)")
+    labels, at = [], series(steps, "step")
+    for name, colour in (("max", GREY), ("mean", BLUE)):
+        gap = np.maximum(series(steps, f"logprob_gap.{name}"), FLOOR)
+        ax.plot(at, gap, _line(steps), color=colour)
+        if np.isfinite(gap).any():
+            labels.append((gap[np.isfinite(gap)][-1], name, colour))
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low / 2, max(high * 2, low * 20))
+    ax.yaxis.set_major_locator(LogLocator(numticks=6))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value <= FLOOR else f"{value:.0e}"))
+    ax.tick_params(axis="y", which="minor", left=False)
+    _label_right(ax, labels)
+
+
+def draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
+    at, speedup = np.arange(len(rows)), series(rows, "speedup_vs_plain")
+    low, high = series(rows, "speedup_low"), series(rows, "speedup_high")
+    ax.barh(at, np.nan_to_num(speedup), 0.66, color=[_bench_colour(r) for r in rows])
+    whiskers = np.isfinite(low) & np.isfinite(high)
+    ax.hlines(at[whiskers], low[whiskers], high[whiskers], color=INK, linewidth=1.2)
+    ax.axvline(1, color=INK, linewidth=1)
+    right = np.nanmax([1.0, *speedup, *high])
+    for i, row in enumerate(rows):
+        text = f"{speedup[i]:.2f}x" if np.isfinite(speedup[i]) else "not measured"
+        ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
+                    fontweight="bold" if row.get("mode") == "ours" else "normal",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+        equal, colour = _equality(row)
+        ax.annotate(equal, (1.0, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right", color=colour)
+    ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
+    ax.set_yticks(at, [{"stock": "stock vLLM"}.get(str(r.get("mode")), str(r.get("mode"))) for r in rows], color=INK)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.set_title("tokens equal to plain", loc="right", color=GREY)
+
+
+def _equality(row: Record) -> tuple[str, str]:
+    """Text and colour of a row's equality with plain."""
+    equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
+    if not math.isfinite(equal + total):
+        return "another sampler" if row.get("mode") == "stock" else "", GREY
+    return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED
+
+
+def _bench_colour(row: Record) -> str:
+    return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
+
+
+def _over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
+    at = series(steps, "step")
+    ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _line(steps: Sequence[Record]) -> str:
+    """A line's format: single steps are worth a marker as long as they can be told apart."""
+    return "o-" if len(steps) <= MAX_MARKERS else "-"
+
+
+def _label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
+    """Write (y, text, colour) labels to the right of the data, moved apart where they would overlap."""
+    ax.autoscale_view()  # limits are otherwise settled only when drawing
+    to_axes = ax.transData + ax.transAxes.inverted()
+    line = 11 / (ax.bbox.height * 72 / ax.figure.dpi)
+    previous = -math.inf
+    for y, text, colour in sorted(labels):
+        previous = max(float(to_axes.transform((1.0, y))[1]), previous + line)
+        ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=_dark(colour))
+
+
+def _below(ax: Axes, x: float, row: int, text: str, colour: str) -> None:
+    ax.annotate(text, (x, 0), (0, -18 - 11 * row), ax.get_xaxis_transform(), "offset points", ha="center", va="top",
+                color=_dark(colour), fontsize=7.5)  # fmt: skip
+
+
+def _short(count: int) -> str:
+    return str(count) if count < 1000 else f"{count / 1000:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
+
+
+def _colour(index: int) -> str:
+    return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
+
+
+def _light(colour: str) -> str:
+    return to_hex(tuple(0.4 * c + 0.6 for c in to_rgb(colour)))  # type: ignore[arg-type]
+
+
+def _dark(colour: str) -> str:
+    """The colour for text, which needs more contrast than a filled shape."""
+    return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run recorded, as numbers: the readers that charts and report share.
+
+A step is one line of `metrics.jsonl`, a trace one line of `trace.jsonl`. A number that is missing, null or not finite
+is NaN, so that a half-written run can still be shown.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Record = Mapping[str, Any]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file, one per step, in order; a later record of a step replaces an earlier one.
+
+    A missing file has none. A torn line, which a killed run leaves behind, is skipped.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records[record["step"]] = record
+    return [records[step] for step in sorted(records)]
+
+
+def number(record: Record, key: str) -> float:
+    """The number at a dotted `key`, NaN where there is none."""
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def series(records: Sequence[Record], key: str) -> np.ndarray:
+    """`number` of every record, float64."""
+    return np.array([number(r, key) for r in records], float)
+
+
+def speedups(steps: Sequence[Record]) -> np.ndarray:
+    """Plain-estimate seconds over measured seconds of each step, NaN where either is missing."""
+    measured = series(steps, "rollout_s")
+    return series(steps, "plain_estimate_s") / np.where(measured > 0, measured, math.nan)
+
+
+def overall_speedup(steps: Sequence[Record]) -> float:
+    """Plain-estimate seconds over measured seconds, of the steps that have both; NaN where none has."""
+    both = np.isfinite(speedups(steps))
+    plain, measured = series(steps, "plain_estimate_s")[both].sum(), series(steps, "rollout_s")[both].sum()
+    return float(plain / measured) if measured > 0 else math.nan
+
+
+def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Draft tokens (proposed, accepted) by position, int64, summed over steps, of the drafters that proposed any."""
+    totals: dict[str, np.ndarray] = {}
+    for step in steps:
+        for name, counts in (step.get("acceptance") or {}).items():
+            pair = np.array([counts["proposed"], counts["accepted"]], np.int64)
+            old = totals.get(name, np.zeros((2, 0), np.int64))
+            width = max(old.shape[1], pair.shape[1])
+            totals[name] = sum(np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in (old, pair))  # type: ignore[assignment]
+    return {n: (t[0][t[0] > 0], t[1][t[0] > 0]) for n, t in totals.items() if t[0].any()}
+
+
+def can_drain(trace: Record) -> bool:
+    return len(trace.get("rows", ())) > 1 and {"time_s", "num_requests"} <= set(trace.get("columns", ()))
+
+
+def seconds_since_start(trace: Record) -> np.ndarray:
+    time_s = column(trace, "time_s")
+    return time_s - time_s[0]
+
+
+def drafts_by_name(trace: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Draft tokens (drafted, accepted) of each engine step, by drafter; drafters without any are left out."""
+    names = [c.removeprefix("drafted_") for c in trace["columns"] if c.startswith("drafted_")]
+    found = {n: (column(trace, f"drafted_{n}"), column(trace, f"accepted_{n}")) for n in names}
+    return {n: pair for n, pair in found.items() if pair[0].any()}
+
+
+def column(trace: Record, name: str) -> np.ndarray:
+    i = trace["columns"].index(name)
+    return np.array([row[i] for row in trace["rows"]], float)
