@@ -15,6 +15,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.unit
 
@@ -134,6 +135,12 @@ def test_a_log_dir_that_cannot_be_a_folder_is_refused(refused: Refused, log_dir:
 def test_a_run_of_another_config_is_refused(refused: Refused, log_dir: Path) -> None:
     write_run(log_dir, 1, "grpo.seed=1")
     assert "holds a run of another config (it differs in grpo.seed)" in refused("run")
+
+
+def test_a_run_without_a_finished_step_may_change_its_config(log_dir: Path) -> None:
+    write_run(log_dir, 0, "grpo.seed=1")
+    tree = load_config(QUICKSTART, [])
+    assert RunDirectory.open(log_dir, tree, 2).next_step == 0
 
 
 def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:

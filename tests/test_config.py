@@ -87,8 +87,8 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_interpolation_sees_overrides() -> None:
-    config = quickstart("policy.max_total_sequence_length=384")
-    assert config.policy.generation.vllm_cfg.max_model_len == 384
+    config = quickstart("policy.max_total_sequence_length=800")
+    assert config.policy.generation.vllm_cfg.max_model_len == 800
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -175,7 +175,7 @@ def test_numbers_are_read_as_a_user_means_them() -> None:
         ("policy.train_micro_batch_size=x", "policy.train_micro_batch_size: expected int, got 'x'"),
         ("policy.generation.vllm_cfg.max_model_len=256", "policy.generation.vllm_cfg.max_model_len: 256 differs from"),
         ("policy.train_global_batch_size=48", "policy.train_global_batch_size: 48 does not divide the 64 samples"),
-        ("policy.generation.max_new_tokens=512", "policy.generation.max_new_tokens: 512 leaves no room"),
+        ("policy.generation.max_new_tokens=896", "policy.generation.max_new_tokens: 896 leaves no room"),
         ("policy.generation.temperature=-1", "policy.generation.temperature: -1.0 is out of range"),
         ("policy.generation.temperature=.inf", "policy.generation.temperature: inf"),
         ("policy.generation.top_p=0", "policy.generation.top_p: 0"),

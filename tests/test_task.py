@@ -30,7 +30,7 @@ from nemo_specrollout.local.task import (
 pytestmark = pytest.mark.unit
 
 CHECKPOINT = Path(__file__).parent.parent / "examples" / "models" / "step_adder"
-GOLDEN_TERMS = (3, 9, 2)
+GOLDEN_TERMS = (11, 27, 18, 7)
 SUM = Problem((39, 5, 2))
 MAX_BYTES = 8_000_000
 
@@ -74,8 +74,8 @@ def test_number_of_terms_is_long_tailed():
 
 def test_max_terms_is_held_and_checked():
     assert max(len(problem.terms) for problem in make_problems(1, 200, max_terms=3)) == 3
-    with pytest.raises(ValueError, match="max_terms is 25; give a number from 2 to 24"):
-        make_problems(1, 1, max_terms=25)
+    with pytest.raises(ValueError, match="max_terms is 17; give a number from 2 to 16"):
+        make_problems(1, 1, max_terms=17)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,30 @@ def test_any_text_has_a_reward(response):
 
 
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(), index=st.integers(0, 10**6))
-def test_demonstrations_are_right_and_survive_the_tokenizer(tokenizer, seed, index):
+@given(seed=st.integers(), index=st.integers(0, 10**6), is_quick=st.booleans())
+def test_demonstrations_survive_the_tokenizer_and_careful_ones_are_right(tokenizer, seed, index, is_quick):
     problem = make_problems(seed, 1, start=index)[0]
-    text = demonstration(problem, random.Random(seed))
-    assert reward(problem, text) == 1.0
+    text = demonstration(problem, random.Random(seed), is_quick)
+    assert is_quick or reward(problem, text) == 1.0
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert reward_of_ids(problem, ids, tokenizer) == 1.0
+    assert reward_of_ids(problem, ids, tokenizer) == reward(problem, text)
+
+
+def test_quick_writers_slip():
+    problems = make_problems(1, 400)
+    rights = [reward(p, demonstration(p, random.Random(i), is_quick=True)) for i, p in enumerate(problems)]
+    assert 0.3 < statistics.mean(rights) < 0.5
+
+
+def test_neighbouring_problems_are_spread_over_the_difficulties():
+    """The mean number of terms of 8 problems in a row varies much less than that of 8 drawn at random."""
+    nums = [len(problem.terms) for problem in make_problems(1, 800)]
+    in_a_row = [statistics.mean(nums[i : i + 8]) for i in range(0, 800, 8)]
+    shuffled = random.Random(0).sample(nums, 800)
+    at_random = [statistics.mean(shuffled[i : i + 8]) for i in range(0, 800, 8)]
+    assert statistics.stdev(in_a_row) < 0.7 * statistics.stdev(at_random)
 
 
 def test_demonstrations_of_one_problem_differ():
@@ -148,7 +163,8 @@ def test_shipped_checkpoint_fits_the_task():
 def test_shipped_checkpoint_answers():
     import torch
 
-    from nemo_specrollout.local.warm_start import load, sample
+    from nemo_specrollout.local.warm_start import load
+    from nemo_specrollout.local.warm_start_evaluation import sample
 
     model, tokenizer = load(CHECKPOINT)
     problems = [Problem((12, 5)), Problem((40, 31, 8))] * 16
@@ -160,7 +176,8 @@ def test_shipped_checkpoint_answers():
 
 
 def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(tmp_path):
-    from nemo_specrollout.local.warm_start import WarmStart, load, run
+    from nemo_specrollout.local.warm_start import load, run
+    from nemo_specrollout.local.warm_start_data import WarmStart
 
     for name in ("one", "two"):
         run(WarmStart(steps=2), tmp_path / name, num_samples=2)

@@ -177,7 +177,7 @@ class DataConfig:
 
     dataset_name: str = choice("step_addition", default="step_addition")
     """The task's name."""
-    max_terms: int = bounded(24, low=2, high=24)
+    max_terms: int = bounded(16, low=2, high=16)
     """Most terms of an addition."""
 
 

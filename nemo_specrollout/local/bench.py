@@ -6,6 +6,7 @@ round, in an order that shifts from round to round, and speedups are of paired r
 """
 
 import importlib.util
+import itertools
 import json
 import statistics
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ _LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
 
 # Rounds that only warm up: kernels compile, the router learns what steps cost.
 WARM_UP_ROUNDS = 1
+# The worst case is a matter of one per cent, and single rounds differ by ten: more of them.
+USELESS_ROUNDS = 4
 
 
 @dataclass
@@ -80,6 +83,7 @@ def run_bench(config: RunConfig) -> list[dict[str, Any]]:
     console = Console(highlight=False)
     rows, counterfactual = _measure_rollouts(config)
     out.mkdir(parents=True, exist_ok=True)
+    _set_aside(out, "bench.json", "bench.png", "bench.svg", "bench_useless.json")
     write_atomically(out / "bench.json", json.dumps(rows, indent=1))
     bench_chart(rows, out / "bench.png")
     console.print(_table(rows))
@@ -91,6 +95,13 @@ def run_bench(config: RunConfig) -> list[dict[str, Any]]:
         console.print(_useless_table(worst))
     console.print(f"written to {out}/bench.json and {out}/bench.png")
     return rows
+
+
+def _set_aside(folder: Path, *names: str) -> None:
+    """Renames what an earlier bench left there, "bench.json" to "bench.1.json" or the next number that is free."""
+    for path in (folder / name for name in names if (folder / name).exists()):
+        numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
+        path.rename(next(p for p in numbered if not p.exists()))
 
 
 def _measure_rollouts(config: RunConfig) -> tuple[list[dict[str, Any]], list[str]]:
@@ -189,7 +200,7 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
         for batch in config.bench.useless_batches:
             for mode in modes:
                 mode.reset()
-            for index in range(WARM_UP_ROUNDS + 2 * config.bench.num_rounds):
+            for index in range(WARM_UP_ROUNDS + USELESS_ROUNDS * config.bench.num_rounds):
                 prompts = step_prompts(config, index, lambda p: encode_prompt(p, tokenizer)).requests
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
                 _round(modes, requests, config, index, keep=index >= WARM_UP_ROUNDS)

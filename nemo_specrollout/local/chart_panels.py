@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each panel of a chart looks: one function draws one pair of axes. The palette is Okabe and Ito's, which stays apart
-for colour-blind readers. A NaN is a gap in its line.
+"""How each panel of a chart looks: one function draws one pair of axes.
+
+The palette is Okabe and Ito's, which stays apart for colour-blind readers. A NaN is a gap in its line.
 """
 
 import math

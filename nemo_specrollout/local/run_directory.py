@@ -43,6 +43,8 @@ class RunDirectory:
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
         """A new run, or the one in the folder if its config is the same but for the number of steps.
 
+        A run without a finished step has nothing to lose: it starts anew, whatever its config was.
+
         Raises ConfigError where the folder holds something else, or a run that is complete or keeps no checkpoints.
         """
         run = cls(path, config)
@@ -51,6 +53,8 @@ class RunDirectory:
         earlier = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else None
         if not isinstance(earlier, dict):
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
+        if run.next_step == 0 and not run.metrics():
+            return run
         if _without_extent(earlier) != _without_extent(config):
             keys = ", ".join(_differences(_without_extent(earlier), _without_extent(config))[:4])
             raise ConfigError(
@@ -72,7 +76,7 @@ class RunDirectory:
         """Writes what is known before the first step; called when the run is sure to start."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
-        if not (self.path / "run.json").is_file():
+        if self.next_step == 0 or not (self.path / "run.json").is_file():
             write_atomically(self.path / "run.json", json.dumps(_provenance(), indent=1))
         self._drop_unfinished_lines()
 

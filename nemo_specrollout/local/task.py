@@ -1,54 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's task: add 2 to 24 numbers step by step, made from a seed, with a reward by rule.
+"""The demo's task: add 2 to 16 numbers step by step, made from a seed, with a reward by rule.
 
-A worked response is written left to right by a small random grammar. Its wording carries about as much chance per token
-as an LLM's own sampling does in RL, so that siblings and prompt tell a drafter no more than they would in a real run.
+A worked response is written left to right by a small random grammar. It repeats itself no more than an LLM's text does:
+n-gram drafting gains less here than papers report (docs/task.md), so drafters are not helped by the task being made up.
 Nothing here imports torch; transformers is imported only by `build_tokenizer`.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MIN_TERMS, MAX_TERMS, MAX_TERM = 2, 24, 99
+MIN_TERMS, MAX_TERMS, MAX_TERM = 2, 16, 30
 MEDIAN_TERMS, TERMS_SPREAD = 5.0, 0.6
 """Median and log-standard-deviation of the log-normal number of terms."""
 
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 VOCAB_MULTIPLE = 32
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
-# Symbol -> its expansions and their odds. `<x>` is a symbol; `{a}` the sum so far, `{t}` the term, `{s}` the new sum.
+# Symbol -> its expansions and their odds. `<x>` is a symbol; `{a}` the sum so far, `{t}` the term, `{s}` the new sum,
+# `{rest}` the terms that are left.
 # Two numbers are never neighbours, because a tokenizer with one token per digit could not tell them apart. The odds are
 # uneven on purpose: most tokens of an LLM are nearly certain, and a few are forks.
 GRAMMAR: dict[str, dict[str, float]] = {
     "opening": {
-        "": 4, "let us go from left to right . ": 2, "we start with {a} . ": 2, "ok , the first number is {a} . ": 1,
+        "": 4, "we want {a} + {rest} . ": 4, "let us go from left to right . ": 2, "we start with {a} . ": 2,
         "begin at {a} . ": 1,
     },
+    "quick opening": {"": 2, "ok , ": 2, "so ": 1, "ok , begin at {a} . ": 1},
     "step": {
-        "<lead>add {t} : {a} + {t} <equals> {s} .<remark>": 8,
-        "<lead>{a} <plus> {t} <equals> {s} .<remark>": 6,
-        "<lead>adding {t} to {a} <equals> {s} .<remark>": 3,
-        "<lead>we get {s} after adding {t} .<remark>": 1,
-        "<lead>with {t} more {a} <grows> {s} .<remark>": 2,
-        "<lead>the next number is {t} , <which> {s} .<remark>": 2,
-        "<lead>the sum of {a} and {t} <equals> {s} .<remark>": 2,
-        "<lead>take {a} , put {t} on top , and it <grows> {s} .<remark>": 1,
+        "<lead>add {t} : {a} + {t} <equals> {s} .<left><remark>": 8,
+        "<lead>{a} <plus> {t} <equals> {s} .<left><remark>": 6,
+        "<lead>{a} + {t} + {rest} = {s} + {rest} .<remark>": 8,
+        "<lead>adding {t} to {a} <equals> {s} .<left><remark>": 3,
+        "<lead>with {t} more {a} <grows> {s} .<left><remark>": 2,
+        "<lead>the sum of {a} and {t} <equals> {s} .<left><remark>": 2,
     },
     "lead": {"": 12, "now ": 4, "then ": 3, "so ": 2, "after that , ": 1, "ok , ": 1},
     "plus": {"+": 6, "plus": 2, "and": 1},
     "equals": {"=": 9, "is": 3, "makes": 2, "gives": 2, "equals": 1},
     "grows": {"becomes": 2, "grows to": 1, "turns into": 1},
-    "which": {"so {a} <grows>": 2, "and {a} + {t} <equals>": 2, "which brings us to": 1},
+    "left": {"": 2, " that leaves {s} + {rest} .": 4, " so we have {s} + {rest} .": 2, " left are {rest} .": 1},
     "remark": {
         "": 16, " good .": 2, " {s} so far .": 2, " let us check that . <check>": 1, " that looks right .": 1,
         " we keep {s} .": 1, " fine , go on .": 1,
@@ -58,6 +61,10 @@ GRAMMAR: dict[str, dict[str, float]] = {
     },
     "closing": {"": 5, " that was the last one .": 2, " all done .": 2, " nothing is left , so the total is {s} .": 1},
 }  # fmt: skip
+HABIT = 0.75
+"""How often a writer says a thing as it said it before in the same response."""
+SLIP_RATE = 0.25
+"""How often a quick writer gets a sum wrong."""
 PROMPT = "please add {terms} . work step by step ."
 ANSWER = "answer : {s}"
 
@@ -81,31 +88,50 @@ class Problem:
 
 
 def make_problem(seed: int, index: int, max_terms: int = MAX_TERMS) -> Problem:
-    """Problem `index` of the endless list that `seed` names: long-tailed in its number of terms and in each term."""
+    """Problem `index` of the endless list that `seed` names: log-normal in its number of terms, uniform in each term.
+
+    Neighbours in the list are spread evenly over the difficulties (a golden-ratio sequence of quantiles), so that the
+    rewards of two steps can be compared.
+    """
+    quantile = (random.Random(str(seed)).random() + index * GOLDEN_RATIO) % 1.0
+    deviation = NormalDist().inv_cdf(min(max(quantile, 1e-9), 1 - 1e-9))
+    num_terms = min(max(round(MEDIAN_TERMS * math.exp(TERMS_SPREAD * deviation)), MIN_TERMS), max_terms)
     rng = random.Random(f"{seed}-{index}")
-    num_terms = round(MEDIAN_TERMS * rng.lognormvariate(0.0, TERMS_SPREAD))
-    num_terms = min(max(num_terms, MIN_TERMS), max_terms)
-    return Problem(tuple(int((MAX_TERM + 1) ** rng.random()) for _ in range(num_terms)))
+    return Problem(tuple(rng.randint(1, MAX_TERM) for _ in range(num_terms)))
 
 
 def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERMS) -> list[Problem]:
     """Problems `start` to `start + num - 1` of `seed`'s list; the same in every process, and whatever `num` is.
 
-    Raises ValueError if `max_terms` is outside 2..24.
+    Raises ValueError if `max_terms` is outside 2..16.
     """
     if not MIN_TERMS <= max_terms <= MAX_TERMS:
         raise ValueError(f"max_terms is {max_terms}; give a number from {MIN_TERMS} to {MAX_TERMS}")
     return [make_problem(seed, start + i, max_terms) for i in range(num)]
 
 
-def demonstration(problem: Problem, rng: random.Random) -> str:
-    """A worked response: partial sums left to right in random wording, always ending in the right answer."""
-    sums = list(accumulate(problem.terms))
-    parts = [_expand("opening", rng).format(a=sums[0])]
-    steps = zip(pairwise(sums), problem.terms[1:], strict=True)
-    parts.append(" ".join(_expand("step", rng).format(a=a, s=s, t=t) for (a, s), t in steps))
-    parts.append(_expand("closing", rng).format(s=sums[-1]) + " ")
-    return "".join(parts) + ANSWER.format(s=sums[-1])
+def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) -> str:
+    """A worked response: partial sums left to right in random wording.
+
+    A careful writer always ends in the right answer. A quick one opens in another way and slips now and then, goes on
+    from the wrong sum, and never checks.
+    """
+    sums = _sums(problem.terms, rng, SLIP_RATE if is_quick else 0.0)
+    writer = _Writer(rng)
+    parts = [writer.write("quick opening" if is_quick else "opening", problem.terms[1:], a=sums[0])]
+    for i, (a, s) in enumerate(pairwise(sums), 1):
+        step = writer.write("step", problem.terms[i + 1 :], a=a, t=problem.terms[i], s=s)
+        parts.append(step + " " * (i + 1 < len(sums)))
+    return "".join(parts) + writer.write("closing", s=sums[-1]) + " " + ANSWER.format(s=sums[-1])
+
+
+def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[int]:
+    """The sum after each term; where the writer slips, a little beside the right one."""
+    sums = [terms[0]]
+    for term in terms[1:]:
+        slip = rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < slip_rate else 0
+        sums.append(max(sums[-1] + term + slip, 0))
+    return sums
 
 
 def reward(problem: Problem, response: str) -> float:
@@ -138,7 +164,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK,
-        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=512,
+        padding_side="left", clean_up_tokenization_spaces=False, model_max_length=1024,
     )  # fmt: skip
 
 
@@ -161,8 +187,23 @@ def vocabulary() -> tuple[str, ...]:
     return (*known, *(f"<unused_{i}>" for i in range(-len(known) % VOCAB_MULTIPLE)))
 
 
-def _expand(symbol: str, rng: random.Random) -> str:
-    """A random sentence of `GRAMMAR[symbol]`, numbers still as `{a}`, `{t}`, `{s}`."""
-    texts, odds = zip(*GRAMMAR[symbol].items(), strict=True)
-    chosen = rng.choices(texts, odds)[0]
-    return _SYMBOL.sub(lambda match: _expand(match.group(1), rng), chosen)
+class _Writer:
+    """Words a response by `GRAMMAR`, in habits of its own: mostly it says a thing as it said it before."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._habits: dict[str, str] = {}
+
+    def write(self, symbol: str, rest: Sequence[int] = (), **numbers: int) -> str:
+        """A sentence of `GRAMMAR[symbol]` about these numbers; none that names the `rest` where nothing is left."""
+        return self._expand(symbol, bool(rest)).format(rest=" + ".join(map(str, rest)), **numbers)
+
+    def _expand(self, symbol: str, has_rest: bool) -> str:
+        odds = {text: odds for text, odds in GRAMMAR[symbol].items() if has_rest or "{rest}" not in text}
+        habit = self._habits.get(symbol)
+        if habit in odds and self._rng.random() < HABIT:
+            chosen = habit
+        else:
+            chosen = self._rng.choices(list(odds), list(odds.values()))[0]
+            self._habits[symbol] = chosen
+        return _SYMBOL.sub(lambda match: self._expand(match.group(1), has_rest), chosen)

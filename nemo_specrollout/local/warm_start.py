@@ -13,81 +13,28 @@ Shapes: B requests, T positions, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
 import platform
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from nemo_specrollout.local.task import (
-    MAX_TERMS,
-    build_tokenizer,
-    demonstration,
-    encode_prompt,
-    make_problems,
-    reward_of_ids,
-)
+from nemo_specrollout.local.task import build_tokenizer
+from nemo_specrollout.local.warm_start_data import BATCH_TOKENS, DEFAULT_STEPS, IGNORED, WarmStart, make_batches
+from nemo_specrollout.local.warm_start_evaluation import Evaluation, evaluate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-DEFAULT_STEPS = 4000
-BATCH_TOKENS = 512
-"""Positions of a training batch, padding included."""
-POOL_PROBLEMS = 256
-"""Batches are cut from pools of problems sorted by length, which keeps padding small."""
-POOL_STEPS = 64
-"""About the number of batches in a pool; only the pace of the curriculum depends on it."""
-MAX_NEW_TOKENS = 320
-EVALUATION_SEED = 1_000_003
-IGNORED = -100
-FIRST_MAX_TERMS = 3
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """What decides the policy's weights."""
-
-    steps: int = DEFAULT_STEPS
-    seed: int = 0
-    learning_rate: float = 2e-3
-    warm_up_steps: int = 100
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
-    digit_weight: float = 3.0
-    """Loss weight of a digit against a word. Digits are what is hard; the optimum of each position is the same."""
-    curriculum: float = 0.4
-    """Share of the steps over which the longest problem grows from 3 terms to 24."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; give at least 1 (default {DEFAULT_STEPS})")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One sample per problem at temperature 1: rates in 0..1, entropy in nats, lengths in tokens with the end token."""
-
-    num_samples: int
-    accuracy: float
-    ended_rate: float
-    entropy_per_token: float
-    median_length: int
-    p95_length: int
-    max_length: int
 
 
 def main() -> None:
@@ -122,7 +69,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, max_position_embeddings=512,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_dropout=0.0,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -178,69 +125,6 @@ def training_loss(
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), weight_V, ignore_index=IGNORED)
 
 
-def make_batches(
-    tokenizer: PreTrainedTokenizerFast, settings: WarmStart
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids_BT, labels_BT) of about `BATCH_TOKENS` positions each, examples of similar length together."""
-    rng = random.Random(f"batches-{settings.seed}")
-    for pool in itertools.count():
-        longest = longest_problem(pool * POOL_STEPS, settings)
-        examples = _make_examples(tokenizer, settings.seed, pool * POOL_PROBLEMS, longest)
-        batches = _cut(sorted(examples, key=lambda example: len(example[0])))
-        rng.shuffle(batches)
-        for batch in batches:
-            yield _pad(batch, int(tokenizer.pad_token_id))
-
-
-def longest_problem(step: int, settings: WarmStart) -> int:
-    """The most terms a training problem has at `step`: small sums are learned first, and carry over."""
-    progress = min(1.0, step / max(1.0, settings.curriculum * settings.steps))
-    return FIRST_MAX_TERMS + int(progress * (MAX_TERMS - FIRST_MAX_TERMS))
-
-
-@torch.inference_mode()
-def evaluate(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, num_samples: int, batch_size: int = 64
-) -> Evaluation:
-    """Sample one response for each of `num_samples` problems that training never sees, at temperature 1."""
-    torch.manual_seed(EVALUATION_SEED)
-    problems = sorted(make_problems(EVALUATION_SEED, num_samples), key=lambda problem: len(problem.terms))
-    rewards: list[float] = []
-    lengths: list[int] = []
-    entropy, num_ended = 0.0, 0
-    model.eval()
-    for first in range(0, num_samples, batch_size):
-        chunk = problems[first : first + batch_size]
-        ids_BT, entropy_BT = sample(model, tokenizer, [encode_prompt(problem, tokenizer) for problem in chunk])
-        ended_BT = ids_BT == tokenizer.eos_token_id
-        live_BT = ended_BT.long().cumsum(1) - ended_BT.long() == 0
-        rewards += [reward_of_ids(p, ids, tokenizer) for p, ids in zip(chunk, ids_BT.tolist(), strict=True)]
-        lengths += live_BT.sum(1).tolist()
-        entropy += float((entropy_BT * live_BT).sum())
-        num_ended += int(ended_BT.any(1).sum())
-    lengths.sort()
-    return Evaluation(
-        num_samples=num_samples, accuracy=sum(rewards) / num_samples, ended_rate=num_ended / num_samples,
-        entropy_per_token=entropy / sum(lengths), median_length=lengths[num_samples // 2],
-        p95_length=lengths[int(0.95 * num_samples)], max_length=lengths[-1],
-    )  # fmt: skip
-
-
-def sample(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids_BT, entropy_BT) of one response per prompt at temperature 1; ids after the end token are padding."""
-    padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
-    policy: Any = model  # transformers types `generate` for protocols that its own models do not meet
-    output = policy.generate(
-        **padded, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    logits_BTV = torch.stack(output.logits, dim=1).float()
-    entropy_BT = torch.distributions.Categorical(logits=logits_BTV).entropy()
-    return output.sequences[:, padded["input_ids"].shape[1] :], entropy_BT
-
-
 def build_card(settings: WarmStart, loss: float, seconds: float, measured: Evaluation) -> dict[str, object]:
     """Where a checkpoint comes from and what was measured on it."""
     import transformers
@@ -284,40 +168,6 @@ def load(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
         raise ValueError(f"evaluate is {folder}, which has no config.json; name a folder that warm_start wrote")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
-
-
-def _make_examples(
-    tokenizer: PreTrainedTokenizerFast, seed: int, start: int, max_terms: int
-) -> list[tuple[list[int], int]]:
-    """(ids of prompt and response, length of the prompt) of the problems of one pool."""
-    examples = []
-    for index, problem in enumerate(make_problems(seed, POOL_PROBLEMS, start, max_terms), start):
-        prompt = encode_prompt(problem, tokenizer)
-        text = demonstration(problem, random.Random(f"demonstration-{seed}-{index}"))
-        response = tokenizer(text, add_special_tokens=False)["input_ids"]
-        examples.append(([*prompt, *response, int(tokenizer.eos_token_id)], len(prompt)))
-    return examples
-
-
-def _cut(examples: list[tuple[list[int], int]]) -> list[list[tuple[list[int], int]]]:
-    """Sorted examples in runs whose padded size stays within `BATCH_TOKENS` (one example at least)."""
-    batches: list[list[tuple[list[int], int]]] = [[]]
-    for example in examples:
-        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
-            batches.append([])
-        batches[-1].append(example)
-    return batches
-
-
-def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
-    width = max(len(ids) for ids, _ in batch)
-    ids_BT = torch.full((len(batch), width), pad_id)
-    labels_BT = torch.full((len(batch), width), IGNORED)
-    for row, (ids, prompt_length) in enumerate(batch):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        labels_BT[row, prompt_length : len(ids)] = ids_BT[row, prompt_length : len(ids)]
-    return ids_BT, labels_BT
 
 
 def _progress() -> Progress:
