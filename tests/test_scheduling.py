@@ -83,7 +83,7 @@ def test_the_overhead_of_any_draft_counts() -> None:
     assert AutoBudget(0.0).allocate(one).sum() == 0
 
 
-@given(st.floats(1e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.0, 1.0))
+@given(st.floats(4e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.1, 1.0))
 @settings(max_examples=30)
 def test_the_table_learns_requests_rows_and_overhead(
     fixed_s: float, request_s: float, overhead_s: float, row_share: float
@@ -133,6 +133,18 @@ def test_one_stall_does_not_move_the_table() -> None:
         table.observe(8, 8, 0.01)
     learned = table.costs()
     assert learned is not None and learned.plain_s[8] < 0.011
+
+
+def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off() -> None:
+    for requests in (8, 64):  # in a bucket of plain steps, and beyond all of them
+        table = StepTimeTable(MAX_ROWS)
+        for batch in (8, 16, 64) * 10:
+            table.observe(batch, batch, 0.008 + 0.00015 * batch)
+        table.observe(requests, requests + 8, 0.3)
+        learned = table.costs()
+        assert learned is not None
+        observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)
+        assert AutoBudget(0.03).allocate(observed).sum() > 0
 
 
 def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, tokens: list[int], submitted: bool) -> None:

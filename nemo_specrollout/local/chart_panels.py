@@ -20,6 +20,8 @@ from nemo_specrollout.local.records import (
     drafts_by_name,
     number,
     overall_speedup,
+    reward_window,
+    running_mean,
     seconds_since_start,
     series,
     speedups,
@@ -45,13 +47,18 @@ MAX_COUNT_LABELS, MAX_MARKERS = 16, 40
 
 
 def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, steps, "Mean reward of a step")
-    reward = series(steps, "reward")
-    ax.plot(series(steps, "step"), reward, _line(steps), color=BLUE)
-    found = np.flatnonzero(np.isfinite(reward))
+    window = reward_window(len(steps))
+    title = "Mean reward of a step" + (f"; bold: of {window} steps" if window > 1 else "")
+    _over_steps(ax, steps, title)
+    reward, x = series(steps, "reward"), series(steps, "step")
+    ax.plot(x, reward, _line(steps), color=BLUE, alpha=0.35 if window > 1 else 1.0)
+    means = running_mean(reward, window)
+    if window > 1:
+        ax.plot(x, means, color=BLUE, linewidth=2.4)
+    found = np.flatnonzero(np.isfinite(means))
     for i, neighbour in {found[0]: found[1:2], found[-1]: found[-2:-1]}.items() if len(found) else ():
-        offset, va = ((0, -7), "top") if len(neighbour) and reward[neighbour[0]] > reward[i] else ((0, 6), "bottom")
-        ax.annotate(f"{reward[i]:.2f}", (number(steps[i], "step"), reward[i]), offset, textcoords="offset points",
+        offset, va = ((0, -7), "top") if len(neighbour) and means[neighbour[0]] > means[i] else ((0, 6), "bottom")
+        ax.annotate(f"{means[i]:.2f}", (x[i], means[i]), offset, textcoords="offset points",
                     ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip
     ax.margins(x=0.12)
     ax.autoscale(axis="x")  # the labels at both ends need room

@@ -45,6 +45,19 @@ def series(records: Sequence[Record], key: str) -> np.ndarray:
     return np.array([number(r, key) for r in records], float)
 
 
+def reward_window(num_steps: int) -> int:
+    """Steps over which rewards are averaged, a fifth of the run: problems differ, so single steps say little."""
+    return max(1, num_steps // 5)
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and the `window - 1` before it; NaN for the first `window - 1` and wherever one is missing."""
+    means = np.full(len(values), math.nan)
+    if len(values) >= window:
+        means[window - 1 :] = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
+    return means
+
+
 def speedups(steps: Sequence[Record]) -> np.ndarray:
     """Plain-estimate seconds over measured seconds of each step, NaN where either is missing."""
     measured = series(steps, "rollout_s")

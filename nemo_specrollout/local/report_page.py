@@ -89,7 +89,8 @@ HOW_TO_READ = {
     "part would end without speculation, by the estimate.",
     "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
     "own token; small counts are noisy.",
-    "Reward": "The mean reward of a step's samples; problems differ from step to step, so look at the trend.",
+    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the bold line, a "
+    "running mean.",
     "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's; a jump means "
     "that a refit went wrong.",
 }

@@ -14,6 +14,7 @@ from nemo_specrollout.local.grpo import group_normalized_advantages
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
+from nemo_specrollout.local.records import reward_window
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.rollout import StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
@@ -219,7 +220,7 @@ def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[s
     metrics = directory.metrics()
     summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
     if metrics:
-        tail = max(1, len(metrics) // 5)
+        tail = reward_window(len(metrics))
         speculated = [m for m in metrics if m["plain_estimate_s"] is not None]
         estimate, measured = (sum(m[k] for m in speculated) for k in ("plain_estimate_s", "rollout_s"))
         summary |= {

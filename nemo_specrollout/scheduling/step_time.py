@@ -12,9 +12,13 @@ import numpy as np
 
 DECAY = 0.05
 CLIP = 2.0
+CLIP_OF_NEW = 1.5
 CLIP_FROM_WEIGHT = 3.0
 BORROWED_WEIGHT = 0.25
 SURCHARGE_DECAY = 0.98
+SURCHARGE_FORGET = 0.99
+MAX_SURCHARGE = 0.5
+ZERO_WEIGHT = 4.0
 MAX_WEIGHT = 20.0
 FORGET = 0.995
 LINE_WEIGHT = 1.0
@@ -41,7 +45,8 @@ class StepCosts:
 class DraftSurcharge:
     """What a step with n draft rows costs beyond a plain one of as many rows, as overhead - n * discount.
 
-    Decayed least squares; neither is ever negative.
+    Decayed least squares, leaning on zero while few samples are fresh: a stall in the first step with drafts must not
+    scare off for good, for nothing would ever correct it. Neither figure is ever negative.
     """
 
     def __init__(self) -> None:
@@ -53,19 +58,30 @@ class DraftSurcharge:
         """A step with that many draft rows took `seconds` more than a plain one of as many rows."""
         terms = (1.0, num_drafts, num_drafts * num_drafts, seconds, num_drafts * seconds)
         self._sums = [SURCHARGE_DECAY * s + t for s, t in zip(self._sums, terms, strict=True)]
-        one, n, nn, r, nr = self._sums
-        variance = nn * one - n * n
-        slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
-        intercept = (r - slope * n) / one
-        if intercept < 0.0:
-            intercept, slope = 0.0, nr / nn
-        if slope > 0.0:
-            intercept, slope = max(0.0, r / one), 0.0
-        self.overhead_s, self.discount_s = intercept, -slope
+        self._solve()
+
+    def age(self) -> None:
+        """A step without drafts went by."""
+        self._sums = [SURCHARGE_FORGET * s for s in self._sums]
+        self._solve()
 
     def of(self, num_drafts: int) -> float:
         """Seconds, possibly negative."""
         return self.overhead_s - num_drafts * self.discount_s
+
+    def _solve(self) -> None:
+        one, n, nn, r, nr = self._sums
+        if nn <= 0.0:
+            return
+        one += ZERO_WEIGHT
+        variance = nn * one - n * n
+        slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
+        intercept = (r - slope * n) / one
+        if slope > 0.0:
+            intercept, slope = r / one, 0.0
+        elif intercept < 0.0:
+            intercept, slope = 0.0, min(0.0, nr / nn)
+        self.overhead_s, self.discount_s = max(0.0, intercept), -slope
 
 
 class StepTimeTable:
@@ -96,8 +112,8 @@ class StepTimeTable:
         """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts."""
         bucket, num_drafts = self._bucket_of_row[min(num_rows, self._max_rows)], num_rows - num_requests
         if num_drafts and self._num_plain[bucket]:
-            plain_s = self._plain_s(num_rows)
-            self._surcharge.observe(num_drafts, min(max(seconds - plain_s, -plain_s), plain_s))
+            plain_s = self._seconds[bucket]
+            self._surcharge.observe(num_drafts, min(seconds - plain_s, MAX_SURCHARGE * plain_s))
         elif num_drafts:
             self._learn(bucket, num_rows, seconds - self._surcharge.of(num_drafts), BORROWED_WEIGHT)
         else:
@@ -105,6 +121,7 @@ class StepTimeTable:
                 self._weight[bucket] = 0.0  # forget what was borrowed from steps with drafts
             self._learn(bucket, num_rows, seconds, 1.0)
             self._num_plain[bucket] += 1
+            self._surcharge.age()
         self._changes += 1
         self._num_samples += 1
         self._last_sample[bucket] = self._num_samples
@@ -119,19 +136,22 @@ class StepTimeTable:
             self._cached, self._changes = self._predict(), 0
         return self._cached
 
-    def _plain_s(self, num_rows: int) -> float:
-        costs = self.costs()
-        assert costs is not None
-        return float(costs.plain_s[min(num_rows, self._max_rows)])
-
     def _learn(self, bucket: int, num_rows: int, seconds: float, weight: float) -> None:
         known = self._weight[bucket]
-        if known >= CLIP_FROM_WEIGHT:
-            seconds = min(max(seconds, self._seconds[bucket] / CLIP), self._seconds[bucket] * CLIP)
+        seconds = self._clip(bucket, num_rows, seconds)
         rate = max(weight / (known + weight), DECAY * weight)
-        self._seconds[bucket] += rate * (max(seconds, 0.0) - self._seconds[bucket])
+        self._seconds[bucket] += rate * (seconds - self._seconds[bucket])
         self._rows[bucket] += rate * (num_rows - self._rows[bucket])
         self._weight[bucket] = known + weight
+
+    def _clip(self, bucket: int, num_rows: int, seconds: float) -> float:
+        """`seconds`, within a factor of what is known of the bucket; in a new one, not far above what is expected."""
+        if self._weight[bucket] >= CLIP_FROM_WEIGHT:
+            return min(max(seconds, self._seconds[bucket] / CLIP), self._seconds[bucket] * CLIP)
+        costs = self.costs()
+        if costs is None:
+            return max(seconds, 0.0)
+        return min(max(seconds, 0.0), CLIP_OF_NEW * float(costs.plain_s[min(num_rows, self._max_rows)]))
 
     def _predict(self) -> StepCosts | None:
         weights = self._fresh_weights()
