@@ -24,8 +24,8 @@ _MIX_2 = np.uint64(MIX_2)
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
-    """Context lengths to count: each up to 4, then every second. More would cost time and tell little more."""
-    return (*range(shortest, min(longest, 4) + 1), *range(6, longest + 1, 2))
+    """Context lengths to count: up to 2, then every second. More would cost time and tell little more."""
+    return (*range(shortest, min(longest, 2) + 1), *range(4, longest + 1, 2))
 
 
 class ContextIndex:

@@ -22,6 +22,7 @@ ZERO_WEIGHT = 4.0
 MAX_WEIGHT = 20.0
 FORGET = 0.995
 LINE_WEIGHT = 1.0
+REFRESH = 32
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class StepTimeTable:
         return self._num_plain[self._bucket_of_row[min(num_rows, self._max_rows)]]
 
     def costs(self) -> StepCosts | None:
-        """Predictions for 0 to max_rows rows; None before the first observation. Refreshed every eight samples."""
-        if self._cached is None or self._changes >= 8:
+        """Predictions for 0 to max_rows rows; None before the first observation. Old by 32 samples at most."""
+        if self._cached is None or self._changes >= min(REFRESH, self._num_samples / 8):
             self._cached, self._changes = self._predict(), 0
         return self._cached
 
