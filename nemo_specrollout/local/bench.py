@@ -214,7 +214,8 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="same requests, same noise, interleaved", title_justify="left", box=box.SIMPLE_HEAD)
+    title = "same requests, same noise, interleaved"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for row in rows:
