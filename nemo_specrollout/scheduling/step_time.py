@@ -10,19 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Buckets: the rate of their means, the factor that a sample may be off in a known and in a new one, and the weight of a
+# sample that had drafts.
 DECAY = 0.05
-CLIP = 2.0
-CLIP_OF_NEW = 1.5
-CLIP_FROM_WEIGHT = 3.0
+CLIP, CLIP_OF_NEW, CLIP_FROM_WEIGHT = 2.0, 1.5, 3.0
 BORROWED_WEIGHT = 0.25
-SURCHARGE_DECAY = 0.98
-SURCHARGE_FORGET = 0.99
-MAX_SURCHARGE = 0.5
-ZERO_WEIGHT = 4.0
-MAX_WEIGHT = 20.0
-FORGET = 0.995
-LINE_WEIGHT = 1.0
+# The blend of buckets and line: the most that a bucket weighs, its decay by step, the line's weight.
+MAX_WEIGHT, FORGET, LINE_WEIGHT = 20.0, 0.995, 1.0
+# The surcharge of drafts: decay by sample and by step without drafts, samples' worth of zero, limit as a share of a step.
+SURCHARGE_DECAY, SURCHARGE_FORGET, ZERO_WEIGHT, MAX_SURCHARGE = 0.98, 0.99, 4.0, 0.5
 REFRESH = 32
+"""Samples after which predictions are made anew."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class StepTimeTable:
             self._surcharge.age()
         self._changes += 1
         self._num_samples += 1
-        self._last_sample[bucket] = self._num_samples
 
     def num_plain_samples(self, num_rows: int) -> int:
         """How many steps without drafts were seen near `num_rows`."""
@@ -144,6 +141,7 @@ class StepTimeTable:
         self._seconds[bucket] += rate * (seconds - self._seconds[bucket])
         self._rows[bucket] += rate * (num_rows - self._rows[bucket])
         self._weight[bucket] = known + weight
+        self._last_sample[bucket] = self._num_samples
 
     def _clip(self, bucket: int, num_rows: int, seconds: float) -> float:
         """`seconds`, within a factor of what is known of the bucket; in a new one, not far above what is expected."""
