@@ -95,7 +95,8 @@ def _card_list(run: RunRecords) -> Iterable[str]:
     yield _equality_card(run)
     rewards = series(run.steps, "reward")
     first, last = run.figure("reward_first", rewards[0]), run.figure("reward_last", rewards[-1])
-    yield _card("Reward", f"{_format(first, '.2f')} \N{RIGHTWARDS ARROW} {_format(last, '.2f')}", "first to last step")
+    change = f"{_format(first, '.2f')} \N{RIGHTWARDS ARROW} {_format(last, '.2f')}"
+    yield _card("Reward", change, "means of the first and last fifth")
     length = run.figure("acceptance_length", _acceptance_length(run.steps))
     yield _card("Acceptance length", _format(length, ".2f"), "tokens a request gains in an engine step; 1 is plain")
     note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
