@@ -49,29 +49,27 @@ class DraftSurcharge:
     """
 
     def __init__(self) -> None:
-        self.overhead_s = 0.0
-        self.discount_s = 0.0
         self._sums = [0.0] * 5  # of 1, n, n^2, seconds, n * seconds
 
     def observe(self, num_drafts: int, seconds: float) -> None:
         """A step with that many draft rows took `seconds` more than a plain one of as many rows."""
         terms = (1.0, num_drafts, num_drafts * num_drafts, seconds, num_drafts * seconds)
         self._sums = [SURCHARGE_DECAY * s + t for s, t in zip(self._sums, terms, strict=True)]
-        self._solve()
 
     def age(self) -> None:
         """A step without drafts went by."""
         self._sums = [SURCHARGE_FORGET * s for s in self._sums]
-        self._solve()
 
     def of(self, num_drafts: int) -> float:
         """Seconds, possibly negative."""
-        return self.overhead_s - num_drafts * self.discount_s
+        overhead_s, discount_s = self.fitted()
+        return overhead_s - num_drafts * discount_s
 
-    def _solve(self) -> None:
+    def fitted(self) -> tuple[float, float]:
+        """Seconds of overhead, and of discount for each draft row."""
         one, n, nn, r, nr = self._sums
         if nn <= 0.0:
-            return
+            return 0.0, 0.0
         one += ZERO_WEIGHT
         variance = nn * one - n * n
         slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
@@ -80,7 +78,7 @@ class DraftSurcharge:
             intercept, slope = r / one, 0.0
         elif intercept < 0.0:
             intercept, slope = 0.0, min(0.0, nr / nn)
-        self.overhead_s, self.discount_s = max(0.0, intercept), -slope
+        return max(0.0, intercept), -slope
 
 
 class StepTimeTable:
@@ -165,7 +163,8 @@ class StepTimeTable:
         plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
         plain[beyond] += (grid[beyond] - rows[-1]) * row_s
-        return StepCosts(plain, self._surcharge.overhead_s, min(self._surcharge.discount_s, row_s))
+        overhead_s, discount_s = self._surcharge.fitted()
+        return StepCosts(plain, overhead_s, min(discount_s, row_s))
 
     def _fresh_weights(self) -> np.ndarray:
         """Weights of the buckets, less where a bucket was not seen for long: one slow sample must not scare off for good."""
