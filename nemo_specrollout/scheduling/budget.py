@@ -29,8 +29,6 @@ class BudgetObservation:
 class BudgetPolicy(ABC):
     """Decides the number of draft tokens of every request, int64 [B], never above its cap."""
 
-    needs_estimates = True
-
     @abstractmethod
     def allocate(self, observed: BudgetObservation) -> np.ndarray: ...
 
