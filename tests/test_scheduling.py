@@ -43,14 +43,15 @@ def observations(draw: st.DrawFn) -> BudgetObservation:
 def test_budgets_respect_caps_and_proposals(observed: BudgetObservation) -> None:
     available = np.count_nonzero(observed.survival_BK, axis=1)
     for policy in (AutoBudget(0.03), FixedBudget(3), RandomBudget()):
-        counts = policy.allocate(observed)
+        counts = policy.allocate(observed).counts_B
         assert (counts >= 0).all()
         assert (counts <= np.minimum(observed.caps_B, available)).all()
 
 
 @given(observations())
 def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObservation) -> None:
-    counts = AutoBudget(0.0).allocate(observed)
+    decision = AutoBudget(0.0).allocate(observed)
+    counts = decision.counts_B
     num_requests = len(counts)
     allowed = np.arange(observed.survival_BK.shape[1]) < observed.caps_B[:, None]
     gains = np.cumsum(np.sort((observed.survival_BK * allowed).ravel())[::-1])
@@ -59,28 +60,30 @@ def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObser
         return (num_requests + (gains[n - 1] if n else 0.0)) / observed.costs.step_s(num_requests, n)
 
     assert rate(int(counts.sum())) >= max(map(rate, range(len(gains) + 1))) * (1 - 1e-9)
+    handed_out = (observed.survival_BK * allowed)[np.arange(observed.survival_BK.shape[1]) < counts[:, None]]
+    assert decision.least_survival == (handed_out.min() if len(handed_out) else 0.0)
 
 
 def test_drafts_go_where_they_are_likeliest() -> None:
-    counts = AutoBudget(0.0).allocate(BudgetObservation(survival([0.9, 0.2]), no_cap(2), costs(1.0, 0.15)))
+    counts = AutoBudget(0.0).allocate(BudgetObservation(survival([0.9, 0.2]), no_cap(2), costs(1.0, 0.15))).counts_B
     assert counts[0] > counts[1]
 
 
 def test_free_rows_are_all_used_and_dear_rows_not_at_all() -> None:
     observed = survival([0.5] * 8)
-    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(1.0, 0.0))).sum() == 32
-    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(0.0, 1.0))).sum() == 0
+    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(1.0, 0.0))).counts_B.sum() == 32
+    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(0.0, 1.0))).counts_B.sum() == 0
 
 
 def test_useless_drafters_get_nothing_and_unmeasured_steps_draft_nothing() -> None:
     useless = survival([0.001] * 8)
-    assert AutoBudget(0.03).allocate(BudgetObservation(useless, no_cap(8), costs(1.0, 0.0))).sum() == 0
-    assert AutoBudget(0.03).allocate(BudgetObservation(survival([0.9]), no_cap(1), None)).sum() == 0
+    assert AutoBudget(0.03).allocate(BudgetObservation(useless, no_cap(8), costs(1.0, 0.0))).counts_B.sum() == 0
+    assert AutoBudget(0.03).allocate(BudgetObservation(survival([0.9]), no_cap(1), None)).counts_B.sum() == 0
 
 
 def test_the_overhead_of_any_draft_counts() -> None:
     one = BudgetObservation(survival([0.3], 1), no_cap(1), costs(1.0, 0.0, overhead_s=0.5))
-    assert AutoBudget(0.0).allocate(one).sum() == 0
+    assert AutoBudget(0.0).allocate(one).counts_B.sum() == 0
 
 
 @given(st.floats(4e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.1, 1.0))
@@ -144,7 +147,7 @@ def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off() -> None:
         learned = table.costs()
         assert learned is not None
         observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)
-        assert AutoBudget(0.03).allocate(observed).sum() > 0
+        assert AutoBudget(0.03).allocate(observed).counts_B.sum() > 0
 
 
 def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, tokens: list[int], submitted: bool) -> None:
@@ -193,7 +196,7 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
     for step in range(200):
         if pacer.should_consult(64):
             consulted.append(step)
-            pacer.decided(64, 0)
+            pacer.decided(64, 0, 0.0)
     gaps = np.diff(consulted)
     assert (np.diff(gaps) >= 0).all() and gaps[-1] == MAX_REST_STEPS + 1
     assert not pacer.should_consult(60)
@@ -203,17 +206,26 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
 def test_proposals_are_as_deep_as_they_were_used() -> None:
     pacer = AdaptivePacer(max_tokens=8)
     assert pacer.depth == 8
-    pacer.decided(16, 1)
+    pacer.decided(16, 1, 0.4)
     assert pacer.depth == 3
-    pacer.decided(16, 7)
+    pacer.decided(16, 7, 0.2)
     assert pacer.depth == 8
+
+
+def test_proposals_are_as_likely_as_they_were_worth_a_row() -> None:
+    pacer = AdaptivePacer(max_tokens=8)
+    assert pacer.floor == 0.0
+    pacer.decided(16, 1, 0.4)
+    assert 0.0 < pacer.floor < 0.4
+    pacer.decided(16, 0, 0.0)
+    assert pacer.floor == 0.0
 
 
 def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
     pacer = AdaptivePacer(max_tokens=8)
     for _ in range(50):
         assert pacer.should_consult(8)
-        pacer.decided(8, 5)
+        pacer.decided(8, 5, 0.3)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))

@@ -39,11 +39,20 @@ class Proposal:
     lengths_B: np.ndarray
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What the router has use for: draft tokens while the product of their evidence levels' acceptance rates, float64
+    [NUM_LEVELS], is at least `floor`. To propose more is no error, only wasted time."""
+
+    level_rates: np.ndarray
+    floor: float
+
+
 class Drafter(ABC):
     """Proposes continuations; owns whatever it remembers of the texts that it was shown.
 
     Invariant: nothing that a drafter does can change a request's output, only when it arrives.
-    Example: `open(3, group, prompt)`, then each step `observe(batch)` and `propose(batch, out)`, at the end `close(3)`.
+    Example: `open(3, group, prompt)`, then each step `propose(batch, demand, out)`, at the end `close(3)`.
     """
 
     name: str
@@ -56,9 +65,5 @@ class Drafter(ABC):
         """The request of `lane` ended or was put aside."""
 
     @abstractmethod
-    def observe(self, batch: Batch) -> None:
-        """Learns the tokens of each request from `seen_B` to `lengths_B`."""
-
-    @abstractmethod
-    def propose(self, batch: Batch, out: Proposal) -> None:
-        """Writes up to K draft tokens for each request to `out`."""
+    def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
+        """Learns the tokens of each request from `seen_B` to `lengths_B`, then writes up to K draft tokens to `out`."""

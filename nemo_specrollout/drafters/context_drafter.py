@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from nemo_specrollout.drafters.base import Batch, Drafter, Proposal
+from nemo_specrollout.drafters.base import Batch, Demand, Drafter, Proposal
 from nemo_specrollout.drafters.context_index import ContextIndex, context_orders
 
 
@@ -19,9 +19,8 @@ class ContextDrafter(Drafter):
         self._index = ContextIndex(num_slots, context_orders(self.shortest_context, max_order))
         self._salts = np.zeros(num_lanes, np.uint64)
 
-    def observe(self, batch: Batch) -> None:
-        self._index.learn(self._salts[batch.lanes_B], batch.token_ids_BL, batch.seen_B, batch.lengths_B)
-
-    def propose(self, batch: Batch, out: Proposal) -> None:
-        salts_B = self._salts[batch.lanes_B]
-        self._index.walk(salts_B, batch.token_ids_BL, batch.lengths_B, out.tokens_BK, out.levels_BK, out.lengths_B)
+    def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
+        self._index.learn_and_walk(
+            self._salts[batch.lanes_B], batch.token_ids_BL, batch.seen_B, batch.lengths_B,
+            demand.level_rates, demand.floor, out.tokens_BK, out.levels_BK, out.lengths_B,
+        )  # fmt: skip

@@ -4,8 +4,13 @@
 One table serves every request. A `salt` separates texts that must not see each other, and joins those that may:
 requests of one group share theirs. Memory is bounded: a full neighbourhood gives up its least used context.
 
+What it costs is waiting for memory. So a neighbourhood's keys fill one cache line, and the lines that a step needs are
+first all asked for, then read.
+
 Shapes: B requests, K draft positions, C candidate tokens of a context.
 """
+
+import mmap
 
 import numpy as np
 from numba import njit
@@ -13,8 +18,9 @@ from numba import njit
 from nemo_specrollout.sampling.constants import GAMMA, MIX_1, MIX_2
 
 NUM_CANDIDATES = 4
-SLOT_WORDS = 8
-PROBE_LENGTH = 8
+BUCKET_SLOTS = 8
+HUGE_PAGE = 1 << 21
+USES_MASK = 0xFFFF
 MAX_COUNT = 1 << 14
 COUNT_MASK = (1 << 32) - 1
 
@@ -31,121 +37,148 @@ def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
 class ContextIndex:
     """A hash table from (salt, last m tokens) to the tokens seen next and how often.
 
-    `orders` are the context lengths m, ascending. A slot is one cache line of eight int64: the context's key (0: free),
-    then C candidates as token * 2^32 + count.
+    `orders` are the context lengths m, ascending. A bucket of eight contexts holds a word for each: 48 bits of its key
+    above 16 bits of how often it was counted (0: free). `candidates` int64 [slots, C] are token * 2^32 + count.
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...]) -> None:
-        if num_slots & (num_slots - 1) or num_slots < PROBE_LENGTH:
-            raise ValueError(f"num_slots must be a power of two of at least {PROBE_LENGTH}, got {num_slots}")
+        if num_slots & (num_slots - 1) or num_slots < BUCKET_SLOTS:
+            raise ValueError(f"num_slots must be a power of two of at least {BUCKET_SLOTS}, got {num_slots}")
         self.orders = np.array(orders, np.int64)
-        self.slots = np.zeros((num_slots, SLOT_WORDS), np.int64)
+        self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS)
+        self.candidates = _zeros(num_slots, NUM_CANDIDATES)
 
     @property
     def num_bytes(self) -> int:
-        return self.slots.nbytes
+        return self.words.nbytes + self.candidates.nbytes
 
     def learn(self, salts_B: np.ndarray, token_ids_BL: np.ndarray, starts_B: np.ndarray, ends_B: np.ndarray) -> None:
         """Counts tokens `starts_B` to `ends_B` of each row as continuations of what precedes them."""
-        _learn(self.slots, self.orders, salts_B, token_ids_BL, starts_B, ends_B)
+        _learn(self.words, self.candidates, self.orders, salts_B, token_ids_BL, starts_B, ends_B)
 
-    def walk(
+    def learn_and_walk(
         self,
         salts_B: np.ndarray,
         token_ids_BL: np.ndarray,
-        lengths_B: np.ndarray,
+        starts_B: np.ndarray,
+        ends_B: np.ndarray,
+        level_rates: np.ndarray,
+        floor: float,
         tokens_BK: np.ndarray,
         levels_BK: np.ndarray,
         found_B: np.ndarray,
     ) -> None:
-        """Extends each row by the likeliest continuation of its longest known context, again and again.
+        """Learns, then extends each row by the likeliest continuation of its longest known context, again and again.
 
-        Writes tokens int32 [B, K], their evidence levels int8 [B, K], and how many were found int64 [B].
+        Stops where the product of the levels' rates falls below `floor`. Writes tokens int32 [B, K], their evidence
+        levels int8 [B, K], and how many were found int64 [B]. One call for both: a cold call costs 30 us by itself.
         """
-        _walk(self.slots, self.orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B)
+        _learn_and_walk(
+            self.words, self.candidates, self.orders, salts_B, token_ids_BL, starts_B, ends_B, level_rates, floor,
+            tokens_BK, levels_BK, found_B,
+        )  # fmt: skip
+
+
+def _zeros(num_rows: int, num_columns: int) -> np.ndarray:
+    """int64 zeros that start a huge page, where the system has them: with small ones, half the waiting is for page walks."""
+    size = num_rows * num_columns * 8
+    memory = mmap.mmap(-1, size + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = np.frombuffer(memory, np.uint8)
+    start = -everything.ctypes.data % HUGE_PAGE
+    return everything[start : start + size].view(np.int64).reshape(num_rows, num_columns)
 
 
 @njit(cache=True, inline="always")
-def _extend(state, token):  # type: ignore[no-untyped-def]
-    state = (state ^ (np.uint64(token) + np.uint64(1))) * _MIX_1
-    return (state ^ (state >> np.uint64(29))) * _MIX_2
+def _add(state, token, factor):  # type: ignore[no-untyped-def]
+    """One more token of a context: a sum of products, for those do not wait for each other as a chain of mixes would."""
+    return state + (np.uint64(token) + np.uint64(1)) * factor
 
 
 @njit(cache=True, inline="always")
-def _finish(state, order):  # type: ignore[no-untyped-def]
-    key = (state + np.uint64(order)) * _GAMMA
-    return np.int64((key ^ (key >> np.uint64(32))) | np.uint64(1))
+def _key(state, order):  # type: ignore[no-untyped-def]
+    """64 bits of which the low ones choose the bucket and the high 48 tell contexts apart; never zero there."""
+    key = (state ^ (state >> np.uint64(32))) * (_MIX_1 + np.uint64(2 * order))
+    return np.int64((key ^ (key >> np.uint64(29))) | np.uint64(USES_MASK + 1))
 
 
 @njit(cache=True, inline="always")
-def _home(key, num_slots):  # type: ignore[no-untyped-def]
-    return (key >> 20) & (num_slots - 1)
+def _bucket(key, num_buckets):  # type: ignore[no-untyped-def]
+    return key & (num_buckets - 1)
 
 
 @njit(cache=True)
-def _find(slots, key):  # type: ignore[no-untyped-def]
-    home = _home(key, len(slots))
-    for probe in range(PROBE_LENGTH):
-        slot = (home + probe) & (len(slots) - 1)
-        if slots[slot, 0] == key:
-            return slot
-        if slots[slot, 0] == 0:
-            return -1
+def _find(words, key):  # type: ignore[no-untyped-def]
+    """The slot of `key`, or -1."""
+    bucket = _bucket(key, len(words))
+    for i in range(BUCKET_SLOTS):
+        if (words[bucket, i] ^ key) >> 16 == 0:
+            return bucket * BUCKET_SLOTS + i
     return -1
 
 
 @njit(cache=True)
-def _claim(slots, key):  # type: ignore[no-untyped-def]
-    """The slot of `key`, taking a free one or the least used one of its neighbourhood."""
-    home = _home(key, len(slots))
-    victim = home
-    least = np.int64(1) << 60
-    for probe in range(PROBE_LENGTH):
-        slot = (home + probe) & (len(slots) - 1)
-        if slots[slot, 0] == key:
-            return slot
-        if slots[slot, 0] == 0:
-            victim = slot
-            break
-        total = np.int64(0)
-        for c in range(1, NUM_CANDIDATES + 1):
-            total += slots[slot, c] & COUNT_MASK
-        if total < least:
-            least = total
-            victim = slot
-    slots[victim, :] = 0
-    slots[victim, 0] = key
-    return victim
+def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
+    """The slot of `key`, with one use more: its own, or the least used of its bucket."""
+    bucket = _bucket(key, len(words))
+    least = 0
+    for i in range(BUCKET_SLOTS):
+        word = words[bucket, i]
+        if (word ^ key) >> 16 == 0:
+            words[bucket, i] = word + (word & USES_MASK < USES_MASK)
+            return bucket * BUCKET_SLOTS + i
+        if word & USES_MASK < words[bucket, least] & USES_MASK:
+            least = i
+    words[bucket, least] = (key & ~USES_MASK) + 1
+    candidates[bucket * BUCKET_SLOTS + least, :] = 0
+    return bucket * BUCKET_SLOTS + least
 
 
 @njit(cache=True)
-def _count(slot_words, token):  # type: ignore[no-untyped-def]
+def _count(candidates_C, token):  # type: ignore[no-untyped-def]
     """Space-saving counts (Metwally et al. 2005): a token that is not among the candidates replaces the rarest."""
-    rarest = 1
-    for c in range(1, NUM_CANDIDATES + 1):
-        count = slot_words[c] & COUNT_MASK
-        if count > 0 and slot_words[c] >> 32 == token:
-            slot_words[c] += count < MAX_COUNT
+    rarest = 0
+    for c in range(NUM_CANDIDATES):
+        count = candidates_C[c] & COUNT_MASK
+        if count > 0 and candidates_C[c] >> 32 == token:
+            candidates_C[c] += count < MAX_COUNT
             return
-        if count < slot_words[rarest] & COUNT_MASK:
+        if count < candidates_C[rarest] & COUNT_MASK:
             rarest = c
-    slot_words[rarest] = (np.int64(token) << 32) | min((slot_words[rarest] & COUNT_MASK) + 1, MAX_COUNT)
+    candidates_C[rarest] = (np.int64(token) << 32) | min((candidates_C[rarest] & COUNT_MASK) + 1, MAX_COUNT)
 
 
-@njit("void(int64[:,:], int64[:], uint64[:], int32[:,:], int64[:], int64[:])", cache=True)
-def _learn(slots, orders, salts_B, token_ids_BL, starts_B, ends_B):  # type: ignore[no-untyped-def]
+@njit("int64(int64[:,::1], int64[:,::1], int64[::1], uint64[::1], int32[:,:], int64[::1], int64[::1])", cache=True)
+def _learn(words, candidates, orders, salts_B, token_ids_BL, starts_B, ends_B):  # type: ignore[no-untyped-def]
+    keys = np.zeros(((ends_B - starts_B).sum(), len(orders)), np.int64)
+    asked_for = np.int64(0)
+    n = 0
     for b in range(len(salts_B)):
         for i in range(starts_B[b], ends_B[b]):
             state = salts_B[b]
+            factor = _GAMMA
             taken = 0
-            for order in orders:
-                if order > i:
+            for m in range(len(orders)):
+                if orders[m] > i:
                     break
-                while taken < order:
+                while taken < orders[m]:
                     taken += 1
-                    state = _extend(state, token_ids_BL[b, i - taken])
-                slot = _claim(slots, _finish(state, order))
-                _count(slots[slot], token_ids_BL[b, i])
+                    state = _add(state, token_ids_BL[b, i - taken], factor)
+                    factor *= _MIX_2
+                keys[n, m] = _key(state, orders[m])
+                asked_for ^= words[_bucket(keys[n, m], len(words)), 0]
+            n += 1
+    n = 0
+    for b in range(len(salts_B)):
+        for i in range(starts_B[b], ends_B[b]):
+            for m in range(len(orders)):
+                if keys[n, m] == 0:
+                    break
+                slot = _claim(words, candidates, keys[n, m])
+                _count(candidates[slot], token_ids_BL[b, i])
+            n += 1
+    return asked_for
 
 
 @njit(cache=True)
@@ -157,45 +190,82 @@ def _level(order, best, total):  # type: ignore[no-untyped-def]
     return by_order * 4 + by_share
 
 
-@njit("void(int64[:,:], int64[:], uint64[:], int32[:,:], int64[:], int32[:,:], int8[:,:], int64[:])", cache=True)
-def _walk(slots, orders, salts_B, token_ids_BL, lengths_B, tokens_BK, levels_BK, found_B):  # type: ignore[no-untyped-def]
-    num_orders = len(orders)
-    keys = np.empty(num_orders, np.int64)
-    for b in range(len(salts_B)):
-        found_B[b] = 0
-        for k in range(tokens_BK.shape[1]):
-            length = lengths_B[b] + k
+@njit(
+    "int64(int64[:,::1], int64[:,::1], int64[::1], uint64[::1], int32[:,:], int64[::1], float64[::1], float64,"
+    " int32[:,:], int8[:,:], int64[:])",
+    cache=True,
+)
+def _walk(  # type: ignore[no-untyped-def]
+    words, candidates, orders, salts_B, token_ids_BL, lengths_B, level_rates, floor, tokens_BK, levels_BK, found_B
+):
+    num_requests, num_positions = tokens_BK.shape
+    keys = np.zeros((num_requests, len(orders)), np.int64)
+    asked_for = np.int64(0)
+    found_B[:] = 0
+    hope_B = np.ones(num_requests)
+    for k in range(num_positions):
+        for b in range(num_requests):
+            if found_B[b] < k:
+                continue
             state = salts_B[b]
+            factor = _GAMMA
             taken = 0
-            known = 0
-            for n in range(num_orders):
-                if orders[n] > length:
+            for m in range(len(orders)):
+                if orders[m] > lengths_B[b] + k:
                     break
-                while taken < orders[n]:
+                while taken < orders[m]:
                     taken += 1
-                    i = length - taken
-                    previous = tokens_BK[b, i - lengths_B[b]] if i >= lengths_B[b] else token_ids_BL[b, i]
-                    state = _extend(state, previous)
-                keys[n] = _finish(state, orders[n])
-                known = n + 1
-            hit = False
-            for n in range(known - 1, -1, -1):
-                slot = _find(slots, keys[n])
+                    token = tokens_BK[b, k - taken] if taken <= k else token_ids_BL[b, lengths_B[b] + k - taken]
+                    state = _add(state, token, factor)
+                    factor *= _MIX_2
+                keys[b, m] = _key(state, orders[m])
+                asked_for ^= words[_bucket(keys[b, m], len(words)), 0]
+        for b in range(num_requests):
+            if found_B[b] < k:
+                continue
+            for m in range(len(orders) - 1, -1, -1):
+                slot = _find(words, keys[b, m]) if keys[b, m] != 0 else -1
                 if slot < 0:
                     continue
                 total = np.int64(0)
                 best = np.int64(0)
                 token = np.int64(0)
-                for c in range(1, NUM_CANDIDATES + 1):
-                    count = slots[slot, c] & COUNT_MASK
+                for c in range(NUM_CANDIDATES):
+                    count = candidates[slot, c] & COUNT_MASK
                     total += count
                     if count > best:
                         best = count
-                        token = slots[slot, c] >> 32
-                tokens_BK[b, k] = token
-                levels_BK[b, k] = _level(orders[n], best, total)
-                hit = True
+                        token = candidates[slot, c] >> 32
+                level = _level(orders[m], best, total)
+                hope_B[b] *= level_rates[level]
+                if hope_B[b] >= floor:
+                    tokens_BK[b, k] = token
+                    levels_BK[b, k] = level
+                    found_B[b] = k + 1
                 break
-            if not hit:
-                break
-            found_B[b] = k + 1
+    return asked_for
+
+
+@njit(
+    "int64(int64[:,::1], int64[:,::1], int64[::1], uint64[::1], int32[:,:], int64[::1], int64[::1], float64[::1],"
+    " float64, int32[:,:], int8[:,:], int64[:])",
+    cache=True,
+)
+def _learn_and_walk(  # type: ignore[no-untyped-def]
+    words,
+    candidates,
+    orders,
+    salts_B,
+    token_ids_BL,
+    starts_B,
+    ends_B,
+    level_rates,
+    floor,
+    tokens_BK,
+    levels_BK,
+    found_B,
+):
+    asked_for = _learn(words, candidates, orders, salts_B, token_ids_BL, starts_B, ends_B)
+    return asked_for ^ _walk(
+        words, candidates, orders, salts_B, token_ids_BL, ends_B, level_rates, floor, tokens_BK, levels_BK, found_B
+    )

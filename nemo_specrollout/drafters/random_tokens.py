@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Drafter, Proposal
+from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Demand, Drafter, Proposal
 
 
 class RandomDrafter(Drafter):
@@ -18,10 +18,7 @@ class RandomDrafter(Drafter):
     def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
         pass
 
-    def observe(self, batch: Batch) -> None:
-        pass
-
-    def propose(self, batch: Batch, out: Proposal) -> None:
+    def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
         out.tokens_BK[:] = self._rng.integers(0, self._vocab_size, out.tokens_BK.shape, dtype=np.int32)
         out.levels_BK[:] = NUM_LEVELS - 1
         out.lengths_B[:] = out.tokens_BK.shape[1]

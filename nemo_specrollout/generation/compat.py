@@ -35,10 +35,12 @@ RUNNER_ATTRIBUTES = (
     "_calc_spec_decode_metadata",
     "_sample",
     "input_batch",
+    "max_num_reqs",
     "positions",
     "query_start_loc",
     "requests",
     "sampler",
+    "seq_lens",
     "speculative_config",
 )
 
@@ -87,9 +89,9 @@ def output_positions(runner: Any, logits_indices_R: torch.Tensor) -> torch.Tenso
     return positions[logits_indices_R] + 1
 
 
-def plain_logits_indices(runner: Any, num_reqs: int) -> torch.Tensor:
-    """Where each request's only logits row lies among the scheduled tokens, when nothing is speculated."""
-    return runner.query_start_loc.gpu[1 : num_reqs + 1] - 1
+def next_positions(runner: Any, num_reqs: int) -> torch.Tensor:
+    """Index in its sequence of the token that follows all that is scheduled of each request, int64 [B], on the device."""
+    return runner.seq_lens[:num_reqs].to(torch.int64)
 
 
 def num_scheduled_tokens(runner: Any, num_reqs: int) -> int:

@@ -2,10 +2,13 @@
 """An engine in this process: vLLM with our worker, rollout requests in, rollouts out."""
 
 import gc
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,21 +112,17 @@ class RolloutEngine:
 
         `on_finished` is told the number of finished requests whenever it grows. If interrupted, nothing stays behind.
         """
-        engine = self._llm.llm_engine
-        ids = self._submit(requests, sampling)
-        done: dict[str, Rollout] = {}
-        try:
-            while engine.has_unfinished_requests():
-                finished = [output for output in engine.step() if output.finished]
-                self.num_steps += 1
-                if finished:
-                    done.update((output.request_id, _rollout(output)) for output in finished)
-                    on_finished(len(done))
-        finally:
-            engine.abort_request([i for i in ids if i not in done])
-        return [done[i] for i in ids]
+        generation = Generation(self, requests, on_finished, sampling)
+        generation.advance()
+        return generation.rollouts
 
-    def _submit(self, requests: Sequence[RolloutRequest], sampling: dict[str, Any]) -> list[str]:
+    def stood_still(self, seconds: float) -> None:
+        """Nobody asked for a step for so long, amid a rollout: the step that follows took that much less."""
+        if self._has_our_worker:
+            self._llm.collective_rpc("specrollout_stood_still", args=(seconds,))
+
+    def submit(self, requests: Sequence[RolloutRequest], sampling: Mapping[str, Any]) -> list[str]:
+        """Queues `requests`; returns the engine's ids of them."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -137,6 +136,16 @@ class RolloutEngine:
             self._num_requests += 1
             self._llm.llm_engine.add_request(ids[-1], {"prompt_token_ids": list(request.prompt_token_ids)}, params)
         return ids
+
+    def step(self) -> dict[str, Rollout]:
+        """One step of all that is queued; the responses that it finished, by their ids."""
+        finished = {o.request_id: _rollout(o) for o in self._llm.llm_engine.step() if o.finished}
+        self.num_steps += 1
+        return finished
+
+    def abort(self, ids: list[str]) -> None:
+        """Forgets queued requests."""
+        self._llm.llm_engine.abort_request(ids)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and forgets every cached prefix of the old ones."""
@@ -177,6 +186,51 @@ class RolloutEngine:
             "detokenize": False,
             "extra_args": identity if self._has_our_worker else None,
         }
+
+
+class Generation:
+    """Requests under way in an engine; owns their results. May be advanced in turns, as the bench does.
+
+    States: under way, then done; or abandoned, if a step is interrupted: nothing of it stays in the engine then.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._engine, self._on_finished = engine, on_finished
+        self._ids = engine.submit(requests, sampling)
+        self._done: dict[str, Rollout] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._done) == len(self._ids)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The responses, in the order of the requests, when all are done."""
+        return [self._done[i] for i in self._ids]
+
+    def advance(self, seconds: float = math.inf) -> None:
+        """Steps until all is done or `seconds` have passed, and at least once."""
+        until = time.perf_counter() + seconds
+        try:
+            while not self.is_done:
+                self._step()
+                if time.perf_counter() >= until:
+                    return
+        except BaseException:
+            self._engine.abort([i for i in self._ids if i not in self._done])
+            raise
+
+    def _step(self) -> None:
+        finished = self._engine.step()
+        self._done.update(finished)
+        if finished:
+            self._on_finished(len(self._done))
 
 
 def _stop_token_ids(model: Path) -> list[int]:

@@ -7,6 +7,7 @@ Shapes: B requests of the batch in vLLM's order.
 from collections.abc import Container
 
 import numpy as np
+from numba import njit
 
 from nemo_specrollout.drafters.base import Batch
 
@@ -62,16 +63,16 @@ class Lanes:
         self._order = list(req_ids)
         self._lanes_B = np.array([self._lane_of[r] for r in req_ids], np.int64)
 
-    def batch(self, token_ids_BL: np.ndarray, lengths_B: np.ndarray) -> Batch:
-        """The batch as drafters see it."""
-        return Batch(self._lanes_B, token_ids_BL, lengths_B.astype(np.int64), self._seen[self._lanes_B])
+    def batch(
+        self, token_ids_BL: np.ndarray, num_tokens_B: np.ndarray, emitted_B: np.ndarray
+    ) -> tuple[Batch, np.ndarray]:
+        """The batch as drafters see it, which counts as seen from now on, and the most drafts each request may have.
 
-    def mark_seen(self, lengths_B: np.ndarray) -> None:
-        self._seen[self._lanes_B] = lengths_B
-
-    def draft_caps(self, lengths_B: np.ndarray, emitted_B: np.ndarray) -> np.ndarray:
-        """The most drafts each request may have: one token is always sampled after them; none while in prefill."""
-        return np.maximum(self._limit[self._lanes_B] - lengths_B - 1, 0) * (emitted_B > 0)
+        One token is always sampled after the drafts; a request that emitted nothing is in prefill and may have none.
+        """
+        lengths_B, seen_B, caps_B = (np.empty(len(self._lanes_B), np.int64) for _ in range(3))
+        _read_lanes(self._lanes_B, num_tokens_B, emitted_B, self._seen, self._limit, lengths_B, seen_B, caps_B)
+        return Batch(self._lanes_B, token_ids_BL, lengths_B, seen_B), caps_B
 
     def submit(self, drafters_B: np.ndarray, counts_B: np.ndarray) -> None:
         """Remembers whose drafts, and how many, the next step verifies."""
@@ -93,3 +94,13 @@ class Lanes:
         by_request = {r: (d, c) for r, d, c in zip(order, drafters_B.tolist(), counts_B.tolist(), strict=True)}
         pairs = [by_request.get(r, (0, 0)) for r in self._order]
         return np.array([d for d, _ in pairs]), np.array([c for _, c in pairs])
+
+
+@njit("void(int64[:], int32[:], int64[:], int64[:], int64[:], int64[:], int64[:], int64[:])", cache=True)
+def _read_lanes(lanes_B, num_tokens_B, emitted_B, seen, limit, lengths_B, seen_B, caps_B):  # type: ignore[no-untyped-def]
+    for b in range(len(lanes_B)):
+        lane = lanes_B[b]
+        lengths_B[b] = num_tokens_B[b]
+        seen_B[b] = seen[lane]
+        seen[lane] = lengths_B[b]
+        caps_B[b] = max(limit[lane] - lengths_B[b] - 1, 0) if emitted_B[b] > 0 else 0

@@ -7,14 +7,16 @@ L longest sequence; a lane is a request's own small number, from its first draft
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.drafters import build_drafter
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Proposal
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Demand, Proposal
 from nemo_specrollout.generation.lanes import Lanes
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.trace import StepTrace
@@ -46,6 +48,7 @@ class Router:
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
         self.accepted_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
+        self._consulted = True
         self._runner: Any = None
         self._sampler: CoupledSampler | None = None
 
@@ -57,10 +60,17 @@ class Router:
         self._runner, self._sampler = runner, sampler
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
-        """A step samples now; learns its time if it was a pure decode step."""
+        """A step samples now; learns its time if it was a pure decode step, and the drafters were asked before it."""
+        started = time.perf_counter()
         timed = self.trace.begin_step(num_requests, num_rows, num_scheduled)
-        if timed is not None:
+        if timed is not None and self._consulted:
             self.table.observe(*timed)
+        self.trace.add_host_seconds(time.perf_counter() - started)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the last proposal gave any request a draft."""
+        return self._lanes.has_submitted
 
     def propose(
         self,
@@ -77,20 +87,21 @@ class Router:
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
-        if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
+        self._consulted = self._lanes.has_submitted or self._pacer.should_consult(num_requests)
+        if not self._consulted:
             return [[] for _ in range(num_requests)]
         emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)
         self._record_outcome(emitted_B)
-        batch = self._lanes.batch(token_ids, num_tokens[:num_requests])
-        self._observe(batch)
-        proposals = self._collect(batch, self._pacer.depth)
+        batch, caps_B = self._lanes.batch(token_ids, num_tokens, emitted_B)
+        self._estimator.score(batch.lanes_B, batch.token_ids_BL, batch.lengths_B)
+        proposals = self._collect(batch)
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
-        caps_B = self._lanes.draft_caps(batch.lengths_B, emitted_B)
-        counts_B = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
+        decision = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
+        counts_B = decision.counts_B
         if self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
             counts_B[:] = 0
-        self._pacer.decided(num_requests, int(counts_B.max()))
+        self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
 
@@ -116,35 +127,29 @@ class Router:
         for drafter in self._drafters:
             drafter.open(lane, identity.seed, identity.group, token_ids[row, :prompt_length])
 
-    def _observe(self, batch: Batch) -> None:
-        self._estimator.score(batch.lanes_B, batch.token_ids_BL, batch.lengths_B)
-        for drafter in self._drafters:
-            drafter.observe(batch)
-        self._lanes.mark_seen(batch.lengths_B)
-
-    def _collect(self, batch: Batch, depth: int) -> "Proposals":
-        proposals = self._buffers.view(len(batch.lanes_B), depth)
+    def _collect(self, batch: Batch) -> "Proposals":
+        proposals = self._buffers.view(len(batch.lanes_B), self._pacer.depth)
+        rates, floor = self._estimator.level_rates, self._pacer.floor
         for index, drafter in enumerate(self._drafters):
-            drafter.propose(batch, proposals.of(index))
+            drafter.propose(batch, Demand(rates[index], floor), proposals.of(index))
         return proposals
 
     def _submit(self, proposals: "Proposals", chosen_B: np.ndarray, counts_B: np.ndarray) -> list[list[int]]:
         """The drafts as vLLM wants them, a list of token ids for each request; remembers whose they are."""
         self._lanes.submit(chosen_B, counts_B)
+        if not self._lanes.has_submitted:
+            return [[] for _ in range(len(counts_B))]
+        tokens = take_tokens(proposals.tokens_DBK, chosen_B, counts_B).tolist()
         counts = counts_B.tolist()
-        if not any(counts):
-            return [[] for _ in counts]
-        tokens = proposals.tokens_DBK[chosen_B, np.arange(len(counts))].tolist()
-        return [row[:count] for row, count in zip(tokens, counts, strict=True)]
+        return [tokens[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
     def _record_outcome(self, emitted_B: np.ndarray) -> None:
         """Counts, by drafter and position, which of the drafts verified in this step were accepted."""
         assert self._sampler is not None
         submitted = self._lanes.take_submitted()
         if submitted is not None:
-            verified_B = np.minimum(submitted[1], self._sampler.num_drafts_B)
-            totals = count_outcomes(submitted[0], verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
-            self.trace.add_drafts(*totals)
+            verified_B = self._sampler.num_drafts_B
+            self.trace.add_drafts(count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK))
 
 
 @dataclass(frozen=True)
@@ -176,3 +181,19 @@ class Proposals:
     def of(self, drafter: int) -> Proposal:
         """Where one drafter writes."""
         return Proposal(self.tokens_DBK[drafter], self.levels_DBK[drafter], self.lengths_DB[drafter])
+
+
+def take_tokens(tokens_DBK: np.ndarray, drafters_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:
+    """The first `counts_B` tokens that each request's drafter proposes, one request after the other, int32."""
+    tokens = np.empty(int(counts_B.sum()), np.int32)
+    _take_tokens(tokens_DBK, drafters_B, counts_B, tokens)
+    return tokens
+
+
+@njit("void(int32[:,:,:], int64[:], int64[:], int32[:])", cache=True)
+def _take_tokens(tokens_DBK, drafters_B, counts_B, tokens):  # type: ignore[no-untyped-def]
+    n = 0
+    for b in range(len(counts_B)):
+        for k in range(counts_B[b]):
+            tokens[n] = tokens_DBK[drafters_B[b], b, k]
+            n += 1

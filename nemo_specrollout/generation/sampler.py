@@ -46,6 +46,7 @@ class CoupledSampler:
         self.engine_seed = engine_seed
         self.on_step = on_step
         self.num_drafts_B = np.zeros(0, np.int64)
+        self._no_drafts = np.zeros(runner.max_num_reqs, np.int64)
         self._keys: BatchKeys | None = None
         self._identities: dict[str, RequestIdentity] = {}
 
@@ -64,23 +65,18 @@ class CoupledSampler:
         if (feature := compat.unsupported_sampling(metadata)) is not None:
             raise NotImplementedError(f"specrollout's sampler does not support {feature}")
         keys = self._batch_keys(metadata)
-        num_requests = len(keys.req_ids)
-        self.on_step(num_requests, len(logits), compat.num_scheduled_tokens(self.runner, num_requests))
+        num_requests, num_rows = len(keys.req_ids), logits.shape[0]
+        self.on_step(num_requests, num_rows, compat.num_scheduled_tokens(self.runner, num_requests))
         raw_RV = logits.to(torch.float32)
-        if spec_decode_metadata is None:
-            self.num_drafts_B = np.zeros(num_requests, np.int64)
-            indices = compat.plain_logits_indices(self.runner, num_requests)
-            return self._sample_plain(raw_RV, metadata, keys, indices)
+        if num_rows == num_requests:  # a speculating engine whose step has no drafts is a plain one
+            self.num_drafts_B = self._no_drafts[:num_requests]
+            return self._sample_plain(raw_RV, metadata, keys)
         self.num_drafts_B = compat.num_drafts_array(spec_decode_metadata)
-        if len(logits) == num_requests:  # a speculating engine whose step has no drafts is a plain one
-            return self._sample_plain(raw_RV, metadata, keys, spec_decode_metadata.logits_indices)
         return self._sample_with_drafts(raw_RV, metadata, keys, spec_decode_metadata)
 
-    def _sample_plain(
-        self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys, indices_R: torch.Tensor
-    ) -> SamplerOutput:
+    def _sample_plain(self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys) -> SamplerOutput:
         processed_RV = self._process(raw_RV, metadata, keys, None, None)
-        positions_R = compat.output_positions(self.runner, indices_R)
+        positions_R = compat.next_positions(self.runner, len(keys.req_ids))
         tokens_R = sample_tokens(processed_RV, keys.seeds_B, positions_R, keys.greedy_B)
         logprobs = self._logprobs(raw_RV, processed_RV, metadata, tokens_R)
         return SamplerOutput(tokens_R.to(torch.int32).unsqueeze(-1), logprobs)

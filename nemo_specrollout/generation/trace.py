@@ -26,7 +26,12 @@ class StepTrace:
         self.columns += [f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted")]
         self._no_drafts = [0] * (2 * len(drafter_names))
         self._steps: deque[list[float]] = deque(maxlen=capacity)
+        self._still_s = 0.0
         self.num_steps = 0
+
+    def stood_still(self, seconds: float) -> None:
+        """The engine was not asked for a step for so long, which the next step does not count."""
+        self._still_s += seconds
 
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, int, float] | None:
         """A step samples now. Returns (requests, rows, seconds) of this step if it was a pure decode step.
@@ -36,18 +41,16 @@ class StepTrace:
         now = time.perf_counter()
         is_decode = num_rows == num_scheduled and self.num_steps > 0
         began, host_s = (self._steps[-1][0], self._steps[-1][5]) if self.num_steps else (now, 0.0)
-        seconds = now - began
+        seconds, self._still_s = now - began - self._still_s, 0.0
         self._steps.append([now, seconds, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
         self.num_steps += 1
         if not is_decode:
             return None
         return (num_requests, num_rows, seconds - host_s if num_rows == num_requests else seconds)
 
-    def add_drafts(self, drafted_D: np.ndarray, accepted_D: np.ndarray) -> None:
+    def add_drafts(self, totals_D2: np.ndarray) -> None:
         """Draft tokens verified in the current step, and how many of them were accepted, by drafter."""
-        step = self._steps[-1]
-        step[6::2] = drafted_D.tolist()
-        step[7::2] = accepted_D.tolist()
+        self._steps[-1][6:] = totals_D2.ravel().tolist()
 
     def add_host_seconds(self, seconds: float) -> None:
         """Time that the router spent in the current step."""

@@ -63,10 +63,9 @@ class SpecrolloutWorkerMixin:
 
     def take_draft_token_ids(self) -> Any:
         """vLLM's hook; says nothing, instead of a list of nothings, when no request has drafts."""
-        drafts = super().take_draft_token_ids()  # type: ignore[misc]
-        if drafts is None or not any(drafts.draft_token_ids):
+        if self.specrollout_router is not None and not self.specrollout_router.has_drafts:
             return None
-        return drafts
+        return super().take_draft_token_ids()  # type: ignore[misc]
 
     def specrollout_report(self, first_step: int = 0) -> dict[str, Any]:
         """Steps from `first_step` on, and raw acceptance counts since the start: plain lists, for any transport."""
@@ -84,6 +83,10 @@ class SpecrolloutWorkerMixin:
             report["draft_overhead_s"] = None if costs is None else costs.overhead_s
             report["draft_discount_s"] = None if costs is None else costs.discount_s
         return report
+
+    def specrollout_stood_still(self, seconds: float) -> None:
+        """The engine was not asked for steps for so long."""
+        self.specrollout_trace.stood_still(seconds)
 
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Replaces the model's weights by Hugging Face names; the caller clears the prefix cache."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bench: every way of rolling out the same requests, interleaved, under the same clock.
 
-All rows but `stock` sample with the same noise and so make the same tokens; only time differs. Rows take turns within a
-round, in an order that shifts from round to round, and speedups are of paired rounds.
+All rows but `stock` sample with the same noise and so make the same tokens; only time differs. Within a round the rows
+take turns of a tenth of a second or so, so that whatever else the machine does hits them alike; speedups are of rounds.
 """
 
 import importlib.util
@@ -20,9 +20,9 @@ from rich.table import Table
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig, RunConfig
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 from nemo_specrollout.local.charts import bench_chart
-from nemo_specrollout.local.rollout import load_tokenizer, measured_rollout, step_prompts
+from nemo_specrollout.local.rollout import MeasuredRollout, load_tokenizer, step_prompts
 from nemo_specrollout.local.run_directory import write_atomically
 from nemo_specrollout.local.statistics import RolloutStats, count_equal
 from nemo_specrollout.local.task import encode_prompt
@@ -32,6 +32,9 @@ _LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
 
 # Rounds that only warm up: kernels compile, the router learns what steps cost.
 WARM_UP_ROUNDS = 1
+# Turns of a row in a round, each as long as its last round suggests, so that all rows get done at about the same time.
+TURNS = 40
+MIN_TURN_S = 0.05
 # The worst case is a matter of one per cent, and single rounds differ by ten: more of them.
 USELESS_ROUNDS = 4
 
@@ -43,6 +46,7 @@ class Mode:
     name: str
     generation: GenerationConfig
     engine: RolloutEngine
+    turn_s: float = MIN_TURN_S
     stats: list[RolloutStats] = field(default_factory=list)
     tokens_equal: int = 0
     tokens_total: int = 0
@@ -111,7 +115,7 @@ def _measure_rollouts(config: RunConfig) -> tuple[list[dict[str, Any]], list[str
         with RichProgress() as bar:
             for round_index in bar.track(range(config.bench.num_rounds + WARM_UP_ROUNDS), description="rounds"):
                 prompts = step_prompts(config, round_index, lambda p: encode_prompt(p, tokenizer))
-                _round(modes, prompts.requests, config, round_index, keep=round_index >= WARM_UP_ROUNDS)
+                _round(modes, prompts.requests, keep=round_index >= WARM_UP_ROUNDS)
     finally:
         for mode in modes:
             mode.engine.close()
@@ -126,31 +130,30 @@ def _start(config: RunConfig, generations: dict[str, GenerationConfig]) -> list[
         return [Mode(n, generations[n], RolloutEngine(model, generations[n], config.grpo.seed)) for n in names]
 
 
-def _round(modes: list[Mode], requests: list[RolloutRequest], config: RunConfig, index: int, *, keep: bool) -> None:
-    """Every mode once on the same requests; then their tokens are compared with plain's.
+def _round(modes: list[Mode], requests: list[RolloutRequest], *, keep: bool) -> None:
+    """Every mode once on the same requests, in short turns; then their tokens are compared with plain's.
 
-    `stock` samples otherwise, so it gets the lengths that the others found, right after the first of them.
+    `stock` samples otherwise, so it is given the lengths that the others will find.
     """
-    ours = [m for m in modes if not m.is_stock]
-    shift = index % len(ours)
-    order = ours[shift:] + ours[:shift]
-    results = {order[0].name: _measure(order[0], requests, config, keep=keep)}
-    lengths = [len(r.token_ids) for r in results[order[0].name]]
-    as_long = [replace(r, exact_length=n) for r, n in zip(requests, lengths, strict=True)]
-    for mode in [m for m in modes if m.is_stock] + order[1:]:
-        results[mode.name] = _measure(mode, as_long if mode.is_stock else requests, config, keep=keep)
-    for mode in ours:
+    plain = next(m for m in modes if m.name == "plain")
+    as_long: list[RolloutRequest] = []
+    if any(m.is_stock for m in modes):
+        lengths = [len(r.token_ids) for r in plain.engine.generate(requests)]
+        as_long = [replace(r, exact_length=n) for r, n in zip(requests, lengths, strict=True)]
+    under_way = {m.name: MeasuredRollout(m.engine, as_long if m.is_stock else requests) for m in modes}
+    while not all(r.is_done for r in under_way.values()):
+        for mode in modes:
+            if not under_way[mode.name].is_done:
+                under_way[mode.name].advance(mode.turn_s)
+    results = {name: rollout.result() for name, rollout in under_way.items()}
+    for mode in modes:
+        rollouts, stats = results[mode.name]
+        mode.turn_s = max(MIN_TURN_S, stats.seconds / TURNS)
         if keep:
-            equal, total = count_equal(results[mode.name], results["plain"])
+            mode.stats.append(stats)
+            equal, total = count_equal(rollouts, results["plain"][0])
             mode.tokens_equal += equal
             mode.tokens_total += total
-
-
-def _measure(mode: Mode, requests: list[RolloutRequest], config: RunConfig, *, keep: bool) -> list[Rollout]:
-    rollouts, stats = measured_rollout(mode.engine, requests, config)
-    if keep:
-        mode.stats.append(stats)
-    return rollouts
 
 
 def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
             for index in range(WARM_UP_ROUNDS + USELESS_ROUNDS * config.bench.num_rounds):
                 prompts = step_prompts(config, index, lambda p: encode_prompt(p, tokenizer)).requests
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
-                _round(modes, requests, config, index, keep=index >= WARM_UP_ROUNDS)
+                _round(modes, requests, keep=index >= WARM_UP_ROUNDS)
             row = _row(modes[1], modes[0])
             row["host_share"] = sum(s.router_host_s for s in modes[1].stats) / row["seconds"]
             rows.append({"batch": batch, **row})

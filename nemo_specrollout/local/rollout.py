@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step's rollout: prompts, responses, what it took, and the proof that speculation changed nothing."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.run import RunConfig
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from nemo_specrollout.local.task import Problem, make_problems
 
@@ -60,7 +61,9 @@ def roll_out(
     engine: RolloutEngine, prompts: StepPrompts, config: RunConfig, on_finished: Callable[[int], None]
 ) -> StepRollout:
     """Generates the responses of a step, then decodes some of them again without speculation and compares."""
-    rollouts, stats = measured_rollout(engine, prompts.requests, config, on_finished)
+    measured = MeasuredRollout(engine, prompts.requests, on_finished)
+    measured.advance()
+    rollouts, stats = measured.result()
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
@@ -69,22 +72,42 @@ def roll_out(
     return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started)
 
 
-def measured_rollout(
-    engine: RolloutEngine,
-    requests: Sequence[RolloutRequest],
-    config: RunConfig,
-    on_finished: Callable[[int], None] = lambda done: None,
-) -> tuple[list[Rollout], RolloutStats]:
-    """The rollouts of `requests`, and what they took."""
-    before, steps_before = engine.report(first_step=1 << 60), engine.num_steps
-    started = time.perf_counter()
-    rollouts = engine.generate(requests, on_finished)
-    seconds = time.perf_counter() - started
-    if before is None:
-        return rollouts, stock_stats(rollouts, seconds, engine.num_steps - steps_before)
-    after = engine.report(first_step=before["num_steps"])
-    assert after is not None
-    return rollouts, rollout_stats(before, after, rollouts, seconds, engine.max_num_seqs)
+class MeasuredRollout:
+    """A rollout and the clock that runs while it is advanced; between turns the clock stands still."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        requests: Sequence[RolloutRequest],
+        on_finished: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        self._engine = engine
+        self._report, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
+        started = time.perf_counter()
+        self._generation = Generation(engine, requests, on_finished)
+        self._rested_since = time.perf_counter()
+        self._seconds = self._rested_since - started
+
+    @property
+    def is_done(self) -> bool:
+        return self._generation.is_done
+
+    def advance(self, seconds: float = math.inf) -> None:
+        """A turn of about so many seconds, the last of them until all is done."""
+        self._engine.stood_still(time.perf_counter() - self._rested_since)
+        started = time.perf_counter()
+        self._generation.advance(seconds)
+        self._rested_since = time.perf_counter()
+        self._seconds += self._rested_since - started
+
+    def result(self) -> tuple[list[Rollout], RolloutStats]:
+        """The responses, and what they took."""
+        rollouts = self._generation.rollouts
+        if self._report is None:
+            return rollouts, stock_stats(rollouts, self._seconds, self._engine.num_steps - self._num_steps)
+        after = self._engine.report(first_step=self._report["num_steps"])
+        assert after is not None
+        return rollouts, rollout_stats(self._report, after, rollouts, self._seconds, self._engine.max_num_seqs)
 
 
 def decode_plainly(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> list[Rollout]:

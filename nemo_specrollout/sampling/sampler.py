@@ -25,9 +25,8 @@ def sample_tokens(
 
     Ties go to the smallest token id. Raises ValueError if the logits are not float32 or a row lacks an argument.
     """
-    num_rows = len(logits_RV)
-    if not num_rows == len(seeds_R) == len(positions_R) == len(greedy_R):
-        raise ValueError(f"{num_rows} rows of logits need as many seeds, positions and flags")
+    if not logits_RV.shape[:1] == seeds_R.shape == positions_R.shape == greedy_R.shape:
+        raise ValueError(f"{len(logits_RV)} rows of logits need as many seeds, positions and flags")
     if logits_RV.dtype != torch.float32:
         raise ValueError(f"logits_RV must be float32 for a reproducible sample, got {logits_RV.dtype}")
     if logits_RV.is_cuda:
@@ -36,7 +35,7 @@ def sample_tokens(
         return sample_rows_triton(logits_RV, seeds_R, positions_R, greedy_R)
     from nemo_specrollout.sampling.cpu_kernel import sample_rows
 
-    tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
+    tokens_R = torch.empty(seeds_R.shape, dtype=torch.int64)
     sample_rows(logits_RV.numpy(), seeds_R.numpy(), positions_R.numpy(), greedy_R.numpy(), tokens_R.numpy())
     return tokens_R
 

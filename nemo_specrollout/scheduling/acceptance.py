@@ -37,6 +37,11 @@ class AcceptanceEstimator:
         self.level_hits = np.tile(level_priors * PRIOR_STRENGTH, (num_drafters, 1))
         self.level_trials = np.full((num_drafters, len(level_priors)), PRIOR_STRENGTH)
 
+    @property
+    def level_rates(self) -> np.ndarray:
+        """The share of each evidence level's tokens that come true, float64 [D, levels]."""
+        return self.level_hits / self.level_trials
+
     def reset(self, lane: int) -> None:
         """A new request takes `lane`."""
         self.pending_length[lane] = 0
@@ -91,31 +96,32 @@ class AcceptanceEstimator:
 
 def count_outcomes(
     drafters_B: np.ndarray,
+    submitted_B: np.ndarray,
     verified_B: np.ndarray,
     emitted_B: np.ndarray,
     proposed_DK: np.ndarray,
     accepted_DK: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Adds a step's verified drafts, and those accepted, to the counts by drafter and position.
 
-    A request whose `verified_B` drafts were checked emitted `emitted_B` tokens, the last of which was not a draft.
-    Returns the step's totals of both by drafter, [D].
+    Of `submitted_B` drafts the engine may have verified fewer. A request whose drafts were checked emitted `emitted_B`
+    tokens, the last of which was not a draft. Returns the step's totals, drafted and accepted, int64 [D, 2].
     """
-    totals = np.zeros((2, len(proposed_DK)), np.int64)
-    _count_outcomes(drafters_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals)
-    return totals[0], totals[1]
+    totals_D2 = np.zeros((len(proposed_DK), 2), np.int64)
+    _count_outcomes(drafters_B, submitted_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals_D2)
+    return totals_D2
 
 
-@njit("void(int64[:], int64[:], int64[:], int64[:,:], int64[:,:], int64[:,:])", cache=True)
-def _count_outcomes(drafters_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals):  # type: ignore[no-untyped-def]
+@njit("void(int64[:], int64[:], int64[:], int64[:], int64[:,:], int64[:,:], int64[:,:])", cache=True)
+def _count_outcomes(drafters_B, submitted_B, verified_B, emitted_B, proposed_DK, accepted_DK, totals_D2):  # type: ignore[no-untyped-def]
     for b in range(len(drafters_B)):
         d = drafters_B[b]
-        for k in range(verified_B[b]):
+        for k in range(min(submitted_B[b], verified_B[b])):
             is_accepted = k < emitted_B[b] - 1
             proposed_DK[d, k] += 1
             accepted_DK[d, k] += is_accepted
-            totals[0, d] += 1
-            totals[1, d] += is_accepted
+            totals_D2[d, 0] += 1
+            totals_D2[d, 1] += is_accepted
 
 
 @njit(

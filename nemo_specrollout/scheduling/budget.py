@@ -26,11 +26,20 @@ class BudgetObservation:
     costs: StepCosts | None
 
 
+@dataclass(frozen=True)
+class BudgetDecision:
+    """`counts_B`: draft tokens of every request, int64. `least_survival`: a token less likely than that was not worth
+    its row; 0 if the policy does not weigh, or nothing was."""
+
+    counts_B: np.ndarray
+    least_survival: float = 0.0
+
+
 class BudgetPolicy(ABC):
-    """Decides the number of draft tokens of every request, int64 [B], never above its cap."""
+    """Decides the number of draft tokens of every request, never above its cap."""
 
     @abstractmethod
-    def allocate(self, observed: BudgetObservation) -> np.ndarray: ...
+    def allocate(self, observed: BudgetObservation) -> BudgetDecision: ...
 
 
 class AutoBudget(BudgetPolicy):
@@ -44,15 +53,15 @@ class AutoBudget(BudgetPolicy):
     def __init__(self, margin: float) -> None:
         self.margin = margin
 
-    def allocate(self, observed: BudgetObservation) -> np.ndarray:
-        counts_B = np.zeros(len(observed.caps_B), np.int64)
-        if observed.costs is not None:
-            costs = observed.costs
-            _hand_out(
-                observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
-                1.0 + self.margin, counts_B,
-            )  # fmt: skip
-        return counts_B
+    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
+        counts_B, costs = np.zeros(len(observed.caps_B), np.int64), observed.costs
+        if costs is None:
+            return BudgetDecision(counts_B)
+        least_survival = _hand_out(
+            observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
+            1.0 + self.margin, counts_B,
+        )  # fmt: skip
+        return BudgetDecision(counts_B, least_survival)
 
 
 class FixedBudget(BudgetPolicy):
@@ -61,9 +70,9 @@ class FixedBudget(BudgetPolicy):
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def allocate(self, observed: BudgetObservation) -> np.ndarray:
+    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
         available_B = np.count_nonzero(observed.survival_BK, axis=1)
-        return np.minimum(np.minimum(available_B, self.k), observed.caps_B)
+        return BudgetDecision(np.minimum(np.minimum(available_B, self.k), observed.caps_B))
 
 
 class RandomBudget(BudgetPolicy):
@@ -72,9 +81,9 @@ class RandomBudget(BudgetPolicy):
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def allocate(self, observed: BudgetObservation) -> np.ndarray:
+    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
         available_B = np.minimum(np.count_nonzero(observed.survival_BK, axis=1), observed.caps_B)
-        return self._rng.integers(0, available_B + 1)
+        return BudgetDecision(self._rng.integers(0, available_B + 1))
 
 
 def build_budget(config: BudgetConfig) -> BudgetPolicy:
@@ -88,9 +97,12 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
     raise ValueError(f"unknown budget policy {config.policy!r}")
 
 
-@njit("void(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])", cache=True, error_model="numpy")
+@njit(
+    "float64(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])", cache=True, error_model="numpy"
+)
 def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
-    """Writes the number of each request's draft tokens that pay; a kernel, because it runs in every step."""
+    """Writes the number of each request's draft tokens that pay, and returns the survival of the least likely of them, 0
+    if there is none; a kernel, because it runs in every step."""
     num_requests, num_positions = survival_BK.shape
     gains = np.zeros(num_requests * num_positions)
     num_gains = 0
@@ -113,3 +125,4 @@ def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, 
     for b in range(num_requests):
         for k in range(min(num_positions, caps_B[b])):
             counts_B[b] += survival_BK[b, k] >= threshold
+    return 0.0 if threshold == np.inf else threshold

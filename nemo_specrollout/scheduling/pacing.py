@@ -24,8 +24,14 @@ class Pacer(ABC):
     def depth(self) -> int:
         """How many tokens a proposal is worth looking up."""
 
-    def decided(self, num_requests: int, longest_draft: int) -> None:  # noqa: B027 - a steady pacer does not care
-        """Tells how the consultation ended: the most draft tokens that a request got."""
+    @property
+    def floor(self) -> float:
+        """How likely a draft token must be to be worth looking up."""
+        return 0.0
+
+    def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:  # noqa: B027
+        """Tells how the consultation ended: the most draft tokens that a request got, and what the least likely of all
+        that were handed out was worth (`BudgetDecision`). A steady pacer does not care."""
 
 
 class SteadyPacer(Pacer):
@@ -48,13 +54,14 @@ class SteadyPacer(Pacer):
 class AdaptivePacer(Pacer):
     """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
 
-    Proposals are asked for no deeper than they were used of late. It also asks for a step without drafts now and then,
-    where too few were timed: the counterfactual needs them.
+    Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for a step without
+    drafts now and then, where too few were timed: the counterfactual needs them.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._longest = max_tokens
+        self._least_survival = 0.0
         self._rest = 1
         self._resting = 0
         self._batch_at_refusal = 0
@@ -84,8 +91,13 @@ class AdaptivePacer(Pacer):
         """Two more than the longest draft of the last decision."""
         return min(self._max_tokens, self._longest + 2)
 
-    def decided(self, num_requests: int, longest_draft: int) -> None:
-        self._longest = longest_draft
+    @property
+    def floor(self) -> float:
+        """A quarter of what the last token handed out was worth: a request may be easier than its evidence says."""
+        return self._least_survival / 4
+
+    def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:
+        self._longest, self._least_survival = longest_draft, least_survival
         if longest_draft > 0:
             self._rest = 1
             return
