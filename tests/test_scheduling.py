@@ -109,7 +109,7 @@ def test_the_table_learns_requests_rows_and_overhead(
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 99), st.floats(0.0, 10.0)), min_size=1, max_size=60))
 def test_predictions_never_fall_as_requests_grow_nor_by_drafts(samples: list[tuple[int, int, float]]) -> None:
     table = StepTimeTable(MAX_ROWS)
-    for requests, drafts, seconds in samples:
+    for requests, drafts, seconds in [*samples, *samples]:
         table.observe(requests, requests + drafts, seconds)
     learned = table.costs()
     assert learned is not None
@@ -138,12 +138,22 @@ def test_one_stall_does_not_move_the_table() -> None:
     assert learned is not None and learned.plain_s[8] < 0.011
 
 
+def test_the_first_step_of_a_size_is_not_learned() -> None:
+    table = StepTimeTable(MAX_ROWS)
+    table.observe(8, 8, 0.5)
+    assert table.costs() is None and table.num_plain_samples(8) == 0
+    table.observe(8, 8, 0.01)
+    learned = table.costs()
+    assert learned is not None and learned.plain_s[8] == pytest.approx(0.01)
+
+
 def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off() -> None:
     for requests in (8, 64):  # in a bucket of plain steps, and beyond all of them
         table = StepTimeTable(MAX_ROWS)
         for batch in (8, 16, 64) * 10:
             table.observe(batch, batch, 0.008 + 0.00015 * batch)
-        table.observe(requests, requests + 8, 0.3)
+        for _ in range(2):  # the first of a size would not count
+            table.observe(requests, requests + 8, 0.3)
         learned = table.costs()
         assert learned is not None
         observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)

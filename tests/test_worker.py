@@ -13,7 +13,7 @@ import pytest
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.generation import arguments
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 
 pytestmark = pytest.mark.integration
 
@@ -256,3 +256,30 @@ def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Acco
     assert before is not None and after is not None
     assert after["proposed"] == before["proposed"] and after["num_steps"] - before["num_steps"] == LENGTH
     assert [r.token_ids for r in again] == [r.token_ids for r in accounted[0]]
+
+
+# Taking a rollout in turns.
+
+
+def test_turns_change_no_token_and_their_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
+    before = engine.report(first_step=1 << 60)
+    sampling = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": LENGTH}
+    generation, turns = Generation(engine, requests(), sampling=sampling), 0
+    while not generation.is_done:
+        engine.stood_still(1000.0)
+        generation.advance(seconds=0.0)
+        turns += 1
+    assert before is not None and turns == engine.report()["num_steps"] - before["num_steps"]
+    after = engine.report(first_step=before["num_steps"])
+    assert after is not None and (column(after, "seconds")[1:] < 0.0).all(), "1000 s are left out of each"
+    assert [r.token_ids for r in generation.rollouts] == [r.token_ids for r in accounted[0]]
+
+
+def test_an_interrupted_generation_leaves_nothing_behind(engine: RolloutEngine) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(), interrupt)
+    assert not engine._llm.llm_engine.has_unfinished_requests()
+    assert engine.generate(requests(1, 1))[0].token_ids

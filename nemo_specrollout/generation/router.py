@@ -48,7 +48,7 @@ class Router:
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
         self.accepted_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
-        self._consulted = True
+        self._last_step: tuple[int, int, float] | None = None
         self._runner: Any = None
         self._sampler: CoupledSampler | None = None
 
@@ -58,14 +58,6 @@ class Router:
     def bind(self, runner: Any, sampler: CoupledSampler) -> None:
         """Gives access to the batch: vLLM passes a proposer neither request ids nor identities."""
         self._runner, self._sampler = runner, sampler
-
-    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
-        """A step samples now; learns its time if it was a pure decode step, and the drafters were asked before it."""
-        started = time.perf_counter()
-        timed = self.trace.begin_step(num_requests, num_rows, num_scheduled)
-        if timed is not None and self._consulted:
-            self.table.observe(*timed)
-        self.trace.add_host_seconds(time.perf_counter() - started)
 
     @property
     def has_drafts(self) -> bool:
@@ -82,14 +74,15 @@ class Router:
         """vLLM's hook: the draft tokens of each request of the batch, none to `num_speculative_tokens` of them."""
         started = time.perf_counter()
         drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        self.trace.add_host_seconds(time.perf_counter() - started)
+        self._last_step = self.trace.end_step(time.perf_counter() - started)
         return drafts
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
-        self._consulted = self._lanes.has_submitted or self._pacer.should_consult(num_requests)
-        if not self._consulted:
+        if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             return [[] for _ in range(num_requests)]
+        if self._last_step is not None:
+            self.table.observe(*self._last_step)
         emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)
         self._record_outcome(emitted_B)

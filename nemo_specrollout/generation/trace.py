@@ -13,9 +13,10 @@ import numpy as np
 
 
 class StepTrace:
-    """The last `capacity` steps of an engine. Owns the clock: a step lasts from one sampling to the next.
+    """The last `capacity` steps of an engine. Owns the clock: a step lasts from the end of the one before to its own.
 
-    `seconds` of a step is therefore known only when the next one begins, and counts only for pure decode steps, i.e.
+    A step ends when its drafts for the next are chosen, so what sampling with drafts costs counts for the step that had
+    them. An engine without a router ends its steps where it samples. `seconds` counts only for pure decode steps, i.e.
     when every row of the forward pass was sampled from and the engine did not wait in between.
     """
 
@@ -26,35 +27,45 @@ class StepTrace:
         self.columns += [f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted")]
         self._no_drafts = [0] * (2 * len(drafter_names))
         self._steps: deque[list[float]] = deque(maxlen=capacity)
+        self._ended = 0.0
         self._still_s = 0.0
+        self._is_open = False
         self.num_steps = 0
 
     def stood_still(self, seconds: float) -> None:
         """The engine was not asked for a step for so long, which the next step does not count."""
         self._still_s += seconds
 
-    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> tuple[int, int, float] | None:
-        """A step samples now. Returns (requests, rows, seconds) of this step if it was a pure decode step.
-
-        What the router spent on a step that got no drafts is left out there: plain decoding would not have spent it.
-        """
+    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
+        """A step samples now."""
         now = time.perf_counter()
-        is_decode = num_rows == num_scheduled and self.num_steps > 0
-        began, host_s = (self._steps[-1][0], self._steps[-1][5]) if self.num_steps else (now, 0.0)
-        seconds, self._still_s = now - began - self._still_s, 0.0
-        self._steps.append([now, seconds, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
+        is_decode = num_rows == num_scheduled and self.num_steps > 0 and not self._is_open
+        if self._is_open:  # vLLM did not ask for drafts, near the context's end: two steps of which neither is whole
+            self._close(now)
+        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
+        self._is_open = True
         self.num_steps += 1
+
+    def end_step(self, host_s: float = 0.0) -> tuple[int, int, float] | None:
+        """The step is over, of which the router took `host_s`. Returns (requests, rows, seconds) of a pure decode step.
+
+        What the router took for a step that got no drafts is left out there: plain decoding would not have spent it.
+        """
+        step = self._steps[-1]
+        self._close(time.perf_counter())
+        _, seconds, num_requests, num_rows, is_decode, *_ = step
+        step[5] = host_s
         if not is_decode:
             return None
-        return (num_requests, num_rows, seconds - host_s if num_rows == num_requests else seconds)
+        return int(num_requests), int(num_rows), seconds - host_s if num_rows == num_requests else seconds
+
+    def _close(self, now: float) -> None:
+        self._steps[-1][1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
+        self._ended, self._still_s, self._is_open = now, 0.0, False
 
     def add_drafts(self, totals_D2: np.ndarray) -> None:
         """Draft tokens verified in the current step, and how many of them were accepted, by drafter."""
         self._steps[-1][6:] = totals_D2.ravel().tolist()
-
-    def add_host_seconds(self, seconds: float) -> None:
-        """Time that the router spent in the current step."""
-        self._steps[-1][5] += seconds
 
     def since(self, first_step: int) -> dict[str, Any]:
         """Steps from number `first_step` on, as {"columns": [...], "rows": [[...], ...]}; the oldest may be gone."""

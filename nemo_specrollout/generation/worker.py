@@ -37,12 +37,16 @@ class SpecrolloutWorkerMixin:
             self.specrollout_router, self.specrollout_trace = drafter, drafter.trace
         else:
             self.specrollout_trace = StepTrace([])
-        on_step: StepListener = (self.specrollout_router or self.specrollout_trace).begin_step
+        on_step: StepListener = self.specrollout_trace.begin_step if self.specrollout_router else self._whole_step
         self.specrollout_sampler = CoupledSampler(runner, self.vllm_config.model_config.seed, on_step)
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
             compat.skip_empty_draft_metadata(runner)
+
+    def _whole_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
+        self.specrollout_trace.begin_step(num_requests, num_rows, num_scheduled)
+        self.specrollout_trace.end_step()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]

@@ -100,14 +100,22 @@ class StepTimeTable:
         self._weight = [0.0] * len(edges)
         self._num_plain = [0] * len(edges)
         self._last_sample = [0] * len(edges)
+        self._sizes_met: set[int] = set()
         self._num_samples = 0
         self._surcharge = DraftSurcharge()
         self._cached: StepCosts | None = None
         self._changes = 0
 
     def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
-        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts."""
-        bucket, num_drafts = self._bucket_of_row[min(num_rows, self._max_rows)], num_rows - num_requests
+        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts.
+
+        The first step of a number of rows is not learned: kernels are compiled or chosen for it, which takes milliseconds.
+        """
+        rows, num_drafts = min(num_rows, self._max_rows), num_rows - num_requests
+        if rows not in self._sizes_met:
+            self._sizes_met.add(rows)
+            return
+        bucket = self._bucket_of_row[rows]
         if num_drafts and self._num_plain[bucket]:
             plain_s = self._seconds[bucket]
             self._surcharge.observe(num_drafts, min(seconds - plain_s, MAX_SURCHARGE * plain_s))

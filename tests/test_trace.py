@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step trace under a clock that the test turns."""
+
+import numpy as np
+import pytest
+
+from nemo_specrollout.generation import trace as trace_module
+from nemo_specrollout.generation.trace import StepTrace
+
+pytestmark = pytest.mark.unit
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(trace_module, "time", clock)
+    return clock
+
+
+def step(trace: StepTrace, clock: Clock, forward_s: float, num_rows: int = 4, **end: float) -> tuple | None:
+    """A decode step of four requests that samples after `forward_s` and ends a second later."""
+    clock.now += forward_s
+    trace.begin_step(4, num_rows, num_rows)
+    clock.now += 1.0
+    return trace.end_step(**end)
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before(clock: Clock) -> None:
+    trace = StepTrace([])
+    assert step(trace, clock, 5.0) is None  # who knows since when
+    assert step(trace, clock, 5.0) == (4, 4, 6.0)
+    assert step(trace, clock, 7.0, num_rows=9) == (4, 9, 8.0)
+
+
+def test_the_router_s_time_counts_only_where_there_were_drafts(clock: Clock) -> None:
+    trace = StepTrace([])
+    step(trace, clock, 5.0)
+    assert step(trace, clock, 5.0, host_s=0.5) == (4, 4, 5.5)
+    assert step(trace, clock, 5.0, num_rows=9, host_s=0.5) == (4, 9, 6.0)
+    seconds, host_s = (trace.columns.index(name) for name in ("seconds", "host_s"))
+    assert [(row[seconds], row[host_s]) for row in trace.since(1)["rows"]] == [(6.0, 0.5), (6.0, 0.5)]
+
+
+def test_an_engine_that_stood_still_was_not_slow(clock: Clock) -> None:
+    trace = StepTrace([])
+    step(trace, clock, 5.0)
+    clock.now += 40.0
+    trace.stood_still(40.0)
+    assert step(trace, clock, 5.0) == (4, 4, 6.0)
+    assert step(trace, clock, 5.0) == (4, 4, 6.0)
+
+
+def test_prefill_and_steps_without_an_end_are_not_timed(clock: Clock) -> None:
+    trace = StepTrace([])
+    step(trace, clock, 5.0)
+    trace.begin_step(4, 4, 20)
+    assert trace.end_step() is None
+    clock.now += 3.0
+    trace.begin_step(4, 4, 4)  # vLLM asked for no drafts after this one
+    assert step(trace, clock, 5.0) is None
+    assert step(trace, clock, 5.0) == (4, 4, 6.0)
+
+
+def test_drafts_are_recorded_by_drafter(clock: Clock) -> None:
+    trace = StepTrace(["a", "b"])
+    step(trace, clock, 5.0)
+    trace.begin_step(4, 9, 9)
+    trace.add_drafts(np.array([[3, 2], [2, 0]]))
+    trace.end_step()
+    report = trace.since(1)
+    assert dict(zip(report["columns"][6:], report["rows"][0][6:], strict=True)) == {
+        "drafted_a": 3, "accepted_a": 2, "drafted_b": 2, "accepted_b": 0,
+    }  # fmt: skip
