@@ -92,9 +92,9 @@ class Router:
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         decision = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
         counts_B = decision.counts_B
+        self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
         if self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
             counts_B[:] = 0
-        self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
 

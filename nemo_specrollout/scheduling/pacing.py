@@ -71,7 +71,7 @@ class AdaptivePacer(Pacer):
         if self._resting == 0:
             return True
         if abs(num_requests - self._batch_at_refusal) * 4 >= self._batch_at_refusal:
-            self._resting, self._rest = 0, 1
+            self._resting = 0
             return True
         self._resting -= 1
         return False
