@@ -99,7 +99,7 @@ def test_the_table_learns_requests_rows_and_overhead(
 
     for _ in range(900):
         requests, drafts = int(rng.integers(1, 65)), int(rng.integers(1, 65)) * int(rng.integers(0, 2))
-        table.observe(requests, requests + drafts, true_s(requests, drafts))
+        table.observe(requests, requests + drafts, true_s(requests, drafts), requests + drafts)
     learned = table.costs()
     assert learned is not None
     for requests, drafts in ((1, 0), (8, 0), (64, 0), (1, 4), (8, 40), (40, 20), (64, 60)):
@@ -110,7 +110,7 @@ def test_the_table_learns_requests_rows_and_overhead(
 def test_predictions_never_fall_as_requests_grow_nor_by_drafts(samples: list[tuple[int, int, float]]) -> None:
     table = StepTimeTable(MAX_ROWS)
     for requests, drafts, seconds in [*samples, *samples]:
-        table.observe(requests, requests + drafts, seconds)
+        table.observe(requests, requests + drafts, seconds, requests + drafts)
     learned = table.costs()
     assert learned is not None
     assert (np.diff(learned.plain_s) >= -1e-12).all()
@@ -130,30 +130,39 @@ def test_pooling_is_monotone_and_keeps_the_weighted_mean(samples: list[tuple[flo
 def test_one_stall_does_not_move_the_table() -> None:
     table = StepTimeTable(MAX_ROWS)
     for _ in range(50):
-        table.observe(8, 8, 0.01)
-    table.observe(8, 8, 30.0)
+        table.observe(8, 8, 0.01, 8)
+    table.observe(8, 8, 30.0, 8)
     for _ in range(8):
-        table.observe(8, 8, 0.01)
+        table.observe(8, 8, 0.01, 8)
     learned = table.costs()
     assert learned is not None and learned.plain_s[8] < 0.011
 
 
-def test_the_first_step_of_a_size_is_not_learned() -> None:
+def test_a_step_without_drafts_is_learned_where_it_repeats_the_one_before() -> None:
     table = StepTimeTable(MAX_ROWS)
-    table.observe(8, 8, 0.5)
+    table.observe(8, 8, 0.5, 20)
     assert table.costs() is None and table.num_plain_samples(8) == 0
-    table.observe(8, 8, 0.01)
+    table.observe(8, 8, 0.01, 8)
     learned = table.costs()
     assert learned is not None and learned.plain_s[8] == pytest.approx(0.01)
+
+
+def test_the_first_step_with_drafts_of_a_size_is_not_learned() -> None:
+    table = StepTimeTable(MAX_ROWS)
+    table.observe(8, 20, 0.5, 20)
+    assert table.costs() is None
+    table.observe(4, 20, 0.01, 12)
+    learned = table.costs()
+    assert learned is not None and learned.plain_s[20] == pytest.approx(0.01)
 
 
 def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off() -> None:
     for requests in (8, 64):  # in a bucket of plain steps, and beyond all of them
         table = StepTimeTable(MAX_ROWS)
         for batch in (8, 16, 64) * 10:
-            table.observe(batch, batch, 0.008 + 0.00015 * batch)
+            table.observe(batch, batch, 0.008 + 0.00015 * batch, batch)
         for _ in range(2):  # the first of a size would not count
-            table.observe(requests, requests + 8, 0.3)
+            table.observe(requests, requests + 8, 0.3, requests)
         learned = table.costs()
         assert learned is not None
         observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)
@@ -236,6 +245,17 @@ def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
     for _ in range(50):
         assert pacer.should_consult(8)
         pacer.decided(8, 5, 0.3)
+
+
+def test_a_probe_is_two_steps_in_a_row_and_rare_once_enough_are_known() -> None:
+    def probes(num_plain_samples: int) -> list[int]:
+        pacer = AdaptivePacer(max_tokens=8)
+        return [step for step in range(300) if pacer.should_probe(num_plain_samples)]
+
+    few, many = probes(0), probes(1000)
+    for steps in (few, many):
+        assert (np.diff(steps)[::2] == 1).all() and (np.diff(steps)[1::2] > 1).all()
+    assert 2 <= len(many) < len(few) < 300 / 8
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))

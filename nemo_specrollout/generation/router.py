@@ -48,7 +48,7 @@ class Router:
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
         self.accepted_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
-        self._last_step: tuple[int, int, float] | None = None
+        self._last_step: tuple[int, int, float, int] | None = None
         self._runner: Any = None
         self._sampler: CoupledSampler | None = None
 

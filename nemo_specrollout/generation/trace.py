@@ -46,8 +46,9 @@ class StepTrace:
         self._is_open = True
         self.num_steps += 1
 
-    def end_step(self, host_s: float = 0.0) -> tuple[int, int, float] | None:
-        """The step is over, of which the router took `host_s`. Returns (requests, rows, seconds) of a pure decode step.
+    def end_step(self, host_s: float = 0.0) -> tuple[int, int, float, int] | None:
+        """The step is over, of which the router took `host_s`. Returns (requests, rows, seconds, rows of the step before)
+        of a pure decode step; the last is 0 if the one before was none.
 
         What the router took for a step that got no drafts is left out there: plain decoding would not have spent it.
         """
@@ -57,7 +58,9 @@ class StepTrace:
         step[5] = host_s
         if not is_decode:
             return None
-        return int(num_requests), int(num_rows), seconds - host_s if num_rows == num_requests else seconds
+        before = self._steps[-2]
+        spent_s = seconds - host_s if num_rows == num_requests else seconds
+        return int(num_requests), int(num_rows), spent_s, int(before[3] * before[4])
 
     def _close(self, now: float) -> None:
         self._steps[-1][1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0

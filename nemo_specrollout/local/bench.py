@@ -33,10 +33,11 @@ _LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
 # Rounds that only warm up: kernels compile, the router learns what steps cost.
 WARM_UP_ROUNDS = 1
 # Turns of a row in a round, each as long as its last round suggests, so that all rows get done at about the same time.
+# The first steps of a turn find cold caches, which an engine alone does not: so no turn is shorter than that.
 TURNS = 40
-MIN_TURN_S = 0.05
-# The worst case is a matter of one per cent, and single rounds differ by ten: more of them.
-USELESS_ROUNDS = 4
+MIN_TURN_S = 0.2
+# The worst case is a matter of one per cent, and single rounds differ by more, short ones by most: times `num_rounds`.
+USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
 
 
 @dataclass
@@ -203,7 +204,8 @@ def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:
         for batch in config.bench.useless_batches:
             for mode in modes:
                 mode.reset()
-            for index in range(WARM_UP_ROUNDS + USELESS_ROUNDS * config.bench.num_rounds):
+            num_rounds = config.bench.num_rounds * (USELESS_ROUNDS_OF_FEW if batch < FEW else USELESS_ROUNDS)
+            for index in range(WARM_UP_ROUNDS + num_rounds):
                 prompts = step_prompts(config, index, lambda p: encode_prompt(p, tokenizer)).requests
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
                 _round(modes, requests, keep=index >= WARM_UP_ROUNDS)

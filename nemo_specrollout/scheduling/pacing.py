@@ -3,8 +3,8 @@
 
 from abc import ABC, abstractmethod
 
-MAX_REST_STEPS = 16
-PLAIN_PROBE_STEPS = 96
+MAX_REST_STEPS = 32
+PLAIN_PROBE_STEPS = 128
 ENOUGH_PLAIN_SAMPLES = 3
 
 
@@ -52,10 +52,10 @@ class SteadyPacer(Pacer):
 
 
 class AdaptivePacer(Pacer):
-    """Rests twice as long after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
+    """Rests twice as long after each refusal, up to 32 steps; wakes when the batch shrinks or grows by a quarter.
 
-    Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for a step without
-    drafts now and then, where too few were timed: the counterfactual needs them.
+    Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for two steps without
+    drafts now and then, of which the second is timed: the counterfactual needs them.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -66,6 +66,7 @@ class AdaptivePacer(Pacer):
         self._resting = 0
         self._batch_at_refusal = 0
         self._since_probe = 0
+        self._is_warming_up = False
 
     def should_consult(self, num_requests: int) -> bool:
         if self._resting == 0:
@@ -77,13 +78,16 @@ class AdaptivePacer(Pacer):
         return False
 
     def should_probe(self, num_plain_samples: int) -> bool:
-        """At most one step in 96 once some are known, one in 12 before."""
+        """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 16 before."""
+        if self._is_warming_up:
+            self._is_warming_up = False
+            return True
         self._since_probe += 1
         if num_plain_samples >= ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS:
             return False
         if num_plain_samples < ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS // 8:
             return False
-        self._since_probe = 0
+        self._since_probe, self._is_warming_up = 0, True
         return True
 
     @property

@@ -100,20 +100,24 @@ class StepTimeTable:
         self._weight = [0.0] * len(edges)
         self._num_plain = [0] * len(edges)
         self._last_sample = [0] * len(edges)
-        self._sizes_met: set[int] = set()
+        self._sizes_drafted: set[int] = set()
         self._num_samples = 0
         self._surcharge = DraftSurcharge()
         self._cached: StepCosts | None = None
         self._changes = 0
 
-    def observe(self, num_requests: int, num_rows: int, seconds: float) -> None:
-        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts.
+    def observe(self, num_requests: int, num_rows: int, seconds: float, rows_before: int) -> None:
+        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts; the step before had
+        `rows_before`.
 
-        The first step of a number of rows is not learned: kernels are compiled or chosen for it, which takes milliseconds.
+        A step without drafts counts only if it repeats the size of the one before, as plain decoding nearly always does:
+        caches and kernels are warm then. With drafts sizes vary, and only the first step of each is left out.
         """
         rows, num_drafts = min(num_rows, self._max_rows), num_rows - num_requests
-        if rows not in self._sizes_met:
-            self._sizes_met.add(rows)
+        is_warm = rows in self._sizes_drafted if num_drafts else num_rows == rows_before
+        if num_drafts:
+            self._sizes_drafted.add(rows)
+        if not is_warm:
             return
         bucket = self._bucket_of_row[rows]
         if num_drafts and self._num_plain[bucket]:
