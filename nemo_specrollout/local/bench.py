@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import Progress as RichProgress
@@ -38,6 +39,8 @@ TURNS = 40
 MIN_TURN_S = 0.2
 # The worst case is a matter of one per cent, and single rounds differ by more, short ones by most: times `num_rounds`.
 USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
+# A batch is called full from this share of the most requests on.
+FULL = 0.75
 
 
 @dataclass
@@ -182,14 +185,29 @@ def _counterfactual_lines(modes: list[Mode], plain: Mode) -> list[str]:
     ours = next(m for m in modes if m.name == "ours")
     pairs = zip(ours.stats, plain.stats, strict=True)
     errors = [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
-    host = sum(s.router_host_s for s in ours.stats) / sum(s.seconds for s in ours.stats)
-    lines = [f"router's host time: {host:.2%} of the rollout"]
+    lines = [_host_line(ours.stats)]
     if errors:
         lines.append(
             f"counterfactual: plain time as estimated while speculating is off by {statistics.median(errors):+.1%} "
             f"(median of {len(errors)} rounds, {min(errors):+.1%} to {max(errors):+.1%})"
         )
     return lines
+
+
+def _host_line(stats: list[RolloutStats]) -> str:
+    """The router's share of the time: of all of it, and of the steps with nearly as many requests as there ever are."""
+    share = sum(s.router_host_s for s in stats) / sum(s.seconds for s in stats)
+    columns = stats[0].trace["columns"]
+    steps = np.concatenate([np.array(s.trace["rows"]) for s in stats])
+    requests, seconds, is_decode, host_s = (
+        steps[:, columns.index(name)] for name in ("num_requests", "seconds", "is_decode", "host_s")
+    )
+    line = f"router's host time: {share:.2%} of the rollout"
+    is_full = (requests > FULL * requests.max()) & (is_decode > 0)
+    if not is_full.any():
+        return line
+    share_when_full = host_s[is_full].sum() / seconds[is_full].sum()
+    return f"{line}, {share_when_full:.2%} of decode steps with {requests[is_full].min():.0f} or more requests"
 
 
 def measure_useless_drafters(config: RunConfig) -> list[dict[str, Any]]:

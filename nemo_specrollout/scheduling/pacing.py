@@ -78,14 +78,14 @@ class AdaptivePacer(Pacer):
         return False
 
     def should_probe(self, num_plain_samples: int) -> bool:
-        """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 16 before."""
+        """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 32 before."""
         if self._is_warming_up:
             self._is_warming_up = False
             return True
         self._since_probe += 1
         if num_plain_samples >= ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS:
             return False
-        if num_plain_samples < ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS // 8:
+        if num_plain_samples < ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS // 4:
             return False
         self._since_probe, self._is_warming_up = 0, True
         return True
