@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: a user's mistake is one sentence and exit code 2, nothing is written, nothing heavy is loaded."""
 
+import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
+from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.local.run_directory import RunDirectory
@@ -204,3 +207,14 @@ def test_a_command_that_does_not_exist_is_refused(arguments: list[str], capsys: 
         main(arguments)
     assert ended.value.code == 2
     assert "usage: nemo-specrollout" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        interrupts.check()
+        with contextlib.suppress(KeyboardInterrupt):  # as a finalizer would
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(signal.SIGINT) is before

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.prepare import Prepared, prepare
 from nemo_specrollout.config.strict import ConfigError
 
@@ -29,7 +30,8 @@ def run(path: Path, overrides: list[str]) -> int:
     runner = _start(prepared, directory, progress)
     directory.begin()
     try:
-        runner.run()
+        with Interrupts() as interrupts:
+            runner.run(before_step=interrupts.check)
         completed = True
     except KeyboardInterrupt:
         progress.console.print(

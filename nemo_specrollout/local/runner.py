@@ -2,6 +2,7 @@
 """GRPO on one machine: vLLM rolls out, Megatron-Core trains, weights go back by name, every step leaves a record."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,10 @@ class GrpoRunner:
             self.policy.load(directory.checkpoint)
             self.engine.load_weights(self.policy.hf_tensors())
 
-    def run(self) -> None:
-        """All steps that are left."""
+    def run(self, before_step: Callable[[], None] = lambda: None) -> None:
+        """All steps that are left; what `before_step` raises ends the run between two of them."""
         for step in range(self.directory.next_step, self.config.grpo.max_num_steps):
+            before_step()
             record = self.step(step)
             self.progress.step_done(record)
 

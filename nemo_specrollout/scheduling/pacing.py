@@ -3,7 +3,8 @@
 
 from abc import ABC, abstractmethod
 
-MAX_REST_STEPS = 32
+MAX_REST_STEPS = 16
+REST_GROWTH = 1.25
 PLAIN_PROBE_STEPS = 128
 ENOUGH_PLAIN_SAMPLES = 3
 
@@ -52,7 +53,7 @@ class SteadyPacer(Pacer):
 
 
 class AdaptivePacer(Pacer):
-    """Rests twice as long after each refusal, up to 32 steps; wakes when the batch shrinks or grows by a quarter.
+    """Rests a quarter longer after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
 
     Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for two steps without
     drafts now and then, of which the second is timed: the counterfactual needs them.
@@ -62,7 +63,7 @@ class AdaptivePacer(Pacer):
         self._max_tokens = max_tokens
         self._longest = max_tokens
         self._least_survival = 0.0
-        self._rest = 1
+        self._rest = 1.0
         self._resting = 0
         self._batch_at_refusal = 0
         self._since_probe = 0
@@ -103,10 +104,10 @@ class AdaptivePacer(Pacer):
     def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:
         self._longest, self._least_survival = longest_draft, least_survival
         if longest_draft > 0:
-            self._rest = 1
+            self._rest = 1.0
             return
-        self._resting = self._rest
-        self._rest = min(2 * self._rest, MAX_REST_STEPS)
+        self._resting = int(self._rest)
+        self._rest = min(REST_GROWTH * self._rest, MAX_REST_STEPS)
         self._batch_at_refusal = num_requests
 
 
