@@ -2,7 +2,7 @@
 """The bench: every way of rolling out the same requests, interleaved, under the same clock.
 
 All rows but `stock` sample with the same noise and so make the same tokens; only time differs. Within a round the rows
-take turns of a tenth of a second or so, so that whatever else the machine does hits them alike; speedups are of rounds.
+take turns of a fifth of a second or so, so that whatever else the machine does hits them alike; speedups are of rounds.
 """
 
 import importlib.util
@@ -23,6 +23,7 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.run import GenerationConfig, RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 from nemo_specrollout.local.charts import bench_chart
+from nemo_specrollout.local.records import column
 from nemo_specrollout.local.rollout import MeasuredRollout, load_tokenizer, step_prompts
 from nemo_specrollout.local.run_directory import write_atomically
 from nemo_specrollout.local.statistics import RolloutStats, count_equal
@@ -123,7 +124,7 @@ def _measure_rollouts(config: RunConfig) -> tuple[list[dict[str, Any]], list[str
     finally:
         for mode in modes:
             mode.engine.close()
-    plain = next(m for m in modes if m.name == "plain")
+    plain = _named("plain", modes)
     return [_row(mode, plain) for mode in modes], _counterfactual_lines(modes, plain)
 
 
@@ -134,12 +135,16 @@ def _start(config: RunConfig, generations: dict[str, GenerationConfig]) -> list[
         return [Mode(n, generations[n], RolloutEngine(model, generations[n], config.grpo.seed)) for n in names]
 
 
+def _named(name: str, modes: list[Mode]) -> Mode:
+    return next(m for m in modes if m.name == name)
+
+
 def _round(modes: list[Mode], requests: list[RolloutRequest], *, keep: bool) -> None:
     """Every mode once on the same requests, in short turns; then their tokens are compared with plain's.
 
     `stock` samples otherwise, so it is given the lengths that the others will find.
     """
-    plain = next(m for m in modes if m.name == "plain")
+    plain = _named("plain", modes)
     as_long: list[RolloutRequest] = []
     if any(m.is_stock for m in modes):
         lengths = [len(r.token_ids) for r in plain.engine.generate(requests)]
@@ -182,7 +187,7 @@ def _row(mode: Mode, plain: Mode) -> dict[str, Any]:
 
 def _counterfactual_lines(modes: list[Mode], plain: Mode) -> list[str]:
     """How far the estimate of plain time, made by `ours` while speculating, is from the measured plain rounds."""
-    ours = next(m for m in modes if m.name == "ours")
+    ours = _named("ours", modes)
     pairs = zip(ours.stats, plain.stats, strict=True)
     errors = [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
     lines = [_host_line(ours.stats)]
@@ -197,10 +202,9 @@ def _counterfactual_lines(modes: list[Mode], plain: Mode) -> list[str]:
 def _host_line(stats: list[RolloutStats]) -> str:
     """The router's share of the time: of all of it, and of the steps with nearly as many requests as there ever are."""
     share = sum(s.router_host_s for s in stats) / sum(s.seconds for s in stats)
-    columns = stats[0].trace["columns"]
-    steps = np.concatenate([np.array(s.trace["rows"]) for s in stats])
     requests, seconds, is_decode, host_s = (
-        steps[:, columns.index(name)] for name in ("num_requests", "seconds", "is_decode", "host_s")
+        np.concatenate([column(s.trace, name) for s in stats])
+        for name in ("num_requests", "seconds", "is_decode", "host_s")
     )
     line = f"router's host time: {share:.2%} of the rollout"
     is_full = (requests > FULL * requests.max()) & (is_decode > 0)

@@ -84,9 +84,8 @@ class AdaptivePacer(Pacer):
             self._is_warming_up = False
             return True
         self._since_probe += 1
-        if num_plain_samples >= ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS:
-            return False
-        if num_plain_samples < ENOUGH_PLAIN_SAMPLES and self._since_probe < PLAIN_PROBE_STEPS // 4:
+        is_known = num_plain_samples >= ENOUGH_PLAIN_SAMPLES
+        if self._since_probe < (PLAIN_PROBE_STEPS if is_known else PLAIN_PROBE_STEPS // 4):
             return False
         self._since_probe, self._is_warming_up = 0, True
         return True
