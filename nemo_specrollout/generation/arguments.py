@@ -33,7 +33,7 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
     additional = dict(result.get("additional_config") or {})
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
-    if "speculative_config" in result:
+    if result.get("speculative_config") is not None:
         if block.drafters:
             raise ValueError(
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"

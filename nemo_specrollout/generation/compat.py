@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.28.0 and 0.32.0.
+"""All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.25.1, 0.28.0, 0.32.0.
 
 Whoever supports another version changes this file and nothing else. Every accessor names the attribute that it needs;
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -25,6 +26,7 @@ from vllm.v1.sample.logits_processor import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nemo_specrollout.config.strict import ConfigError, nearest
@@ -83,6 +85,28 @@ def verify_model_runner(runner: Any) -> None:
         raise RuntimeError("specrollout chooses drafts on the host, which needs vllm_kwargs.async_scheduling: false")
 
 
+def device_type() -> str:
+    """`cuda` or `cpu`: what vLLM runs on in this process."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def is_output_rank() -> bool:
+    """Whether vLLM takes this rank's drafts and outputs: the first tensor-parallel rank of the last pipeline stage."""
+    return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
+
+
+def may_draft() -> bool:
+    """Whether vLLM builds a drafter on this rank."""
+    return get_pp_group().is_last_rank
+
+
+def continues_requests(scheduler_output: Any) -> bool:
+    """Whether the step goes on with a request that ran before."""
+    return bool(scheduler_output.scheduled_cached_reqs.req_ids)
+
+
 def output_positions(runner: Any, logits_indices_R: torch.Tensor) -> torch.Tensor:
     """Index in its sequence of the token that each logits row samples, int64 [R], on the device."""
     positions = getattr(runner.positions, "gpu", runner.positions)
@@ -102,7 +126,7 @@ def num_scheduled_tokens(runner: Any, num_reqs: int) -> int:
 def skip_empty_draft_metadata(runner: Any) -> None:
     """Spares a step without drafts vLLM's index tensors for drafts, a tenth of a millisecond on a slow host.
 
-    Our sampler reads two of their fields; no other code reads any in an engine whose drafter runs no model.
+    In an engine whose drafter runs no model, vLLM itself reads one field of such a step, and our sampler none.
     """
     calculate = runner._calc_spec_decode_metadata
 
@@ -110,7 +134,7 @@ def skip_empty_draft_metadata(runner: Any) -> None:
         if num_draft_tokens.any():
             return calculate(num_draft_tokens, cu_num_scheduled_tokens)
         indices = torch.from_numpy(cu_num_scheduled_tokens - 1).to(runner.device, non_blocking=True)
-        return SimpleNamespace(num_draft_tokens=num_draft_tokens, logits_indices=indices)
+        return SimpleNamespace(logits_indices=indices)
 
     runner._calc_spec_decode_metadata = calculate_unless_empty
 
@@ -137,6 +161,18 @@ def is_idle(processor: Any) -> bool:
     if isinstance(processor, MinTokensLogitsProcessor):
         return not processor.min_toks
     return False
+
+
+def apply_top_k_top_p(
+    logits_RV: torch.Tensor, top_k_R: torch.Tensor | None, top_p_R: torch.Tensor | None
+) -> torch.Tensor:
+    """vLLM's top-k and top-p masks by one kernel, whatever the number of rows; may write into `logits_RV`.
+
+    On a GPU 0.25.1 and 0.28.0 sort fewer than 8 rows and take a Triton kernel for more. The two cut ties at the k-th logit
+    in another way, so tokens would depend on how many drafts are verified.
+    """
+    triton = getattr(topk_topp_sampler, "apply_top_k_top_p_triton", None) if logits_RV.is_cuda else None
+    return (triton or topk_topp_sampler.apply_top_k_top_p)(logits_RV, top_k_R, top_p_R)
 
 
 class _MinTokensAtDepth:

@@ -30,6 +30,7 @@ class Router:
     """Chooses, for every request and step, who drafts and how much; owns drafters, estimates and the step-time table.
 
     Invariant: what it returns changes when tokens arrive, never which. A step reads: observe, judge, propose, allocate.
+    On a tensor-parallel rank whose drafts vLLM does not ask for it is passive: its own clock would decide otherwise.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -50,6 +51,8 @@ class Router:
         self.accepted_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
         self._last_step: tuple[int, int, float, int] | None = None
         self._runner: Any = None
+        self.is_passive = False
+        self._has_proposed = False
         self._sampler: CoupledSampler | None = None
 
     def load_model(self, target_model: Any) -> None:
@@ -59,10 +62,13 @@ class Router:
         """Gives access to the batch: vLLM passes a proposer neither request ids nor identities."""
         self._runner, self._sampler = runner, sampler
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the last proposal gave any request a draft."""
-        return self._lanes.has_submitted
+    def take_has_drafts(self) -> bool:
+        """Whether this step's proposal gave any request a draft; asked once a step.
+
+        Near the context's end vLLM asks for no proposal, and would hand out zeros as drafts.
+        """
+        has_proposed, self._has_proposed = self._has_proposed, False
+        return has_proposed and self._lanes.has_submitted
 
     def propose(
         self,
@@ -72,13 +78,15 @@ class Router:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """vLLM's hook: the draft tokens of each request of the batch, none to `num_speculative_tokens` of them."""
-        started = time.perf_counter()
+        started, self._has_proposed = time.perf_counter(), True
         drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         self._last_step = self.trace.end_step(time.perf_counter() - started)
         return drafts
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
+        if self.is_passive:
+            return [[] for _ in range(num_requests)]
         if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             return [[] for _ in range(num_requests)]
         if self._last_step is not None:

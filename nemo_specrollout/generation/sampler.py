@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity
@@ -128,7 +127,7 @@ class CoupledSampler:
         top_k, top_p = (
             None if t is None else t if requests_R is None else t[requests_R] for t in (metadata.top_k, metadata.top_p)
         )
-        return apply_top_k_top_p(logits_RV.clone(), top_k, top_p)
+        return compat.apply_top_k_top_p(logits_RV.clone(), top_k, top_p)
 
     def _apply_by_depth(self, logits_RV: torch.Tensor, metadata: Any, spec: Any | None, stage: Any) -> torch.Tensor:
         """Runs a stage of vLLM's processors, which know whole batches, once for each number of drafts before a row.

@@ -30,20 +30,25 @@ class StepTrace:
         self._ended = 0.0
         self._still_s = 0.0
         self._is_open = False
+        self._is_afresh = True
         self.num_steps = 0
 
     def stood_still(self, seconds: float) -> None:
         """The engine was not asked for a step for so long, which the next step does not count."""
         self._still_s += seconds
 
+    def begin_afresh(self) -> None:
+        """The step that begins now follows on nothing: the engine was idle before."""
+        self._ended, self._still_s, self._is_afresh = time.perf_counter(), 0.0, True
+
     def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
         """A step samples now."""
         now = time.perf_counter()
-        is_decode = num_rows == num_scheduled and self.num_steps > 0 and not self._is_open
+        is_decode = num_rows == num_scheduled and not self._is_afresh and not self._is_open
         if self._is_open:  # vLLM did not ask for drafts, near the context's end: two steps of which neither is whole
             self._close(now)
         self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
-        self._is_open = True
+        self._is_open, self._is_afresh = True, False
         self.num_steps += 1
 
     def end_step(self, host_s: float = 0.0) -> tuple[int, int, float, int] | None:

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
@@ -10,6 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.router import Router
 from nemo_specrollout.generation.sampler import CoupledSampler, StepListener
+from nemo_specrollout.generation.totals import EngineAccount
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens
@@ -26,6 +28,8 @@ class SpecrolloutWorkerMixin:
     specrollout_sampler: CoupledSampler
     specrollout_router: Router | None = None
     specrollout_trace: StepTrace
+    specrollout_account: EngineAccount
+    specrollout_num_weight_updates = 0
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
@@ -42,7 +46,15 @@ class SpecrolloutWorkerMixin:
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
+            self.specrollout_router.is_passive = not compat.is_output_rank()
             compat.skip_empty_draft_metadata(runner)
+        self.specrollout_account = EngineAccount(self.specrollout_trace)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; what came before a batch without a request of the last step is no part of this one."""
+        if not compat.continues_requests(scheduler_output):
+            self.specrollout_trace.begin_afresh()
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _whole_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
         self.specrollout_trace.begin_step(num_requests, num_rows, num_scheduled)
@@ -58,7 +70,7 @@ class SpecrolloutWorkerMixin:
         if getattr(runner._sample, "__self__", None) is not self.specrollout_sampler:
             raise RuntimeError("specrollout's sampler is not in force: something replaced the model runner's _sample")
         wanted = (self.vllm_config.additional_config or {}).get("specrollout", {}).get("drafters")
-        if wanted and not isinstance(getattr(runner, "drafter", None), Router):
+        if wanted and compat.may_draft() and not isinstance(getattr(runner, "drafter", None), Router):
             raise RuntimeError(
                 "specrollout's router is not in force: speculative_config must be "
                 '{"method": "custom_class", "model": "nemo_specrollout.generation.router.Router", ...}'
@@ -67,7 +79,7 @@ class SpecrolloutWorkerMixin:
 
     def take_draft_token_ids(self) -> Any:
         """vLLM's hook; says nothing, instead of a list of nothings, when no request has drafts."""
-        if self.specrollout_router is not None and not self.specrollout_router.has_drafts:
+        if self.specrollout_router is not None and not self.specrollout_router.take_has_drafts():
             return None
         return super().take_draft_token_ids()  # type: ignore[misc]
 
@@ -88,6 +100,23 @@ class SpecrolloutWorkerMixin:
             report["draft_discount_s"] = None if costs is None else costs.discount_s
         return report
 
+    def specrollout_totals(self) -> dict[str, Any] | None:
+        """`EngineTotals` as a dict; None on a rank whose drafts nobody asks for."""
+        if not compat.is_output_rank():
+            return None
+        known: dict[str, Any] = {"num_weight_updates": self.specrollout_num_weight_updates}
+        router, costs = self.specrollout_router, None
+        if router is not None:
+            costs = router.table.costs()
+            known |= {"proposed": _by_name(router.names, router.proposed_DK)}
+            known |= {"accepted": _by_name(router.names, router.accepted_DK)}
+        return self.specrollout_account.read(None if costs is None else costs.plain_s, **known).wire()
+
+    def specrollout_weights_updated(self, seconds: float) -> None:
+        """The engine has new weights; taking them kept it from steps for so long."""
+        self.specrollout_num_weight_updates += 1
+        self.specrollout_trace.stood_still(seconds)
+
     def specrollout_stood_still(self, seconds: float) -> None:
         """The engine was not asked for steps for so long."""
         self.specrollout_trace.stood_still(seconds)
@@ -95,6 +124,10 @@ class SpecrolloutWorkerMixin:
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Replaces the model's weights by Hugging Face names; the caller clears the prefix cache."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
+
+
+def _by_name(names: list[str], counts_DK: np.ndarray) -> list[tuple[str, list[int]]]:
+    return list(zip(names, counts_DK.tolist(), strict=True))
 
 
 def _verify_kernel(device: torch.device) -> None:
