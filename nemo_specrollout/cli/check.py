@@ -1,36 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout check`: what would run, and why, in a second and without torch."""
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from nemo_specrollout.cli.prepare import Prepared, prepare
-from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.cli.prepare import Prepared, prepare_local, runtime_of
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.nemo_rl_traps import (
+    GENERATION,
+    SPECULATIVE_CONFIG,
+    VLLM_CFG,
+    Tree,
+    at,
+    model_config,
+    native_drafts,
+    size_at,
+)
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
+
+EXIT_BAD_INPUT = 2
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def check(path: Path, overrides: list[str]) -> int:
-    """Prints what the config means on this machine; raises ConfigError if it cannot run."""
-    prepared = prepare(path, overrides)
-    for name, text in explain(prepared):
-        print(f"{name:<12} {text}")
+    """Prints what the config means on this machine; raises ConfigError if it cannot run.
+
+    Of a NeMo-RL config all errors are printed, one a line; the exit code says that there were some.
+    """
+    tree = load_config(path, overrides)
+    if runtime_of(tree) == "nemo_rl":
+        return _check_nemo_rl(tree)
+    _print(explain(prepare_local(tree)))
     return 0
 
 
+def _print(lines: list[tuple[str, str]]) -> None:
+    for name, text in lines:
+        print(f"{name:<12} {text}")
+
+
 def explain(prepared: Prepared) -> list[tuple[str, str]]:
-    """Pairs of a subject and a sentence."""
+    """Pairs of a subject and a sentence, of a config of the local runner."""
     config, model = prepared.config, prepared.model_config
     grpo, generation = config.grpo, config.policy.generation
     samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     lines = [
         ("runtime", f"{config.runtime}: one machine, vLLM and Megatron-Core in one process on the CPU"),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
-        ("policy", f"{config.policy.model_name}: {model['num_hidden_layers']} layers, hidden {model['hidden_size']}, "
-                   f"vocabulary {model['vocab_size']}, {config.policy.precision}"),
+        ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
         ("task", f"{config.data.dataset_name}: additions of 2 to {config.data.max_terms} terms, answers checked by a rule"),
         ("step", f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
                  f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all"),
         ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
                      f"up to {generation.max_new_tokens} tokens"),
-        *_explain_speculation(prepared),
+        *_explain_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
     if prepared.ignored:
@@ -38,14 +66,16 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
     return lines
 
 
-def _explain_speculation(prepared: Prepared) -> list[tuple[str, str]]:
-    generation = prepared.config.policy.generation
-    block = generation.specrollout
+def _sizes(model: Mapping[str, Any]) -> str:
+    names = {"num_hidden_layers": "{} layers", "hidden_size": "hidden {}", "vocab_size": "vocabulary {}"}
+    return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
+
+
+def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[str, str]]:
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
-    method = generation.vllm_kwargs.get("speculative_config")
-    if method is not None:
-        return [("speculation", f"vLLM's own {method}, under the drafter-invariant sampler")]
+    if native is not None:
+        return [("speculation", f"vLLM's own {native}, under the drafter-invariant sampler")]
     if not block.drafters:
         return [("speculation", "none: no drafters; the drafter-invariant sampler alone")]
     names = ", ".join(f"{d.type} (contexts to {d.max_order} tokens)" for d in block.drafters)
@@ -61,3 +91,85 @@ def _explain_speculation(prepared: Prepared) -> list[tuple[str, str]]:
         ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
                       + (f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked")),
     ]  # fmt: skip
+
+
+def _check_nemo_rl(tree: Tree) -> int:
+    findings = check_nemo_rl(tree)
+    _print(explain_nemo_rl(tree))
+    _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
+    errors = [finding for finding in findings if finding.kind == "error"]
+    for error in errors:
+        print(f"nemo-specrollout: {error}", file=sys.stderr)
+    return EXIT_BAD_INPUT if errors else 0
+
+
+def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
+    """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not."""
+    prompts, samples = at(tree, "grpo.num_prompts_per_step", "?"), at(tree, "grpo.num_generations_per_prompt", "?")
+    temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
+    return [
+        ("runtime", f"nemo_rl: GRPO in NeMo-RL, {_explain_asynchrony(tree)}"),
+        ("versions", _explain_versions()),
+        ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "
+                   f"{at(tree, 'policy.precision')}; trained by {_explain_trainer(tree)}"),
+        ("step", f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
+                 f"step; at most {at(tree, 'grpo.max_num_steps', '?')} steps in all"),
+        ("sampling", f"temperature {temperature}, top_p {top_p}, top_k {top_k}, up to {longest} tokens"),
+        *_explain_nemo_rl_speculation(tree),
+        ("placement", _explain_placement(tree)),
+        ("output", str(at(tree, "logger.log_dir"))),
+    ]  # fmt: skip
+
+
+def _explain_asynchrony(tree: Tree) -> str:
+    if not at(tree, "grpo.async_grpo.enabled"):
+        return "synchronous"
+    age = at(tree, "grpo.async_grpo.max_trajectory_age_steps", 1)
+    in_flight = at(tree, "grpo.async_grpo.in_flight_weight_updates")
+    return f"asynchronous: samples at most {age} steps old" + (", weights updated under way" if in_flight else "")
+
+
+def _explain_versions() -> str:
+    """Those of a NeMo-RL run; the run may be elsewhere."""
+    names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray")
+    found = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
+    here = [f"{name} {found[name]}" for name in (*names, "nemo-rl", "vllm") if found.get(name)]
+    missing = [name for name in (*names, "nemo-rl", "vllm") if not found.get(name)]
+    return ", ".join(here) + (f"; not installed here: {', '.join(missing)}" if missing else "")
+
+
+def _explain_trainer(tree: Tree) -> str:
+    if not at(tree, "policy.megatron_cfg.enabled"):
+        return f"DTensor, tensor parallel {size_at(tree, 'policy.dtensor_cfg.tensor_parallel_size')}"
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
+    sizes = {kind: size_at(tree, f"policy.megatron_cfg.{kind}_parallel_size") for kind in kinds}
+    parallel = ", ".join(f"{kind.removesuffix('_model')} parallel {n}" for kind, n in sizes.items() if n > 1)
+    draft = ", with an EAGLE-3 head beside it" if at(tree, "policy.draft.enabled") else ""
+    return f"Megatron{', ' if parallel else ''}{parallel}{draft}"
+
+
+def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
+    try:
+        block = effective_block(tree)
+    except ConfigError:  # among the errors
+        return []
+    if block is None:
+        return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
+    native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
+    engine = "vLLM's V1 model runner (specrollout sets VLLM_USE_V2_MODEL_RUNNER=0), scheduling synchronously"
+    return [*_explain_speculation(build(SpecrolloutConfig, block, BLOCK_PATH), native), ("engine", engine)]
+
+
+def _explain_placement(tree: Tree) -> str:
+    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    per_engine = size_at(tree, f"{VLLM_CFG}.tensor_parallel_size") * size_at(tree, f"{VLLM_CFG}.pipeline_parallel_size")
+    resources = f"{GENERATION}.colocated.resources"
+    if at(tree, f"{GENERATION}.colocated.enabled"):
+        where, generating = f"generation and training share {nodes} x {gpus} GPUs", nodes * gpus
+    elif nodes == 1:
+        generating = size_at(tree, f"{resources}.gpus_per_node", 0)
+        where = f"{generating} GPUs generate, {gpus - generating} train"
+    else:
+        apart = size_at(tree, f"{resources}.num_nodes", 0)
+        where, generating = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train", apart * gpus
+    return f"{where}; {generating // per_engine} engines of {per_engine} GPU{'s' if per_engine > 1 else ''}"

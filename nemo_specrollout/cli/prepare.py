@@ -4,16 +4,20 @@
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
+from nemo_specrollout.config.nemo_rl_traps import Finding
 from nemo_specrollout.config.run import RunConfig, read_run_config
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 
+RUNTIMES = ("local", "nemo_rl")
 # vLLM arguments that have a place of their own in the config.
 _PLACES = {
     "model": "policy.model_name",
@@ -35,14 +39,38 @@ class Prepared:
     model_config: dict[str, Any]
 
 
+def runtime_of(tree: Mapping[str, Any]) -> str:
+    """Who runs a config: `local` (also where nothing is said) or `nemo_rl`. Raises ConfigError."""
+    runtime = tree.get("runtime", "local")
+    if runtime not in RUNTIMES:
+        raise ConfigError(f"runtime: {runtime!r} is not available{nearest(str(runtime), RUNTIMES)}")
+    return str(runtime)
+
+
 def prepare(path: Path, overrides: list[str]) -> Prepared:
-    """Reads and checks a config without torch or vllm. Raises ConfigError."""
-    tree = load_config(path, overrides)
+    """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
+    return prepare_local(load_config(path, overrides))
+
+
+def prepare_local(tree: dict[str, Any]) -> Prepared:
+    """Checks a config tree of the local runner. Raises ConfigError."""
+    if runtime_of(tree) != "local":
+        raise ConfigError("runtime: 'nemo_rl'; `bench` and the local runner need a config with runtime: local")
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
+
+
+def prepare_nemo_rl(tree: Mapping[str, Any]) -> list[Finding]:
+    """The warnings and notes about a NeMo-RL config that can run. Raises ConfigError for the first of its errors."""
+    findings = check_nemo_rl(tree)
+    errors = [finding for finding in findings if finding.kind == "error"]
+    if errors:
+        more = f" ({len(errors) - 1} more: `nemo-specrollout check` lists them)" if len(errors) > 1 else ""
+        raise ConfigError(f"{errors[0]}{more}")
+    return findings
 
 
 def _check_log_dir(path: Path) -> None:

@@ -234,7 +234,7 @@ class RunConfig:
     cluster: ClusterConfig = ClusterConfig()
     bench: BenchConfig = BenchConfig()
     runtime: str = choice("local", default="local")
-    """`local`: this machine's CPU."""
+    """`local`: this machine's CPU. A config with `nemo_rl` is NeMo-RL's (`nemo_rl_config.py`) and no `RunConfig`."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError where sections contradict each other."""

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A NeMo-RL config with our block in it: what goes to the workers, and what is wrong, without NeMo-RL and without torch."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_traps import (
+    SPECULATIVE_CONFIG,
+    Finding,
+    Tree,
+    all_findings,
+    at,
+    native_drafts,
+)
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.versions import (
+    nemo_rl_is_a_release,
+    nemo_rl_version,
+    unsupported_version,
+    vllm_version,
+)
+
+_KINDS = ("error", "warning", "note")
+
+
+def effective_block(tree: Tree) -> dict[str, Any] | None:
+    """The block of a NeMo-RL config, complete, as plain values; None if it is absent or has `enabled: false`.
+
+    Beside a `speculative_config` of the user's own it has no drafters: our sampler, with vLLM's drafter. Raises
+    ConfigError for a block that is wrong, or that names drafters as well.
+    """
+    if not _is_enabled(tree):
+        return None
+    block = at(tree, BLOCK_PATH)
+    if native_drafts(tree) and isinstance(block, Mapping) and "drafters" not in block:
+        block = {**block, "drafters": []}
+    config = build(SpecrolloutConfig, block, BLOCK_PATH)
+    if native_drafts(tree) and config.drafters:
+        raise ConfigError(f"{BLOCK_PATH}.drafters: named beside {SPECULATIVE_CONFIG}; remove one of them")
+    plain = dataclasses.asdict(config)
+    return {**plain, "drafters": list(plain["drafters"])}
+
+
+def check_nemo_rl(tree: Tree) -> list[Finding]:
+    """All that is to be said about a NeMo-RL config: errors, then warnings, then notes.
+
+    Without an enabled block the run is NeMo-RL's own, and nothing is said about its options.
+    """
+    found = list(_sections(tree))
+    if not found and _is_enabled(tree):
+        found = [*_block(tree), *all_findings(tree), *_versions(tree)]
+    return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
+
+
+def _is_enabled(tree: Tree) -> bool:
+    block = at(tree, BLOCK_PATH)
+    return block is not None and at(tree, f"{BLOCK_PATH}.enabled", True) is not False
+
+
+def _sections(tree: Tree) -> Iterator[Finding]:
+    if not isinstance(at(tree, "grpo"), Mapping):
+        yield Finding(
+            "grpo", "missing; of NeMo-RL's algorithms GRPO alone is supported: use a config that has it", "error"
+        )
+    for path in ("policy", "policy.generation"):
+        if not isinstance(at(tree, path), Mapping):
+            yield Finding(path, "missing; inherit one of NeMo-RL's configs, e.g. grpo_math_1B_megatron.yaml", "error")
+
+
+def _block(tree: Tree) -> Iterator[Finding]:
+    try:
+        effective_block(tree)
+    except ConfigError as error:
+        subject, _, text = str(error).partition(": ")
+        yield Finding(subject, text, "error")
+
+
+def _versions(tree: Tree) -> Iterator[Finding]:
+    """Of what is installed here; the run may be elsewhere, so what is not here is no error."""
+    nemo_rl, vllm = nemo_rl_version(), vllm_version()
+    if nemo_rl is None:
+        yield Finding("nemo-rl", "not installed here; `check` has read the config, and NeMo-RL has not", "note")
+    elif nemo_rl_is_a_release():
+        shared = "; its draft head shares one gradient clip with the policy" if at(tree, "policy.draft.enabled") else ""
+        text = f"{nemo_rl}; releases up to v0.7.0 pin a vLLM (0.20 or older) that has no custom_class drafters, and log no "
+        yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use main of August 2026", "error")
+    if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
+        yield Finding("vllm", sentence, "warning" if nemo_rl is None else "error")

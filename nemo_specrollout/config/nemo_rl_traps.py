@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does not go together in a NeMo-RL config, or does and should be known: a table of rules and a few functions.
+
+Much of it NeMo-RL refuses itself, minutes after the start, when all weights are loaded.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH
+
+Tree = Mapping[str, Any]
+GENERATION = "policy.generation"
+VLLM_CFG, VLLM_KWARGS = f"{GENERATION}.vllm_cfg", f"{GENERATION}.vllm_kwargs"
+SPECULATIVE_CONFIG = f"{VLLM_KWARGS}.speculative_config"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to be said about one field, or one package; `kind` is error, warning or note."""
+
+    subject: str
+    text: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}"
+
+
+def at(tree: Tree, path: str, default: Any = None) -> Any:
+    """The value at a dotted path; `default` where it, or a block above it, is absent or null."""
+    node: Any = tree
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return default if node is None else node
+
+
+def size_at(tree: Tree, path: str, default: int = 1) -> int:
+    """The integer at a dotted path; `default` where there is none."""
+    value = at(tree, path)
+    return value if isinstance(value, int) else default
+
+
+def native_drafts(tree: Tree) -> int:
+    """Draft tokens a step of vLLM's own drafter; 0 if there is none, or if a zero turns it off, as in NeMo-RL."""
+    return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens") if at(tree, SPECULATIVE_CONFIG) else 0
+
+
+def all_findings(tree: Tree) -> Iterator[Finding]:
+    """Every rule that the tree runs into, then what the functions below see."""
+    for rule in _RULES:
+        value = at(tree, rule.path)
+        if rule.when(tree) and rule.trips(value):
+            yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
+    for function in (_arguments_of_nemo_rl, _context, _trainer_batches, _draft, _in_flight, _parallel, _prompt_file):
+        yield from function(tree)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    path: str
+    trips: Callable[[Any], bool]
+    text: str
+    kind: str = "error"
+    when: Callable[[Tree], bool] = lambda tree: True
+
+
+def _on(path: str) -> Callable[[Tree], bool]:
+    return lambda tree: bool(at(tree, path))
+
+
+def _is_off(value: Any) -> bool:
+    return not value
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+_async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
+_NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
+_UNSEEDED = "requests over HTTP get random seeds: exact samples, but not reproducible, and not equal from run to run"
+_RULES = (
+    _Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works in vLLM alone: set it to vllm"),
+    _Rule("data_plane.enabled", bool, "the TransferQueue trainer is not supported: set it to false"),
+    _Rule("async_rl", bool, "the SingleController is not supported: remove the block; grpo.async_grpo is supported"),
+    _Rule(f"{GENERATION}.quant_cfg", _is_set, "ModelOpt's worker would stand where specrollout's must: set it to null"),
+    _Rule(f"{VLLM_KWARGS}.worker_cls", _is_set, "specrollout names the worker itself: remove it"),
+    _Rule(f"{VLLM_KWARGS}.async_scheduling", bool, "drafts are chosen on the host: set it to false"),
+    _Rule(f"{VLLM_CFG}.env_vars.VLLM_USE_V2_MODEL_RUNNER", lambda v: _is_set(v) and str(v) != "0",
+          "vLLM's V2 model runner samples elsewhere: remove it, specrollout sets it to 0"),
+    _Rule(f"{VLLM_CFG}.async_engine", _is_off, "asynchronous GRPO needs the asynchronous engine: set it to true", when=_async),
+    _Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous GRPO generates on GPUs of its own: set it to false and "
+          "name them in colocated.resources", when=_async),
+    _Rule("loss_fn.use_importance_sampling_correction", _is_off, "asynchronous GRPO trains on samples of an older policy: "
+          "set it to true", when=_async),
+    *(_Rule(path, bool, _NOT_ASYNC, when=_async) for path in ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled",
+                                                              "grpo.reward_shaping.enabled", "data.use_multiple_dataloader")),
+    _Rule("policy.megatron_cfg.enabled", _is_off, "a draft head is trained beside a Megatron policy alone: set it to true, "
+          "or policy.draft.enabled to false", when=_draft_trained),
+    _Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false",
+          when=_draft_trained),
+    _Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it and then captures its default layers: set "
+          "it to null", "warning", _draft_trained),
+    _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
+          "nothing", "warning"),
+    _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "
+          "only", "warning"),
+    _Rule("env.should_use_nemo_gym", bool, _UNSEEDED, "note"),
+    _Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note"),
+    _Rule(f"{VLLM_CFG}.precision", lambda v: v not in {None, "float32"}, "tokens are equal up to near-ties, against which "
+          "vLLM has vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'; the log-prob gap is larger than in float32", "note"),
+    _Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
+)  # fmt: skip
+
+# Passed to vLLM by NeMo-RL itself, vllm_worker.py:586; a second one of the same name is a TypeError there.
+_NEMO_RL_PASSES = {
+    "model", "served_model_name", "load_format", "skip_tokenizer_init", "tensor_parallel_size", "pipeline_parallel_size",
+    "enable_expert_parallel", "gpu_memory_utilization", "enable_prefix_caching", "dtype", "seed", "enforce_eager",
+    "max_model_len", "trust_remote_code", "worker_extension_cls", "enable_sleep_mode", "disable_log_stats",
+}  # fmt: skip
+
+
+def _arguments_of_nemo_rl(tree: Tree) -> Iterator[Finding]:
+    for name in sorted(_NEMO_RL_PASSES & set(at(tree, VLLM_KWARGS, {}))):
+        yield Finding(f"{VLLM_KWARGS}.{name}", f"NeMo-RL passes it itself: remove it, see {VLLM_CFG}", "error")
+
+
+def _context(tree: Tree) -> Iterator[Finding]:
+    engine, trainer = at(tree, f"{VLLM_CFG}.max_model_len"), at(tree, "policy.max_total_sequence_length")
+    if engine != trainer:
+        text = f"{engine} differs from policy.max_total_sequence_length {trainer}; set both to the same"
+        yield Finding(f"{VLLM_CFG}.max_model_len", text, "warning")
+    num_drafts = native_drafts(tree)
+    if num_drafts:
+        text = (
+            f"NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len, which it does not do without it"
+        )
+        yield Finding(SPECULATIVE_CONFIG, text, "note")
+
+
+def _trainer_batches(tree: Tree) -> Iterator[Finding]:
+    """lm_policy.py:210, whose assertion comes when the policy is built."""
+    megatron = "megatron_cfg.tensor_model_parallel_size" if at(tree, "policy.megatron_cfg.enabled") else None
+    ranks = size_at(tree, f"policy.{megatron or 'dtensor_cfg.tensor_parallel_size'}")
+    train, logprob = at(tree, "policy.train_micro_batch_size"), at(tree, "policy.logprob_batch_size")
+    if ranks >= 4 and logprob not in {None, train} and not at(tree, "loss_fn.force_on_policy_ratio"):
+        text = f"{logprob} differs from train_micro_batch_size {train}; NeMo-RL refuses that at tensor parallel {ranks}"
+        yield Finding("policy.logprob_batch_size", f"{text}, unless NRL_IGNORE_TP_ACCURACY_CHECK=1 is set", "warning")
+
+
+def _draft(tree: Tree) -> Iterator[Finding]:
+    if not _draft_trained(tree):
+        return
+    method = at(tree, f"{SPECULATIVE_CONFIG}.method")
+    if not native_drafts(tree) or method not in {"eagle", "eagle3"}:
+        text = f"a head is trained, but nobody drafts with it: set {SPECULATIVE_CONFIG} with method eagle3"
+        yield Finding("policy.draft.enabled", f"{text}, or policy.draft.enabled to false", "warning")
+    model = model_config(tree)
+    num_layers = None if model is None else model.get("num_hidden_layers")
+    if isinstance(num_layers, int) and len(_captured_layers(num_layers)) < 3:
+        text = (
+            f"of a policy of {num_layers} layers NeMo-RL captures the states of layers {_captured_layers(num_layers)}"
+        )
+        yield Finding("policy.draft.enabled", f"{text} for the head, not of three; take a deeper policy", "warning")
+
+
+def _captured_layers(num_layers: int) -> list[int]:
+    """NeMo-RL's choice (models/megatron/draft/hidden_capture.py:28), which no option changes."""
+    return sorted({1, max(0, num_layers // 2 - 1), max(1, num_layers - 4)})
+
+
+def model_config(tree: Tree) -> dict[str, Any] | None:
+    """`config.json` of the policy if it is a folder here; None if it is a name on the Hugging Face Hub, or unreadable."""
+    try:
+        read = json.loads((Path(str(at(tree, "policy.model_name", ""))) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _in_flight(tree: Tree) -> Iterator[Finding]:
+    grpo = at(tree, "grpo.async_grpo", {})
+    if (
+        _async(tree)
+        and at(grpo, "in_flight_weight_updates")
+        and not at(grpo, "recompute_kv_cache_after_weight_updates")
+    ):
+        text = (
+            "true; requests under way keep KV of older weights, unless recompute_kv_cache_after_weight_updates is true"
+        )
+        yield Finding("grpo.async_grpo.in_flight_weight_updates", f"{text}. That is NeMo-RL's own choice", "note")
+
+
+def _parallel(tree: Tree) -> Iterator[Finding]:
+    kinds = ("tensor", "pipeline", "expert")
+    tensor, pipeline, expert = (size_at(tree, f"{VLLM_CFG}.{kind}_parallel_size") for kind in kinds)
+    if pipeline > 1 and not at(tree, f"{VLLM_CFG}.async_engine"):
+        yield Finding(
+            f"{VLLM_CFG}.pipeline_parallel_size", f"{pipeline}; NeMo-RL needs async_engine: true for it", "error"
+        )
+    if expert > 1 and expert % tensor:
+        text = f"{expert} is no multiple of tensor_parallel_size {tensor}, as NeMo-RL demands"
+        yield Finding(f"{VLLM_CFG}.expert_parallel_size", text, "error")
+    for kind, is_used in zip(kinds, (tensor > 1, pipeline > 1, expert > tensor), strict=True):
+        if is_used:
+            text = "an engine of several GPUs was not run with specrollout"
+            yield Finding(f"{VLLM_CFG}.{kind}_parallel_size", text, "note")
+
+
+def _prompt_file(tree: Tree) -> Iterator[Finding]:
+    name = at(tree, "data.default.prompt_file")
+    if name is not None and not Path(str(name)).is_file():
+        text = f"{name} is not here; NeMo-RL looks for it in the folder in which the run is started"
+        yield Finding("data.default.prompt_file", text, "note")

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs with `runtime: nemo_rl`: read as NeMo-RL reads them, checked without it, and the shipped recipes.
+
+What compares with NeMo-RL itself needs NEMO_RL_SRC, a checkout, and NEMO_RL_PYTHON, an interpreter that can import it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, ROOT, STEP_ADDER
+from omegaconf import OmegaConf
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.prepare import prepare_nemo_rl, runtime_of
+from nemo_specrollout.config import nemo_rl_config, versions
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.strict import ConfigError, build
+
+pytestmark = pytest.mark.unit
+
+RECIPES = sorted((ROOT / "examples" / "configs").glob("*-specrollout.yaml"))
+EAGLE3 = "policy.generation.vllm_kwargs.speculative_config={method: eagle3, model: a/head, num_speculative_tokens: 3}"
+ASYNC = (
+    "grpo.async_grpo.enabled=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "policy.generation.colocated.enabled=false",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+DRAFT = ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false", EAGLE3)
+# The part of NeMo-RL's grpo_math_1B_megatron.yaml that matters here, in float32.
+CLEAN = """
+runtime: nemo_rl
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2, max_num_steps: 3, async_grpo: {enabled: false}}
+loss_fn: {use_importance_sampling_correction: false}
+policy:
+  model_name: a/name
+  precision: float32
+  max_total_sequence_length: 64
+  train_global_batch_size: 8
+  train_micro_batch_size: 2
+  logprob_batch_size: 4
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 2}
+  draft: {enabled: false, model_name: null, aux_layer_indices: null}
+  sequence_packing: {enabled: true}
+  generation:
+    backend: vllm
+    temperature: 1.0
+    colocated: {enabled: true, resources: {num_nodes: null, gpus_per_node: null}}
+    vllm_cfg: {precision: float32, max_model_len: 64, async_engine: false, tensor_parallel_size: 1,
+               pipeline_parallel_size: 1, expert_parallel_size: 1}
+    vllm_kwargs: {}
+    specrollout: {enabled: true}
+logger: {log_dir: logs}
+cluster: {num_nodes: 1, gpus_per_node: 8}
+"""
+
+
+def tree(*overrides: str) -> dict[str, Any]:
+    merged = OmegaConf.merge(OmegaConf.create(CLEAN), OmegaConf.from_dotlist(list(overrides)))
+    resolved = OmegaConf.to_container(merged)
+    assert isinstance(resolved, dict)
+    return resolved  # type: ignore[return-value]
+
+
+def found(*overrides: str) -> dict[str, list[str]]:
+    """The findings about the clean config with `overrides`, by kind, but for that NeMo-RL is not installed."""
+    kinds: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
+    for finding in check_nemo_rl(tree(*overrides)):
+        if finding.subject not in {"nemo-rl", "vllm"}:
+            kinds[finding.kind].append(str(finding))
+    return kinds
+
+
+# Files: as NeMo-RL reads them.
+
+
+def test_nemo_rls_resolvers(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("n: 6\na: ${add:${n}, 2}\nb: ${mul:${n}, 2}\nc: ${div:${n}, 4}\nd: ${max:${n}, 7}")
+    assert load_config(file) == {"n": 6, "a": 8, "b": 12, "c": 1.5, "d": 7}
+
+
+def test_a_block_marked_override_replaces_that_of_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("data: {train: a, shuffle: true}\nother: {x: 1}")
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {_override_: true, train: b}\nother: {y: 2}")
+    assert load_config(tmp_path / "child.yaml") == {"data": {"train": "b"}, "other": {"x": 1, "y": 2}}
+
+
+def test_mandatory_values_may_come_from_a_child(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("data: ???\nn: ${data.n}")
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {n: 3}")
+    assert load_config(tmp_path / "child.yaml") == {"data": {"n": 3}, "n": 3}
+
+
+def test_absolute_parents_and_those_of_nemo_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "base.yaml").write_text("a: 1")
+    child = tmp_path / "child.yaml"
+    child.write_text(f"defaults: {tmp_path}/examples/base.yaml")
+    assert load_config(child) == {"a": 1}
+    child.write_text("defaults: ${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/base.yaml")
+    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path))
+    assert load_config(child) == {"a": 1}
+    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"base\.yaml does not exist; set NEMO_RL_DIR to the folder"):
+        load_config(child)
+
+
+# The block, as it goes to the workers.
+
+
+def test_the_effective_block_is_complete_and_plain() -> None:
+    block = effective_block(tree())
+    assert block is not None and [d["type"] for d in block["drafters"]] == ["suffix", "ngram"]
+    assert json.loads(json.dumps(block)) == block
+    assert build(SpecrolloutConfig, block, BLOCK_PATH) == SpecrolloutConfig()
+
+
+@pytest.mark.parametrize("override", [f"{BLOCK_PATH}.enabled=false", f"{BLOCK_PATH}=null", "policy.generation=null"])
+def test_there_is_no_block_when_it_is_off(override: str) -> None:
+    assert effective_block(tree(override)) is None
+
+
+def test_a_disabled_block_says_nothing_about_options() -> None:
+    assert not any(found(f"{BLOCK_PATH}.enabled=false", "policy.generation.backend=sglang").values())
+
+
+def test_vllms_own_drafter_takes_the_place_of_ours_and_twice_is_the_same() -> None:
+    config = tree(EAGLE3)
+    block = effective_block(config)
+    assert block is not None and block["drafters"] == []
+    config["policy"]["generation"]["specrollout"] = block
+    assert effective_block(config) == block
+
+
+def test_vllms_own_drafter_turned_off_leaves_ours() -> None:
+    block = effective_block(tree(EAGLE3.replace("tokens: 3", "tokens: 0")))
+    assert block is not None and len(block["drafters"]) == 2
+
+
+def test_two_kinds_of_drafters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafters: named beside policy\..*speculative_config; remove one of them"):
+        effective_block(tree(EAGLE3, f"{BLOCK_PATH}.drafters=[{{type: ngram}}]"))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [("enable=true", "did you mean 'enabled'"), ("enabled='yes'", "expected bool"), ("budget.k=99", "out of range")],
+)
+def test_the_block_is_strict(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        effective_block(tree(f"{BLOCK_PATH}.{override}"))
+    (error,) = found(f"{BLOCK_PATH}.{override}")["error"]
+    assert error.startswith(f"{BLOCK_PATH}.") and sentence in error
+
+
+# What does not go together.
+
+
+def test_a_clean_config_has_nothing_to_say() -> None:
+    assert not any(found().values())
+    assert not any(found(*ASYNC).values())
+    assert found(*DRAFT)["error"] == found(*DRAFT)["warning"] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("grpo=null",), "grpo: missing"),
+        (("policy.generation=null",), "policy.generation: missing"),
+        (("policy.generation.backend=sglang",), 'policy.generation.backend: "sglang"; '),
+        (("data_plane.enabled=true",), "data_plane.enabled: true; "),
+        (("async_rl.max_weight_staleness_versions=1",), "async_rl: "),
+        (("policy.generation.quant_cfg=NVFP4",), 'policy.generation.quant_cfg: "NVFP4"; '),
+        (("policy.generation.vllm_kwargs.worker_cls=a.B",), 'policy.generation.vllm_kwargs.worker_cls: "a.B"; '),
+        (("policy.generation.vllm_kwargs.async_scheduling=true",), "policy.generation.vllm_kwargs.async_scheduling: true"),
+        (("policy.generation.vllm_kwargs.speculative_config=eagle3",), "policy.generation.vllm_kwargs.speculative_config: "),
+        (("policy.generation.vllm_kwargs.seed=1",), "policy.generation.vllm_kwargs.seed: NeMo-RL passes it itself"),
+        (("policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER=1",), "policy.generation.vllm_cfg.env_vars."),
+        (("policy.generation.vllm_cfg.pipeline_parallel_size=2",), "policy.generation.vllm_cfg.pipeline_parallel_size: 2"),
+        (("policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
+         "policy.generation.vllm_cfg.expert_parallel_size: 3"),
+        ((*ASYNC, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false"),
+        ((*ASYNC, "policy.generation.colocated.enabled=true"), "policy.generation.colocated.enabled: true"),
+        ((*ASYNC, "loss_fn.use_importance_sampling_correction=false"), "loss_fn.use_importance_sampling_correction: false"),
+        ((*ASYNC, "grpo.use_dynamic_sampling=true"), "grpo.use_dynamic_sampling: true"),
+        ((*DRAFT, "policy.megatron_cfg.enabled=false"), "policy.megatron_cfg.enabled: false"),
+        ((*DRAFT, "policy.sequence_packing.enabled=true"), "policy.sequence_packing.enabled: true"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_an_error(overrides: tuple[str, ...], sentence: str) -> None:
+    errors = found(*overrides)["error"]
+    assert len(errors) == 1 and errors[0].startswith(sentence)
+    with pytest.raises(ConfigError, match=r"^\S+: .+"):
+        prepare_nemo_rl(tree(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "words"),
+    [
+        ("warning", ("policy.generation.vllm_cfg.max_model_len=32",), "differs from policy.max_total_sequence_length 64"),
+        ("warning", (f"{BLOCK_PATH}.verify.requests_per_step=4",), "only the local runner decodes requests again"),
+        ("warning", ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "nobody drafts with it"),
+        ("warning", (*DRAFT, "policy.draft.aux_layer_indices=[1,2,3]"), "policy.draft.aux_layer_indices: [1, 2, 3]"),
+        ("warning", ("policy.megatron_cfg.tensor_model_parallel_size=4",), "NRL_IGNORE_TP_ACCURACY_CHECK"),
+        ("warning", ("policy.router_replay.enabled=true",), "not tried with drafts"),
+        ("note", (EAGLE3,), "4 tokens before max_model_len"),
+        ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
+        ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
+        ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was not run"),
+        ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine"),
+        ("note", ("env.should_use_nemo_gym=true",), "random seeds"),
+        ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "random seeds"),
+        ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt is not here"),
+    ],
+)  # fmt: skip
+def test_what_should_be_known_is_said(kind: str, overrides: tuple[str, ...], words: str) -> None:
+    findings = found(*overrides)
+    assert findings["error"] == []
+    assert sum(words in text for text in findings[kind]) == 1
+
+
+def test_a_policy_too_shallow_for_eagle3_is_known_from_its_folder(tmp_path: Path) -> None:
+    assert json.loads((STEP_ADDER / "config.json").read_text())["num_hidden_layers"] < 7
+    assert any(
+        "captures the states of layers" in t for t in found(*DRAFT, f"policy.model_name={STEP_ADDER}")["warning"]
+    )
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 28}')
+    assert found(*DRAFT, f"policy.model_name={tmp_path}")["warning"] == []
+
+
+def test_all_errors_come_first_and_all_are_counted() -> None:
+    config = tree(
+        "policy.generation.backend=sglang", "data_plane.enabled=true", "policy.generation.vllm_cfg.max_model_len=32"
+    )
+    kinds = [finding.kind for finding in check_nemo_rl(config)]
+    assert kinds == sorted(kinds, key=["error", "warning", "note"].index)
+    with pytest.raises(ConfigError, match=r"\(1 more: `nemo-specrollout check` lists them\)$"):
+        prepare_nemo_rl(config)
+
+
+# What is installed.
+
+
+def test_a_release_of_nemo_rl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nemo_rl").mkdir()
+    for name in ("__init__", "package_info"):
+        (tmp_path / "nemo_rl" / f"{name}.py").write_text(
+            "MAJOR = 0\nMINOR = 7\nPATCH = 0\nraise SystemExit('imported')"
+        )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert (versions.nemo_rl_version(), versions.nemo_rl_is_a_release()) == ("0.7.0", True)
+    (error,) = (f for f in check_nemo_rl(tree(*DRAFT)) if f.kind == "error")
+    assert error.subject == "nemo-rl" and "gradient clip" in error.text
+
+
+@pytest.mark.parametrize(("nemo_rl", "kind"), [(None, "warning"), ("0.6.0", "error")])
+def test_an_unsupported_vllm_matters_where_nemo_rl_is(
+    monkeypatch: pytest.MonkeyPatch, nemo_rl: str | None, kind: str
+) -> None:
+    monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: nemo_rl)
+    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: "0.20.0")
+    assert [f.kind for f in check_nemo_rl(tree()) if f.subject == "vllm"] == [kind]
+
+
+def test_nothing_installed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: None)
+    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: None)
+    assert next(str(f) for f in prepare_nemo_rl(tree())).startswith("nemo-rl: not installed here")
+
+
+# Commands.
+
+
+def test_runtimes() -> None:
+    assert [runtime_of({}), runtime_of({"runtime": "local"}), runtime_of(tree())] == ["local", "local", "nemo_rl"]
+    with pytest.raises(ConfigError, match=r"^runtime: 'nemorl' is not available; did you mean 'nemo_rl'\?"):
+        runtime_of({"runtime": "nemorl"})
+
+
+def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CLEAN)
+    assert main(["check", str(config)]) == 0
+    printed = capsys.readouterr()
+    lines = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
+    assert lines["runtime"].startswith("nemo_rl: ") and "synchronous" in lines["runtime"]
+    assert "pipeline parallel 2" in lines["policy"] and "suffix" in lines["drafters"]
+    assert lines["placement"] == "generation and training share 1 x 8 GPUs; 8 engines of 1 GPU"
+    assert printed.err == ""
+    assert main(["check", str(config), "data_plane.enabled=true", f"{BLOCK_PATH}.drafter=1"]) == 2
+    assert capsys.readouterr().err.count("nemo-specrollout: ") == 2
+
+
+def test_bench_is_for_the_local_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(QUICKSTART), "runtime=nemo_rl"]) == 2
+    assert "need a config with runtime: local" in capsys.readouterr().err
+
+
+def test_check_loads_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    code = (
+        "import sys; from nemo_specrollout.cli.main import main\n"
+        f"assert main(['check', {str(tmp_path / 'config.yaml')!r}]) == 0\n"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'ray', 'nemo_rl', 'numba'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# Beside the real NeMo-RL.
+
+SOURCE, PYTHON = os.environ.get("NEMO_RL_SRC"), os.environ.get("NEMO_RL_PYTHON")
+beside_nemo_rl = pytest.mark.skipif(
+    SOURCE is None or PYTHON is None,
+    reason="set NEMO_RL_SRC to a checkout of NeMo-RL and NEMO_RL_PYTHON to an interpreter that can import it",
+)
+LOADER = """
+import json, sys
+from omegaconf import OmegaConf
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+register_omegaconf_resolvers()
+trees = {}
+for path in json.load(sys.stdin):
+    try:
+        trees[path] = OmegaConf.to_container(load_config(path), resolve=True)
+    except Exception:
+        trees[path] = None
+"""
+MASTER_CONFIG = """
+from nemo_rl.algorithms.grpo import MasterConfig
+for tree in trees.values():
+    config = MasterConfig(**tree)
+    assert config.policy["generation"]["specrollout"] == tree["policy"]["generation"]["specrollout"]
+"""
+ANSWER = "print('ANSWER' + json.dumps(trees, sort_keys=True))"
+
+
+def ask_nemo_rl(code: str, paths: list[Path]) -> "subprocess.Popen[str]":
+    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "NEMO_RL_DIR": str(SOURCE)}
+    asked = subprocess.Popen(
+        [str(PYTHON), "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert asked.stdin is not None
+    asked.stdin.write(json.dumps([str(p) for p in paths]))
+    asked.stdin.close()
+    asked.stdin = None
+    return asked
+
+
+def answer(asked: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, _ = asked.communicate()
+    assert asked.returncode == 0
+    answered: dict[str, Any] = json.loads(out.rpartition("ANSWER")[2])
+    return answered
+
+
+def ours(path: Path) -> dict[str, Any] | None:
+    try:
+        return load_config(path)
+    except ConfigError:
+        return None
+
+
+@pytest.mark.slow
+@beside_nemo_rl
+def test_all_of_nemo_rls_configs_are_read_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "some/folder")  # a few configs demand it
+    paths = sorted((Path(str(SOURCE)) / "examples" / "configs").rglob("*.yaml"))
+    asked = ask_nemo_rl(LOADER + ANSWER, paths)
+    trees = {str(path): ours(path) for path in paths}
+    theirs = answer(asked)
+    different = [p for p in trees if json.dumps(trees[p], sort_keys=True) != json.dumps(theirs[p], sort_keys=True)]
+    assert different == []
+    assert sum(tree is not None for tree in theirs.values()) > 200
+
+
+@beside_nemo_rl
+def test_recipes_are_configs_of_nemo_rl_without_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ask_nemo_rl(LOADER + MASTER_CONFIG + ANSWER, RECIPES)
+    monkeypatch.setenv("NEMO_RL_DIR", str(SOURCE))
+    trees = {str(path): load_config(path) for path in RECIPES}
+    for path, recipe in trees.items():
+        assert runtime_of(recipe) == "nemo_rl" and effective_block(recipe) is not None
+        assert [f for f in check_nemo_rl(recipe) if f.kind != "note" and f.subject != "vllm"] == [], path
+    assert answer(asked) == trees
+
+
+def test_recipes_are_named_like_their_output() -> None:
+    assert len(RECIPES) == 6
+    for path in RECIPES:
+        recipe = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        assert isinstance(recipe, dict)
+        assert recipe["defaults"].startswith("${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/configs/")
+        assert recipe["logger"]["log_dir"] == f"logs/{path.stem}"
+        assert recipe["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
