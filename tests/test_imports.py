@@ -20,10 +20,11 @@ ALLOWED = {
     "drafters": {"config", "sampling"},
     "generation": {"config", "sampling", "scheduling", "drafters"},
     "local": {"config", "sampling", "scheduling", "drafters", "generation"},
-    "cli": {"config", "sampling", "scheduling", "drafters", "generation", "local"},
+    "nemo_rl": {"config", "sampling", "generation"},
+    "cli": {"config", "sampling", "scheduling", "drafters", "generation", "local", "nemo_rl"},
 }
 # Which rooms alone may touch a heavy package.
-OWNERS = {"vllm": {"generation"}, "megatron": {"local"}, "nemo_rl": set(), "ray": set()}
+OWNERS = {"vllm": {"generation"}, "megatron": {"local"}, "nemo_rl": {"nemo_rl"}, "ray": {"nemo_rl"}}
 TORCH_FREE = ("config", "scheduling", "cli")
 
 

@@ -3,11 +3,13 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, prepare
+from nemo_specrollout.cli.prepare import Prepared, prepare_local, prepare_nemo_rl, runtime_of
+from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import nemo_rl_version
 
 if TYPE_CHECKING:
     from nemo_specrollout.local.progress import Progress
@@ -16,8 +18,28 @@ if TYPE_CHECKING:
 
 
 def run(path: Path, overrides: list[str]) -> int:
-    """Runs, or goes on with, the run in `logger.log_dir`; 0 when all steps are done, 130 when interrupted."""
-    prepared = prepare(path, overrides)
+    """Runs, or goes on with, a run; 0 when all steps are done, 130 when interrupted."""
+    tree = load_config(path, overrides)
+    return _run_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _run_local(tree)
+
+
+def _run_nemo_rl(tree: dict[str, Any]) -> int:
+    """NeMo-RL's own GRPO, which resumes from `checkpointing.checkpoint_dir`, with the block in effect."""
+    for finding in prepare_nemo_rl(tree):
+        print(f"{finding.kind}: {finding}")
+    if nemo_rl_version() is None:
+        raise ConfigError(
+            "runtime: nemo_rl, but NeMo-RL is not installed here; run in its container, see slurm/README.md"
+        )
+    from nemo_specrollout.nemo_rl.launcher import run as run_nemo_rl
+
+    run_nemo_rl(tree)
+    return 0
+
+
+def _run_local(tree: dict[str, Any]) -> int:
+    """The run in `logger.log_dir`."""
+    prepared = prepare_local(tree)
     from nemo_specrollout.local.run_directory import RunDirectory
 
     config = prepared.config

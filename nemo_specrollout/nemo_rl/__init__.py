@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where we meet NeMo-RL; the only room that imports nemo_rl.
+
+import nemo_specrollout.nemo_rl as s
+
+s.install(config)  # a NeMo-RL MasterConfig, before `setup`
+"""
+
+from nemo_specrollout.nemo_rl.install import install, uninstall
+
+__all__ = ["install", "uninstall"]

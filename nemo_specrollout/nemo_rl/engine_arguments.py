@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of an engine under NeMo-RL: its own, with the block put into effect."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.arguments import with_specrollout
+
+_WORKERS = "nemo_specrollout.nemo_rl.engine_workers."
+_WORKER_OF = {
+    ("cpu", "VllmInternalWorkerExtension"): _WORKERS + "NemoRlCPUWorker",
+    ("cuda", "VllmInternalWorkerExtension"): _WORKERS + "NemoRlGPUWorker",
+    ("cuda", "VllmInternalWorkerExtensionWithCheckpointEngine"): _WORKERS + "NemoRlCheckpointEngineGPUWorker",
+}
+
+
+def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`llm_kwargs`, as NeMo-RL would pass them to vLLM, with our worker, router and block. Raises ConfigError."""
+    compat.check_version()
+    block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
+    device = compat.device_type()
+    arguments = with_specrollout(llm_kwargs, block, device)
+    arguments["worker_cls"] = _WORKER_OF[device, llm_kwargs["worker_extension_cls"].rpartition(".")[2]]
+    return arguments

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM workers of an engine under NeMo-RL: ours, with NeMo-RL's worker extension as a direct base.
+
+vLLM refuses an extension whose names a worker class has, unless it is a direct base of it; so overriding it is meant.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from nemo_rl.models.generation.vllm.vllm_backend import (
+    VllmInternalWorkerExtension,
+    VllmInternalWorkerExtensionWithCheckpointEngine,
+)
+
+from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
+from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, check_holds
+from nemo_specrollout.nemo_rl.shared_tensors import part_from_target
+
+logger = logging.getLogger(__name__)
+
+_TRAINED_HEAD_METHODS = ("eagle", "eagle3")
+
+
+check_holds(EXTENSION_HOLDS)
+
+
+class ExtensionOverrides:
+    """What changes in NeMo-RL's worker extension: a trainer's draft weights never enter a module of the policy, and the
+    time of a weight update counts as no step."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """NeMo-RL's and vLLM's; then a drafter whose weights come by refit gets an lm_head of its own.
+
+        Now, before graphs are captured: a captured graph keeps the addresses of what it saw.
+        """
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        config = self.vllm_config
+        speculative = config.speculative_config
+        comes_by_refit = config.load_config.load_format == "dummy"
+        if comes_by_refit and speculative is not None and speculative.method in _TRAINED_HEAD_METHODS:
+            self._part_drafter(["lm_head.weight"])
+
+    def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]]) -> None:
+        self._part_drafter([name for name, _ in draft_weights])
+        super()._load_draft_weights(draft_weights)  # type: ignore[misc]
+
+    def _part_drafter(self, weight_names: list[str]) -> None:
+        draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        if draft is None or not weight_names:
+            return
+        for path in part_from_target(self.model_runner.model, draft, weight_names):
+            logger.warning("specrollout: the drafter shared the policy's %s; it has its own now", path)
+
+    @contextmanager
+    def _weight_update_lifecycle(self, transport: Any) -> Iterator[Any]:
+        started = time.perf_counter()
+        with super()._weight_update_lifecycle(transport) as finalize:  # type: ignore[misc]
+            yield finalize
+        self.specrollout_weights_updated(time.perf_counter() - started)  # type: ignore[attr-defined]
+
+
+class NemoRlCPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutCPUWorker):
+    """On a CPU."""
+
+
+class NemoRlGPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutGPUWorker):
+    """On a GPU."""
+
+
+class NemoRlCheckpointEngineGPUWorker(
+    ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutGPUWorker
+):
+    """On a GPU, refitted through NeMo-RL's checkpoint engine."""

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole hold on NeMo-RL: every name that this package replaces, overrides or calls. docs/nemo_rl.md has the lines.
+
+`install` checks them all before anything starts. Whoever supports another version of NeMo-RL begins here.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.config.strict import ConfigError
+
+_GENERATION = "nemo_rl.models.generation.vllm.vllm_generation"
+_WORKER = "nemo_rl.models.generation.vllm.vllm_worker"
+_ASYNC_WORKER = "nemo_rl.models.generation.vllm.vllm_worker_async"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """`name` of `module`, a dotted path, must exist and take `parameters`. `where` is its file and line at main of
+    August 2026."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    where: str
+    why: str
+
+
+HOLDS = (
+    Hold(
+        "nemo_rl.algorithms.grpo",
+        "VllmGeneration",
+        ("cluster", "config"),
+        "algorithms/grpo.py:114, 1189",
+        "replaced: rows get seeds, steps get figures",
+    ),
+    Hold(
+        "nemo_rl.algorithms.grpo",
+        "refit_policy_generation",
+        ("policy", "policy_generation"),
+        "algorithms/grpo.py:2316",
+        "wrapped: a refit begins a policy version",
+    ),
+    Hold(
+        "nemo_rl.algorithms.grpo",
+        "validate",
+        ("policy_generation",),
+        "algorithms/grpo.py:3822",
+        "wrapped: validation has a stream of seeds of its own",
+    ),
+    Hold(
+        "nemo_rl.algorithms.grpo",
+        "Logger",
+        ("cfg",),
+        "algorithms/grpo.py:544",
+        "replaced: watches the log-prob gap, keeps metrics.jsonl",
+    ),
+    Hold(
+        "nemo_rl.utils.logger",
+        "Logger.log_metrics",
+        ("metrics", "step", "prefix", "step_metric", "step_finished"),
+        "utils/logger.py:1035",
+        "overridden",
+    ),
+    Hold(
+        "nemo_rl.algorithms.async_utils",
+        "AsyncTrajectoryCollector",
+        (),
+        "algorithms/async_utils/trajectory_collector.py:76",
+        "replaced: tells its generation the policy version",
+    ),
+    Hold(
+        "nemo_rl.utils.checkpoint",
+        "CheckpointManager.get_latest_checkpoint_path",
+        (),
+        "utils/checkpoint.py:552",
+        "called: the version that a resumed run starts from",
+    ),
+    Hold(
+        _GENERATION,
+        "resolve_generation_worker_cls",
+        ("default_cls", "config"),
+        "vllm_generation.py:205",
+        "wrapped: names our Ray actors",
+    ),
+    Hold(
+        "nemo_rl.distributed.ray_actor_environment_registry",
+        "ACTOR_ENVIRONMENT_REGISTRY",
+        (),
+        "distributed/ray_actor_environment_registry.py:32",
+        "our actors run where NeMo-RL's do",
+    ),
+    Hold(_GENERATION, "VllmGeneration.generate", ("data", "greedy"), "vllm_generation.py:640", "overridden"),
+    Hold(_GENERATION, "VllmGeneration.generate_async", ("data", "greedy"), "vllm_generation.py:957", "overridden"),
+    Hold(_GENERATION, "VllmGeneration.snapshot_step_metrics", (), "vllm_generation.py:557", "overridden"),
+    Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
+    Hold(
+        _WORKER,
+        "VllmGenerationWorkerImpl._create_engine",
+        ("llm_kwargs",),
+        "vllm_worker.py:814",
+        "overridden: our vLLM worker, router and block",
+    ),
+    Hold(
+        _WORKER,
+        "VllmGenerationWorkerImpl.generate",
+        ("data", "greedy"),
+        "vllm_worker.py:850",
+        "overridden: seeds reach the engine",
+    ),
+    Hold(
+        _ASYNC_WORKER,
+        "VllmAsyncGenerationWorkerImpl._create_engine",
+        ("llm_kwargs",),
+        "vllm_worker_async.py:165",
+        "overridden",
+    ),
+    Hold(
+        _ASYNC_WORKER,
+        "VllmAsyncGenerationWorkerImpl.generate_async",
+        ("data", "greedy"),
+        "vllm_worker_async.py:999",
+        "overridden",
+    ),
+)
+
+# The engine's process is another: what is overridden there is checked there, when its worker class is made.
+EXTENSION_HOLDS = (
+    Hold(
+        "nemo_rl.models.generation.vllm.vllm_backend",
+        "VllmInternalWorkerExtension._load_draft_weights",
+        ("draft_weights",),
+        "vllm_backend.py:431",
+        "overridden: draft weights never enter the policy",
+    ),
+    Hold(
+        "nemo_rl.models.generation.vllm.vllm_backend",
+        "VllmInternalWorkerExtension._weight_update_lifecycle",
+        ("transport",),
+        "vllm_backend.py:610",
+        "overridden: every transport's update is counted and timed",
+    ),
+)
+
+
+def check_holds(holds: tuple[Hold, ...]) -> None:
+    """Raises ConfigError that tells which of `holds` NeMo-RL no longer has as they were."""
+    changes = [change for hold in holds for change in _changes(hold)]
+    if changes:
+        raise ConfigError(
+            f"this NeMo-RL is not one that specrollout knows: {'; '.join(changes)}. Use main of "
+            "August 2026 (docs/nemo_rl.md), or set policy.generation.specrollout.enabled: false"
+        )
+
+
+def _changes(hold: Hold) -> Iterator[str]:
+    try:
+        found: Any = importlib.import_module(hold.module)
+        for part in hold.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        yield f"{hold.module}.{hold.name} is gone ({type(error).__name__}: {error})"
+        return
+    known = inspect.signature(found).parameters if hold.parameters else {}
+    is_wrapped = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())  # by a decorator that hides them
+    for missing in (p for p in hold.parameters if p not in known and not is_wrapped):
+        yield f"{hold.module}.{hold.name} no longer takes {missing!r}"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the package into effect in NeMo-RL, by setting attributes of its modules; `uninstall` puts them back."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
+from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+
+_NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
+_ACTORS = {
+    f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
+    f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
+}
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def install(config: Any) -> bool:
+    """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect; call it before NeMo-RL's `setup`.
+
+    Returns whether the block is enabled. Without a block, or with `enabled: false`, nothing is touched and nothing of
+    this package is imported in any worker. Otherwise `config` gets the environment that keeps vLLM's V1 model runner.
+    Raises ConfigError where the block, the config or the installed NeMo-RL does not allow it.
+    """
+    uninstall()
+    block = effective_block({"policy": config.policy})
+    if block is None:
+        return False
+    check_holds(HOLDS)
+    config.policy["generation"]["specrollout"] = block
+    vllm_cfg = config.policy["generation"]["vllm_cfg"]
+    vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
+    _replace_names(config)
+    return True
+
+
+def uninstall() -> None:
+    """NeMo-RL's modules as they were."""
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)
+
+
+def _replace(module: Any, name: str, new: Any) -> None:
+    _replaced.append((module, name, getattr(module, name)))
+    setattr(module, name, new)
+
+
+def _replace_names(config: Any) -> None:
+    from nemo_rl.algorithms import async_utils, grpo
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    from nemo_specrollout.nemo_rl.collector import SpecrolloutTrajectoryCollector
+    from nemo_specrollout.nemo_rl.gap_causes import gap_causes
+    from nemo_specrollout.nemo_rl.generation import RunFacts, SpecrolloutGeneration
+    from nemo_specrollout.nemo_rl.logger import watching_logger
+
+    SpecrolloutGeneration.facts = RunFacts(config.grpo.seed, _newest_step(config.checkpointing))
+    for native, ours in _ACTORS.items():
+        ACTOR_ENVIRONMENT_REGISTRY[ours] = ACTOR_ENVIRONMENT_REGISTRY[native]
+    _replace(
+        vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
+    )
+    _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
+    _replace(grpo, "VllmGeneration", SpecrolloutGeneration)
+    _replace(grpo, "refit_policy_generation", _telling_versions(grpo.refit_policy_generation))
+    _replace(grpo, "validate", _in_validation_stream(grpo.validate))
+    facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
+    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts))
+
+
+def _newest_step(checkpointing: Any) -> int:
+    """Training steps behind the checkpoint that NeMo-RL will resume from, 0 if there is none."""
+    from nemo_rl.utils.checkpoint import CheckpointManager
+
+    path = CheckpointManager(checkpointing).get_latest_checkpoint_path()
+    return 0 if path is None else int(Path(path).name.removeprefix("step_"))
+
+
+def _naming_ours(resolve: Any) -> Any:
+    @functools.wraps(resolve)
+    def resolve_ours(default_cls: str, config: dict[str, Any]) -> str:
+        native = resolve(default_cls, config)
+        return _ACTORS.get(native, native)
+
+    return resolve_ours
+
+
+def _telling_versions(refit: Any) -> Any:
+    @functools.wraps(refit)
+    def refit_and_tell(policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
+        metrics = refit(policy, policy_generation, *args, **kwargs)
+        policy_generation.weights_updated()
+        return metrics
+
+    return refit_and_tell
+
+
+def _in_validation_stream(validate: Any) -> Any:
+    from nemo_specrollout.nemo_rl.identities import Stream
+
+    @functools.wraps(validate)
+    def validate_apart(policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
+        with policy_generation.stream(Stream.VALIDATION):
+            return validate(policy_generation, *args, **kwargs)
+
+    return validate_apart

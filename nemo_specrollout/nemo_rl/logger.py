@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's logger, watching what the run depends on: that engine and trainer have the same policy."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_specrollout.nemo_rl.metrics import PREFIX
+from nemo_specrollout.nemo_rl.run_record import RunRecord
+
+
+def watching_logger(native: Any, block: Mapping[str, Any], causes: list[str], facts: Mapping[str, Any]) -> Any:
+    """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, and a record of the run.
+
+    `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary.
+    """
+    bound = block["logprob_gap_alarm"]
+
+    class WatchingLogger(native):
+        """NeMo-RL's logger; the figures of a training step pass a watch, and are kept, on their way."""
+
+        def __init__(self, cfg: Mapping[str, Any]) -> None:
+            super().__init__(cfg)
+            self._record = RunRecord(Path(cfg["log_dir"]), facts)
+
+        def log_metrics(
+            self,
+            metrics: dict[str, Any],
+            step: int,
+            prefix: str | None = "",
+            step_metric: str | None = None,
+            step_finished: bool = False,
+        ) -> None:
+            gap = logprob_gap(metrics) if prefix == "train" else None
+            if gap is not None:
+                metrics = {**metrics, PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
+                if gap > bound:
+                    _raise_alarm(step, gap, bound, causes)
+                self._record.add(step, metrics)
+            super().log_metrics(metrics, step, prefix, step_metric, step_finished)
+
+    return WatchingLogger
+
+
+def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
+    """Nats a token between engine and trainer, from NeMo-RL's mean of exp|difference|; None where it is not logged.
+
+    It is no less than the mean of |difference|, and equal to it where the difference is small.
+    """
+    error = metrics.get("token_mult_prob_error")
+    return None if error is None else math.log(max(float(error), 1.0))
+
+
+def _raise_alarm(step: int, gap: float, bound: float, causes: list[str]) -> None:
+    Console(stderr=True).print(
+        f"specrollout ALARM, step {step}: engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm "
+        f"{bound}. Likely causes, the likeliest first: {'; '.join(causes)}.",
+        style="bold red",
+        highlight=False,
+    )

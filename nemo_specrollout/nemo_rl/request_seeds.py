@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts seeds into sampling parameters, where the engine's worker looks for them."""
+
+import copy
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
+
+
+class RequestSeeds:
+    """Gives every request of an engine a seed. Owns how many had to be made up.
+
+    NeMo-RL's rollouts and validation bring one each. Requests that come another way (its HTTP server, `generate_text`)
+    get a random one, as in vLLM itself: exact samples, but not reproducible.
+    """
+
+    def __init__(self) -> None:
+        self.num_made_up = 0
+
+    def of_one(self, params: Any, seeds: Sequence[int] | None) -> Any:
+        """`params` with the only seed of `seeds`."""
+        (seeded,) = self.of_batch(params, 1, seeds)
+        return seeded
+
+    def of_batch(self, params: Any, num_requests: int, seeds: Sequence[int] | None) -> list[Any]:
+        """One object a request, from one for all or one for each."""
+        each = list(params) if isinstance(params, Sequence) else [params] * num_requests
+        if seeds is None:
+            return [self._made_up(p) for p in each]
+        return [_with_seed(p, seed) for p, seed in zip(each, seeds, strict=True)]
+
+    def _made_up(self, params: Any) -> Any:
+        if params.seed is not None or EXTRA_ARGS_KEY in (params.extra_args or {}):
+            return params
+        self.num_made_up += 1
+        return _with_seed(params, secrets.randbits(63))
+
+
+def _with_seed(params: Any, seed: int) -> Any:
+    seeded = copy.copy(params)
+    seeded.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: {"seed": seed}}
+    return seeded

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl` and `summary.json` in `<log_dir>/specrollout/`."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.nemo_rl.metrics import PREFIX
+
+# Of NeMo-RL's own figures, what ours are read beside.
+_NATIVE_KEYS = ("loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample")
+
+
+class RunRecord:
+    """Owns the two files. A line of `metrics.jsonl` is a training step; the last one of a step counts."""
+
+    def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
+        self._folder = log_dir / "specrollout"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._facts = dict(facts)
+        self._steps = self._read()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends a step's figures and renews the summary."""
+        record: dict[str, Any] = {"step": step}
+        for name, value in metrics.items():
+            if (name.startswith(PREFIX) or name in _NATIVE_KEYS) and isinstance(value, Number):
+                record[name] = float(value)  # type: ignore[arg-type]
+        with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._steps.append(record)
+        self._write_summary()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The steps that a run before this one left in the same folder; a torn last line is skipped."""
+        path, steps = self._folder / "metrics.jsonl", {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+            with suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                steps[record["step"]] = record
+        return list(steps.values())
+
+    def _write_summary(self) -> None:
+        temporary = self._folder / "summary.json.tmp"
+        temporary.write_text(json.dumps(summarize(self._steps, self._facts), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self._folder / "summary.json")
+
+
+def summarize(steps: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The run so far in figures: sums of counts and seconds, the largest gap, alarms."""
+
+    def column(name: str) -> list[float]:
+        return [s[PREFIX + name] for s in steps if PREFIX + name in s]
+
+    return {
+        **facts,
+        "num_steps": len(steps),
+        "speedup_estimate_mean": _mean(column("speedup_estimate")),
+        "tokens_per_request_step_mean": _mean(column("tokens_per_request_step")),
+        "logprob_gap_max": max(column("logprob_gap"), default=None),
+        "num_alarms": int(sum(column("logprob_gap_alarm"))),
+        "num_seeds_made_up": int(sum(column("seeds_made_up"))),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

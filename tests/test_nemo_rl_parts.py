@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the `nemo_rl` room that need no NeMo-RL: identities, seeds, shared tensors, figures, the run's record."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
+from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.nemo_rl.gap_causes import gap_causes
+from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
+from nemo_specrollout.nemo_rl.logger import logprob_gap, watching_logger
+from nemo_specrollout.nemo_rl.metrics import step_metrics
+from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
+from nemo_specrollout.nemo_rl.run_record import RunRecord
+from nemo_specrollout.nemo_rl.shared_tensors import part_from_target, shared_modules
+
+pytestmark = pytest.mark.unit
+
+PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [1, 2, 3]]
+
+
+def test_siblings_and_equal_prompts_get_different_seeds() -> None:
+    assert len(set(RowIdentities(42).seeds(PROMPTS))) == 4
+
+
+def test_seeds_are_reproducible_and_do_not_depend_on_other_rows() -> None:
+    seeds = RowIdentities(42).seeds(PROMPTS)
+    assert RowIdentities(42).seeds(PROMPTS) == seeds
+    one_by_one = RowIdentities(42)
+    assert [one_by_one.seeds([p])[0] for p in PROMPTS] == seeds
+    assert RowIdentities(42).seeds([[4, 5]]) == seeds[2:3]
+
+
+def test_run_seed_version_and_stream_change_every_seed() -> None:
+    seeds = set(RowIdentities(42).seeds(PROMPTS))
+    assert not seeds & set(RowIdentities(43).seeds(PROMPTS))
+    assert not seeds & set(RowIdentities(42, 1).seeds(PROMPTS))
+    assert not seeds & set(RowIdentities(42).seeds(PROMPTS, Stream.VALIDATION))
+
+
+def test_a_resumed_run_goes_on_with_the_seeds_of_an_uninterrupted_one() -> None:
+    whole = RowIdentities(42)
+    whole.seeds(PROMPTS)
+    whole.begin_version(7)
+    assert whole.seeds(PROMPTS) == RowIdentities(42, 7).seeds(PROMPTS)
+
+
+def test_telling_the_same_version_again_does_not_repeat_samples() -> None:
+    identities = RowIdentities(42, 3)
+    seeds = identities.seeds(PROMPTS)
+    identities.begin_version(3)
+    assert not set(seeds) & set(identities.seeds(PROMPTS))
+
+
+class Params(SimpleNamespace):
+    """Stands for vLLM's SamplingParams, of which two fields matter here."""
+
+
+def test_each_request_gets_the_seed_of_its_row() -> None:
+    seeds, shared = RequestSeeds(), Params(seed=None, extra_args={"other": 1})
+    first, second = seeds.of_batch(shared, 2, [11, 22])
+    assert first.extra_args == {"other": 1, "specrollout": {"seed": 11}}
+    assert second.extra_args["specrollout"] == {"seed": 22}
+    assert shared.extra_args == {"other": 1} and seeds.num_made_up == 0
+    with pytest.raises(ValueError, match="zip"):
+        seeds.of_batch(shared, 3, [11, 22])
+
+
+def test_requests_without_a_row_get_random_seeds_unless_they_have_one() -> None:
+    seeds = RequestSeeds()
+    first, second = (
+        seeds.of_one(Params(seed=None, extra_args=None), None).extra_args["specrollout"]["seed"] for _ in "ab"
+    )
+    assert first != second and seeds.num_made_up == 2
+    own = Params(seed=5, extra_args=None)
+    assert seeds.of_one(own, None) is own and seeds.num_made_up == 2
+
+
+class Draft(nn.Module):
+    def __init__(self, target: "Target") -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = target.embed_tokens
+        self.lm_head = target.lm_head
+        self.fc = nn.Linear(4, 4)
+
+
+class Target(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+
+
+def test_only_what_draft_weights_would_overwrite_is_parted() -> None:
+    target = Target()
+    draft = Draft(target)
+    assert shared_modules(target, draft) == ["lm_head", "model.embed_tokens"]
+    assert part_from_target(target, draft, ["lm_head.weight", "fc.weight"]) == ["lm_head"]
+    before = target.lm_head.weight.clone()
+    draft.load_state_dict({"lm_head.weight": torch.zeros(8, 4)}, strict=False)
+    assert torch.equal(target.lm_head.weight, before) and not draft.lm_head.weight.any()
+    assert draft.model.embed_tokens is target.embed_tokens
+    assert part_from_target(target, draft, ["lm_head.weight"]) == []
+
+
+def totals(**fields: object) -> EngineTotals:
+    return EngineTotals(**fields)  # type: ignore[arg-type]
+
+
+def test_totals_add_over_engines_and_survive_the_wire() -> None:
+    a = totals(num_steps=3, decode_s=1.0, proposed=(("suffix", (4, 2)),), accepted=(("suffix", (3, 1)),))
+    b = totals(
+        num_steps=1, proposed=(("ngram", (1,)), ("suffix", (1, 1))), accepted=(("ngram", (0,)), ("suffix", (1, 0)))
+    )
+    both = a + b
+    assert both.num_steps == 4 and dict(both.proposed) == {"suffix": (5, 3), "ngram": (1,)}
+    assert dict((both - b).accepted)["suffix"] == (3, 1)
+    assert EngineTotals.from_wire(json.loads(json.dumps(both.wire()))) == both
+
+
+def traced_steps(trace: StepTrace) -> None:
+    """A prefill of two requests, then two decode steps: one with three drafts of which two are accepted, one without."""
+    trace.begin_afresh()
+    trace.begin_step(2, 2, 10)
+    trace.end_step()
+    trace.begin_step(2, 5, 5)
+    trace.add_drafts(np.array([[3, 2]]))
+    trace.end_step(0.001)
+    trace.begin_step(2, 2, 2)
+    trace.end_step()
+
+
+def test_account_counts_every_step_once_and_estimates_plain_time() -> None:
+    trace = StepTrace(["suffix"])
+    account = EngineAccount(trace)
+    traced_steps(trace)
+    plain_step_s = np.array([0.0, 1.0, 10.0])
+    first = account.read(plain_step_s, num_weight_updates=1)
+    assert (first.num_steps, first.num_steps_with_drafts, first.num_request_steps, first.num_rows) == (3, 1, 6, 9)
+    assert first.plain_s == pytest.approx((1 + 2 / 2) * 10 + 10)
+    assert first.estimated_s == first.decode_s and first.num_weight_updates == 1
+    assert account.read(plain_step_s).num_steps == 3
+    traced_steps(trace)
+    assert account.read(None).num_steps == 6
+
+
+def test_a_step_after_idleness_counts_no_idle_time() -> None:
+    trace = StepTrace([])
+    traced = trace.columns.index("is_decode")
+    for _ in range(2):
+        trace.begin_afresh()
+        trace.begin_step(1, 1, 1)  # a prompt that is cached but for its last token looks like decoding
+        trace.end_step()
+    assert [row[traced] for row in trace.since(0)["rows"]] == [0, 0]
+
+
+def test_step_metrics_are_ratios_of_differences() -> None:
+    before = totals(
+        num_steps=10, num_request_steps=20, num_rows=20, proposed=(("suffix", (8, 8)),), accepted=(("suffix", (8, 0)),)
+    )
+    done = totals(
+        num_steps=4, num_steps_with_drafts=2, num_request_steps=8, num_rows=14, other_s=1.0, decode_s=3.0, estimated_s=3.0,
+        plain_s=7.0, proposed=(("suffix", (4, 2)),), accepted=(("suffix", (3, 1)),),
+    )  # fmt: skip
+    figures = step_metrics([before], [before + done])
+    assert figures["specrollout/speedup_estimate"] == pytest.approx(2.0)
+    assert figures["specrollout/tokens_per_request_step"] == pytest.approx(1.5)
+    assert figures["specrollout/draft_tokens_per_request_step"] == pytest.approx(0.75)
+    assert figures["specrollout/steps_with_drafts"] == 0.5
+    assert figures["specrollout/suffix/acceptance"] == pytest.approx(4 / 6)
+    assert figures["specrollout/suffix/acceptance_pos_2"] == 0.5
+    assert figures["specrollout/suffix/share_of_drafts"] == 1.0
+
+
+def test_an_idle_step_has_no_ratios() -> None:
+    idle = totals(num_steps=5, num_request_steps=5)
+    figures = step_metrics([idle], [idle])
+    assert figures["specrollout/engine_steps"] == 0 and "specrollout/speedup_estimate" not in figures
+
+
+class NativeLogger:
+    """The part of NeMo-RL's Logger that ours builds on; tests/nemo_rl has the real one."""
+
+    def __init__(self, cfg: dict[str, str]) -> None:
+        self.logged: list[tuple[dict[str, float], str]] = []
+
+    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False) -> None:  # type: ignore[no-untyped-def]
+        self.logged.append((metrics, prefix))
+
+
+def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cls = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, ["weights that did not arrive"], {"versions": {}})
+    logger = cls({"log_dir": str(tmp_path)})
+    logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.5, "specrollout/engine_steps": 3.0}, 1, prefix="train")
+    logger.log_metrics({"token_mult_prob_error": 1.2, "loss": 0.4}, 2, prefix="train")
+    logger.log_metrics({"accuracy": 0.1}, 2, prefix="validation")
+    assert logger.logged[0][0]["specrollout/logprob_gap_alarm"] == 0.0
+    assert logger.logged[1][0]["specrollout/logprob_gap_alarm"] == 1.0
+    assert logger.logged[2] == ({"accuracy": 0.1}, "validation")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ALARM, step 2" in said and "0.1823 nats" in said and "weights that did not arrive" in said
+    summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
+    assert summary["num_steps"] == 2 and summary["num_alarms"] == 1
+    assert len((tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_gap_is_zero_where_log_probs_agree_and_absent_where_not_logged() -> None:
+    assert logprob_gap({"token_mult_prob_error": 1.0}) == 0.0
+    assert logprob_gap({"token_mult_prob_error": float(np.exp(0.08))}) == pytest.approx(0.08)
+    assert logprob_gap({"loss": 1.0}) is None
+
+
+def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
+    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01})
+    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03})
+    summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
+    assert summary["num_steps"] == 2 and summary["logprob_gap_max"] == 0.03
+
+
+def test_causes_name_what_the_run_has(tmp_path: Path) -> None:
+    generation = {"vllm_cfg": {"precision": "bfloat16"}}
+    run = SimpleNamespace(enabled=True, in_flight_weight_updates=True, recompute_kv_cache_after_weight_updates=False)
+    policy = {"generation": generation, "precision": "bfloat16", "draft": {"enabled": True}}
+    causes = gap_causes(SimpleNamespace(policy=policy, grpo=SimpleNamespace(async_grpo=run)))
+    assert "shares with the policy" in causes[0]
+    assert any("older policy" in c for c in causes) and any("low precision" in c for c in causes)
