@@ -5,9 +5,9 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
+from nemo_specrollout.cli.launch import add_arguments, launch
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_BAD_INPUT = 2
@@ -16,14 +16,14 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     # OpenMP's barriers spin: with two threads, anything else on the machine makes a step ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron-Core warns eight times that Apex and Transformer Engine are missing, vLLM of deprecated names in torch.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
-        return _command(parsed.command)(parsed.config, parsed.overrides)
+        return _command(parsed)
     except ConfigError as error:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -32,19 +32,31 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _command(name: str) -> Callable[[Path, list[str]], int]:
-    """The function behind a command; imports no more than it needs, so that `check` is quick."""
-    if name == "run":
+def _command(parsed: argparse.Namespace) -> int:
+    """Calls the function behind a command; imports no more than it needs, so that `check` is quick."""
+    if parsed.command == "run":
         from nemo_specrollout.cli.run import run
 
-        return run
-    if name == "bench":
+        return run(parsed.config, parsed.overrides)
+    if parsed.command == "bench":
         from nemo_specrollout.cli.bench import bench
 
-        return bench
+        return bench(parsed.config, parsed.overrides)
+    if parsed.command == "launch":
+        return launch(parsed)
     from nemo_specrollout.cli.check import check
 
-    return check
+    return check(parsed.config, parsed.overrides)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Flags may stand between CONFIG and key=value."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if unknown := [r for r in rest if r.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    parsed.overrides += rest
+    return parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,10 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "a GRPO run; resumes the one in logger.log_dir"),
         ("bench", "the same rollouts with and without speculation, interleaved"),
         ("check", "validates a config and says what will run; loads neither torch nor vllm"),
+        ("launch", "a run in NeMo-RL on a Slurm cluster"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("config", type=Path, metavar="CONFIG", help="a NeMo-RL-shaped YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. grpo.max_num_steps=3")
+        if name == "launch":
+            add_arguments(command)
     return parser
 
 

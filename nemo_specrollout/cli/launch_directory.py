@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run directory of a launched run. Nothing in it is ever half-written."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import nemo_specrollout
+from nemo_specrollout.config.strict import ConfigError, join
+
+# What may differ when a run goes on: how far it goes, and when each job stops.
+_EXTENT = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
+
+
+class LaunchDirectory:
+    """`config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/`, `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+
+    Invariant: once a job was submitted, config and code of the run stay the same. Before that, nothing is lost by
+    writing them anew. `addon/` is a copy of this package, so that editing the original cannot change a run.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    @property
+    def submitted(self) -> bool:
+        """Whether a job of this run was submitted, or has left a checkpoint."""
+        return (self.path / "submissions.jsonl").is_file() or any(self.path.glob("checkpoints/step_*"))
+
+    def check(self, config: str) -> None:
+        """Raises ConfigError if a run of `config`, the text of its `config.yaml`, cannot start or go on here."""
+        existing = next(p for p in (self.path, *self.path.parents) if p.exists())
+        if not existing.is_dir():
+            raise ConfigError(f"--run-dir: {self.path} cannot be a folder: {existing} is a file; choose another")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"--run-dir: {self.path} cannot be written to; choose another")
+        if existing == self.path and any(self.path.iterdir()) and not (self.path / "job.sh").is_file():
+            raise ConfigError(
+                f"--run-dir: {self.path} exists and is not the directory of a launched run; choose another"
+            )
+        if self.submitted:
+            self._check_same(config)
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Puts `files` there, by name and text, `config.yaml` first and `job.sh` last, and the code if it is new."""
+        (self.path / "slurm").mkdir(parents=True, exist_ok=True)
+        if not (self.submitted and (self.path / "addon").is_dir()):
+            self._copy_code()
+        for name, text in files.items():
+            temporary = self.path / f".{name}.{os.getpid()}"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path / name)
+
+    def note_submission(self, job_id: str, command: list[str]) -> None:
+        """One more line of `submissions.jsonl`."""
+        record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+        with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _check_same(self, config: str) -> None:
+        try:
+            earlier = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
+        keys = sorted(_differences(earlier, yaml.safe_load(config)) - _EXTENT)
+        if keys:
+            raise ConfigError(
+                f"--run-dir: {self.path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"
+            )
+
+    def _copy_code(self) -> None:
+        assert nemo_specrollout.__file__ is not None
+        temporary, addon = self.path / f".addon.{os.getpid()}", self.path / "addon"
+        source = Path(nemo_specrollout.__file__).parent
+        shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.rmtree(addon, ignore_errors=True)
+        os.replace(temporary, addon)
+
+
+def _differences(one: Any, other: Any, path: str = "") -> set[str]:
+    """Paths of the keys that differ."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return set() if one == other else {path}
+    keys = one.keys() | other.keys()
+    return set().union(*(_differences(one.get(key), other.get(key), join(path, key)) for key in keys))

