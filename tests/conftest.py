@@ -16,6 +16,8 @@ from hypothesis import settings
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
+pytest_plugins = ["nemo_rl_host"]
+
 ROOT = Path(__file__).parent.parent
 STEP_ADDER = ROOT / "examples" / "models" / "step_adder"
 QUICKSTART = ROOT / "examples" / "configs" / "quickstart_cpu.yaml"

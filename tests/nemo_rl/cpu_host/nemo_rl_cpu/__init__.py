@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for what NeMo-RL needs of CUDA, put in place as its modules are imported. For tests; nothing of ours is here.
+
+One file for each thing that stands in: `typing_names` (Python 3.13), `cuda` (torch.cuda, devices), `refit` (weights
+between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`.
+"""
+
+from nemo_rl_cpu import typing_names
+from nemo_rl_cpu.imports import AFTER, BEFORE, install
+
+
+def register() -> None:
+    """Makes the names of Python 3.13's typing known and arms the import hooks."""
+    typing_names.install()
+    BEFORE.update({"nemo_rl.models.policy.workers.megatron_policy_worker": "nemo_rl_cpu.transformer_engine:stand_in"})
+    AFTER.update(
+        {
+            "nemo_rl": "nemo_rl_cpu.cuda:patch_calls",
+            "nemo_rl.utils.nvml": "nemo_rl_cpu.refit:patch_nvml",
+            "nemo_rl.models.policy.utils": "nemo_rl_cpu.refit:patch_ipc",
+            "nemo_rl.distributed.stateless_process_group": "nemo_rl_cpu.refit:patch_collective",
+            "nemo_rl.utils.packed_tensor": "nemo_rl_cpu.refit:patch_packing",
+            "nemo_rl.models.generation.vllm.vllm_backend": "nemo_rl_cpu.vllm_engine:patch_extension",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker": "nemo_rl_cpu.actors:will_train_dtensor",
+            "nemo_rl.models.policy.workers.megatron_policy_worker": "nemo_rl_cpu.actors:will_train_megatron",
+            "nemo_rl.distributed.numa_utils": "nemo_rl_cpu.actors:patch_numa",
+            "nemo_rl.distributed.virtual_cluster": "nemo_rl_cpu.actors:patch_ray",
+            "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl_cpu.actors:patch_environments",
+            "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
+            "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",
+            "vllm.v1.engine.async_llm": "nemo_rl_cpu.vllm_engine:never_sleep_async",
+            "vllm.model_executor.layers.utils": "nemo_rl_cpu.vllm_engine:keep_weights_loadable",
+            "vllm.v1.sample.rejection_sampler": "nemo_rl_cpu.vllm_engine:mend_rejection_sampler",
+        }
+    )
+    install()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's Ray actors on a machine without a GPU: logical GPUs, one environment."""
+
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from nemo_rl_cpu import cuda
+
+LOGICAL_GPUS = "NEMO_RL_CPU_LOGICAL_GPUS"
+
+
+def patch_ray(virtual_cluster: ModuleType) -> None:
+    """A small Ray on this machine that believes in as many GPUs as the test asks for."""
+    import ray
+
+    def init_ray(*args: Any, **kwargs: Any) -> None:
+        if ray.is_initialized():  # by the run before in this process
+            return
+        gpus = int(os.environ.get(LOGICAL_GPUS, "1"))
+        ray.init(num_cpus=8, num_gpus=gpus, include_dashboard=False, object_store_memory=600 << 20)
+
+    virtual_cluster.init_ray = init_ray  # type: ignore[attr-defined]
+
+
+def patch_environments(registry: ModuleType) -> None:
+    """Every actor runs in this interpreter."""
+    for name in registry.ACTOR_ENVIRONMENT_REGISTRY:
+        registry.ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
+
+
+# What this process does before it trains, set when NeMo-RL's worker is imported.
+_preparations: list[Callable[[], None]] = []
+
+
+def will_train_dtensor(worker_module: ModuleType) -> None:
+    """FSDP2 over gloo."""
+    _preparations.append(cuda.train_on_cpu)
+
+
+def will_train_megatron(worker_module: ModuleType) -> None:
+    """Megatron-Core by its local layer specs."""
+    from nemo_rl_cpu import megatron
+
+    _preparations.append(megatron.train_on_cpu)
+
+
+def patch_numa(numa_utils: ModuleType) -> None:
+    """The first call of a training actor's constructor, in the thread that will train."""
+
+    def bind_to_gpu_numa(gpu: int) -> bool:
+        while _preparations:
+            _preparations.pop()()
+        return False
+
+    numa_utils.bind_to_gpu_numa = bind_to_gpu_numa  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs NeMo-RL's own GRPO several times in one process, so that its imports are paid once.
+
+run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
+how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.state import actors  # the public list needs Ray's dashboard
+
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.nemo_rl.launcher import run
+
+
+def main(base: Path, scenarios: dict[str, Any], out: Path) -> None:
+    for name, facts in scenarios.items():
+        folder = out / name
+        folder.mkdir(parents=True)
+        print(f"=== scenario {name}", flush=True)
+        result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, facts.get("kill_after"))
+        (folder / "result.json").write_text(json.dumps(result))
+        print(f"=== {name}: {result}", flush=True)
+        gc.collect()
+        ray.shutdown()
+
+
+def _run(base: Path, overrides: list[str], folder: Path, kill_after: int | None) -> dict[str, Any]:
+    started = time.perf_counter()
+    if kill_after is not None:
+        threading.Thread(target=_kill_engine, args=(folder, kill_after), daemon=True).start()
+    error: str | None = None
+    try:
+        run(load_config(base, overrides))
+    except BaseException as caught:
+        error = type(caught).__name__
+        print(f"{error}: {caught}", flush=True)
+    seconds = time.perf_counter() - started
+    return {"error": error, "seconds": seconds, "actors": _engine_actors() if ray.is_initialized() else []}
+
+
+def _engine_actors() -> list[str]:
+    """Names of the engines' actors that are alive when a run is over."""
+    time.sleep(2)  # Ray's own book-keeping of deaths
+    return [actor["Name"] or actor["ActorClassName"] for actor in _alive()]
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [a for a in actors().values() if a["State"] == "ALIVE" and "Vllm" in a["ActorClassName"]]
+
+
+def _kill_engine(folder: Path, after: int) -> None:
+    """SIGKILL to the first engine actor once `after` steps are logged."""
+    while not list(folder.rglob(f"train_data_step{after}.jsonl")):
+        time.sleep(0.2)
+    pid = _alive()[0]["Pid"]
+    print(f"=== kills the engine's actor {pid}", flush=True)
+    os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))

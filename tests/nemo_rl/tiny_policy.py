@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tiny_policy.py OUT_DIR: a random Qwen3 of 8 layers, a byte tokenizer, a random EAGLE-3 head, tasks with answers 1 to 3."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 512, 128, 256, 4, 2, 32
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+LIKELY = {"1": 5, "2": 5, "3": 5, "\u0120": 5, "<eos>": 4}  # U+0120 is the byte-level alphabet's space
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def main(out: Path) -> None:
+    torch.manual_seed(0)
+    _save_policy(out / "policy")
+    _save_head(out / "eagle3")
+    sums = [{"input": f"{x}-{x - y}=", "output": str(y)} for x in range(3, 67) for y in (1, 2, 3)]
+    (out / "train.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
+
+
+def _save_policy(folder: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=8,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.1,  # so that some tokens are much likelier than others
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    policy, tokenizer = Qwen3ForCausalLM(config), _tokenizer()
+    with torch.no_grad():  # it mostly writes these, so that some answers are right and there is something to learn
+        for token, factor in LIKELY.items():
+            policy.lm_head.weight[tokenizer.convert_tokens_to_ids(token)] *= factor
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    names = [*SPECIAL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<x{i}>" for i in range(len(names), VOCABULARY)]
+    model = models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], unk_token="<unk>")
+    bytes_ = Tokenizer(model)
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, **SPECIAL)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _save_head(folder: Path) -> None:
+    """A head of the layout that vLLM and NeMo-RL's trainer both load."""
+    folder.mkdir(parents=True)
+    shapes = {
+        "fc": (HIDDEN, 3 * HIDDEN),
+        "midlayer.self_attn.q_proj": (HEADS * HEAD, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj": (KV_HEADS * HEAD, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj": (KV_HEADS * HEAD, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+        "midlayer.mlp.gate_proj": (INNER, HIDDEN),
+        "midlayer.mlp.up_proj": (INNER, HIDDEN),
+        "midlayer.mlp.down_proj": (HIDDEN, INNER),
+        "lm_head": (VOCABULARY, HIDDEN),
+    }
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "num_hidden_layers": 1,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real NeMo-RL on this machine's CPU: where it is, and the runs that the tests look at (CONTRIBUTING.md)."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_rl_scenarios import SCENARIOS
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "tests" / "nemo_rl"
+# Work trees and the Python of an environment that has their dependencies.
+VARIABLES = ("NEMO_RL_SRC", "MEGATRON_BRIDGE_SRC", "MEGATRON_LM_SRC", "NEMO_RL_PYTHON")
+_QUIET = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "NEMO_RL_CPU_LOGICAL_GPUS": "2",
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    "NRL_DISABLE_NUMA_BINDING": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "TORCH_CUDA_ARCH_LIST": "9.0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "WANDB_MODE": "disabled",
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    """NeMo-RL's environment, and a tiny policy for it."""
+
+    environment: Mapping[str, str]
+    tiny: Path
+
+    def run(self, *arguments: str | Path, timeout_s: int = 3000) -> str:
+        """What the interpreter prints; fails the test with its last lines if it fails."""
+        command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
+        done = subprocess.run(
+            command,
+            env=dict(self.environment),
+            text=True,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            cwd=HERE,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output[-6000:]
+        return output
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """Skips where there is no NeMo-RL."""
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if missing:
+        pytest.skip(f"set {', '.join(missing)} to test against NeMo-RL (CONTRIBUTING.md)")
+    given = {name: os.environ[name] for name in VARIABLES}
+    paths = [
+        HERE / "cpu_host",
+        ROOT,
+        given["NEMO_RL_SRC"],
+        f"{given['MEGATRON_BRIDGE_SRC']}/src",
+        given["MEGATRON_LM_SRC"],
+    ]
+    tiny = tmp_path_factory.mktemp("tiny")
+    own = {
+        "PYTHONPATH": ":".join(map(str, paths)),
+        "TINY": str(tiny),
+        "NRL_MEGATRON_CHECKPOINT_DIR": str(tiny / "megatron"),
+    }
+    # Bytecode of everything, kept between runs: without it each of some thirty processes compiles for a minute.
+    own["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
+    ready = Host({**kept, **given, **_QUIET, **own}, tiny)
+    ready.run(HERE / "tiny_policy.py", tiny)
+    return ready
+
+
+@dataclass(frozen=True)
+class Run:
+    """A GRPO run that is over."""
+
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Ours, step by step."""
+        return [json.loads(line) for line in self._find("metrics.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int) -> list[tuple[list[int], list[int]]]:
+        """Tokens of each row of a step's training batch, and its loss mask, as NeMo-RL logged them."""
+        rows = [json.loads(line) for line in self._find(f"train_data_step{step}.jsonl").read_text().splitlines()]
+        return [(row["token_ids"], row["token_loss_mask"]) for row in rows]
+
+    def _find(self, name: str) -> Path:
+        (path,) = self.folder.rglob(name)
+        return path
+
+
+@pytest.fixture(scope="session")
+def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """All scenarios, run once, one after another: three quarters of an hour on two cores.
+
+    NEMO_RL_RUNS names a folder in which to keep them, or, if it has them, to find them.
+    """
+    kept = os.environ.get("NEMO_RL_RUNS")
+    if kept and (Path(kept) / "log.txt").is_file():
+        return {name: Run(Path(kept) / name) for name in SCENARIOS}
+    out = Path(kept) if kept else tmp_path_factory.mktemp("runs")
+    scenarios = out / "scenarios.json"
+    out.mkdir(parents=True, exist_ok=True)
+    scenarios.write_text(json.dumps(SCENARIOS))
+    log = host.run(HERE / "run_scenarios.py", HERE / "base.yaml", scenarios, out, timeout_s=5000)
+    (out / "log.txt").write_text(log)
+    return {name: Run(out / name) for name in SCENARIOS}

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that the tests look at: NeMo-RL's GRPO, with what differs between them."""
+
+from typing import Any
+
+PLAIN = ["policy.generation.specrollout.drafters=[]"]
+# Drafts of random number in every step, so that much is drafted, accepted and refused in a short run.
+DRAFTED = ["policy.generation.specrollout.budget.policy=random"]
+OFF = ["policy.generation.specrollout.enabled=false"]
+EAGLE3 = [
+    "policy.draft.enabled=true",
+    "policy.draft.model_name=${oc.env:TINY}/eagle3",
+    "policy.generation.vllm_kwargs.speculative_config={method: eagle3, model: '${oc.env:TINY}/eagle3', "
+    "num_speculative_tokens: 2, draft_tensor_parallel_size: 1}",
+    "policy.generation.specrollout.num_speculative_tokens=8",
+]
+SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
+DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
+TWO_ENGINES = ["cluster.gpus_per_node=2"]
+ASYNC = [
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "grpo.async_grpo.enabled=true",
+    "loss_fn.use_importance_sampling_correction=true",
+]
+IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
+VALIDATION = [
+    "grpo.val_period=2",
+    "grpo.val_at_start=true",
+    "grpo.max_val_samples=8",
+    "grpo.val_batch_size=8",
+    "data.validation={dataset_name: ResponseDataset, data_path: '${oc.env:TINY}/train.jsonl', input_key: input, "
+    "output_key: output}",
+]
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "sync_plain": {"overrides": SHORT + PLAIN},
+    "sync_drafted": {"overrides": SHORT + DRAFTED},
+    "sync_eagle3": {"overrides": SHORT + EAGLE3},
+    "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
+    "sync_auto": {"overrides": ["policy.generation.specrollout.enabled=true", *VALIDATION]},
+    "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES},
+    "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
+    "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
+    "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
+    "killed": {"overrides": SHORT + DRAFTED, "kill_after": 1},
+    "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},
+}
