@@ -14,7 +14,7 @@ from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
-from nemo_specrollout.nemo_rl.logger import logprob_gap, watching_logger
+from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
 from nemo_specrollout.nemo_rl.run_record import RunRecord
@@ -208,6 +208,14 @@ def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pyte
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
     assert summary["num_steps"] == 2 and summary["num_alarms"] == 1
     assert len((tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_step_in_a_line_says_what_there_is() -> None:
+    metrics = {"specrollout/logprob_gap": 1e-6, "specrollout/tokens_per_request_step": 1.5, "loss": 0.1}
+    metrics |= {"specrollout/suffix/share_of_drafts": 0.75, "specrollout/ngram/share_of_drafts": 0.25}
+    line = "1.50 tokens a request and step; log-prob gap 1.0e-06; drafted by suffix 75%, ngram 25%"
+    assert in_a_line(metrics) == line
+    assert in_a_line({"specrollout/logprob_gap": 0.5}) == "log-prob gap 5.0e-01"
 
 
 def test_gap_is_zero_where_log_probs_agree_and_absent_where_not_logged() -> None:

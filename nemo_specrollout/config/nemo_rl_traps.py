@@ -207,7 +207,7 @@ def _parallel(tree: Tree) -> Iterator[Finding]:
         yield Finding(f"{VLLM_CFG}.expert_parallel_size", text, "error")
     for kind, is_used in zip(kinds, (tensor > 1, pipeline > 1, expert > tensor), strict=True):
         if is_used:
-            text = "an engine of several GPUs was not run with specrollout"
+            text = "with specrollout it was run on a CPU only" if kind == "tensor" else "was not run with specrollout"
             yield Finding(f"{VLLM_CFG}.{kind}_parallel_size", text, "note")
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -71,12 +72,15 @@ class SpecrolloutGeneration(VllmGeneration):
         super().snapshot_step_metrics()
         self._totals_before = self._engine_totals()
 
-    def get_step_metrics(self) -> dict[str, float]:
-        """NeMo-RL's figures of the step, and ours under `specrollout/`."""
-        metrics = super().get_step_metrics()
+    def get_step_metrics(self) -> dict[str, Any]:
+        """NeMo-RL's figures of the step, and ours under `specrollout/`.
+
+        Ours are arrays of one number: NeMo-RL's loop adds those up, and prints a line for every plain one.
+        """
+        metrics: dict[str, Any] = super().get_step_metrics()
         before, self._totals_before = self._totals_before, None
         if before is not None:
-            metrics |= step_metrics(before, self._engine_totals())
+            metrics |= {k: np.array(v) for k, v in step_metrics(before, self._engine_totals()).items()}
         return metrics
 
     def _engine_totals(self) -> list[EngineTotals]:

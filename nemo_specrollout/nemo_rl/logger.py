@@ -36,13 +36,37 @@ def watching_logger(native: Any, block: Mapping[str, Any], causes: list[str], fa
         ) -> None:
             gap = logprob_gap(metrics) if prefix == "train" else None
             if gap is not None:
-                metrics = {**metrics, PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
+                metrics = {
+                    **_plain(metrics),
+                    PREFIX + "logprob_gap": gap,
+                    PREFIX + "logprob_gap_alarm": float(gap > bound),
+                }
                 if gap > bound:
                     _raise_alarm(step, gap, bound, causes)
                 self._record.add(step, metrics)
+                print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
             super().log_metrics(metrics, step, prefix, step_metric, step_finished)
 
     return WatchingLogger
+
+
+def in_a_line(metrics: Mapping[str, Any]) -> str:
+    """A step's figures for the terminal, beside NeMo-RL's own; what there is none of is left out."""
+    texts = {
+        "tokens_per_request_step": "{:.2f} tokens a request and step",
+        "draft_tokens_per_request_step": "{:.2f} drafts",
+        "speedup_estimate": "{:.2f}x by estimate",
+        "logprob_gap": "log-prob gap {:.1e}",
+    }
+    said = [text.format(metrics[PREFIX + name]) for name, text in texts.items() if PREFIX + name in metrics]
+    shares = {k.split("/")[1]: v for k, v in metrics.items() if k.startswith(PREFIX) and k.endswith("/share_of_drafts")}
+    drafters = [f"{name} {share:.0%}" for name, share in shares.items()]
+    return "; ".join([*said, f"drafted by {', '.join(drafters)}"] if drafters else said)
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours are arrays of one number until here (`generation.py`)."""
+    return {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()}
 
 
 def logprob_gap(metrics: Mapping[str, Any]) -> float | None:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""parallel_engine.py MODEL RANKS drafts|plain: tokens of eight requests of one tensor-parallel engine, as a line of JSON."""
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.identity import rollout_extra_args
+
+
+def main(model: str, ranks: int, drafts: bool) -> None:
+    block = SpecrolloutConfig(budget=BudgetConfig(policy="random"))
+    if not drafts:
+        block = SpecrolloutConfig(drafters=())
+    llm = LLM(
+        model=model,
+        distributed_executor_backend="mp" if ranks > 1 else "uni",
+        enforce_eager=True,
+        max_model_len=96,
+        dtype="float32",
+        max_num_seqs=16,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=ranks,
+        **with_specrollout({}, block, "cpu"),
+    )
+    params = [
+        SamplingParams(
+            temperature=1.0, max_tokens=60, ignore_eos=True, detokenize=False, extra_args=rollout_extra_args(i, 0, 0)
+        )
+        for i in range(8)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": [5 + i, 6, 7]} for i in range(8)], params, use_tqdm=False)
+    totals = llm.collective_rpc("specrollout_totals")
+    reporting = [t for t in totals if t is not None]
+    print(
+        json.dumps(
+            {"tokens": [list(o.outputs[0].token_ids) for o in outputs], "ranks": len(totals), "totals": reporting}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "drafts")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine of several ranks, two processes on this CPU: the same tokens as one rank, with drafts and without."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@functools.cache
+def engine(model: Path, ranks: int, drafts: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "parallel_engine.py"), str(model), str(ranks), drafts]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"tokens"')))
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 whose heads can be shared out between two ranks."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("two_heads")
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("drafts", ["plain", "drafts"])
+def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, drafts: str) -> None:
+    one, two = engine(two_heads, 1, "plain"), engine(two_heads, 2, drafts)
+    assert two["tokens"] == one["tokens"]
+    assert two["ranks"] == 2 and len(two["totals"]) == 1  # the rank whose drafts count
+    accepted = sum(sum(row) for _, row in two["totals"][0]["accepted"])
+    assert (accepted > 0) == (drafts == "drafts")
