@@ -207,7 +207,8 @@ def _parallel(tree: Tree) -> Iterator[Finding]:
         yield Finding(f"{VLLM_CFG}.expert_parallel_size", text, "error")
     for kind, is_used in zip(kinds, (tensor > 1, pipeline > 1, expert > tensor), strict=True):
         if is_used:
-            text = "with specrollout it was run on a CPU only" if kind == "tensor" else "was not run with specrollout"
+            extent = "run only on a CPU" if kind == "tensor" else "not run"
+            text = f"an engine of several GPUs was {extent} with specrollout"
             yield Finding(f"{VLLM_CFG}.{kind}_parallel_size", text, "note")
 
 
