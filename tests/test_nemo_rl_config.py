@@ -215,7 +215,7 @@ def test_what_cannot_run_is_an_error(overrides: tuple[str, ...], sentence: str) 
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was run only on a CPU"),
-        ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine of several GPUs was not run"),
+        ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine of several GPUs"),
         ("note", ("env.should_use_nemo_gym=true",), "random seeds"),
         ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "random seeds"),
         ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt is not here"),

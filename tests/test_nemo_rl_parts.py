@@ -2,17 +2,21 @@
 """The parts of the `nemo_rl` room that need no NeMo-RL: identities, seeds, shared tensors, figures, the run's record."""
 
 import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
+from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS, Hold
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics
@@ -56,6 +60,27 @@ def test_telling_the_same_version_again_does_not_repeat_samples() -> None:
     seeds = identities.seeds(PROMPTS)
     identities.begin_version(3)
     assert not set(seeds) & set(identities.seeds(PROMPTS))
+
+
+def test_a_copy_for_another_process_goes_on_by_itself() -> None:
+    identities = RowIdentities(42, 3)
+    identities.seeds(PROMPTS)
+    copied = pickle.loads(pickle.dumps(identities))
+    assert copied.seeds(PROMPTS) == identities.seeds(PROMPTS)
+
+
+def test_threads_never_share_a_seed() -> None:
+    identities = RowIdentities(42)
+    with ThreadPoolExecutor(8) as pool:
+        seeds = list(pool.map(lambda _: identities.seeds([[1, 2, 3]])[0], range(2000)))
+    assert len(set(seeds)) == 2000
+
+
+@pytest.mark.parametrize("hold", HOLDS + EXTENSION_HOLDS, ids=lambda h: h.name)
+def test_every_hold_is_on_the_page(hold: Hold) -> None:
+    page = (ROOT / "docs" / "nemo_rl.md").read_text()
+    assert f"| {hold.where} |" in page
+    assert hold.name.rpartition(".")[2] in page
 
 
 class Params(SimpleNamespace):

@@ -2,7 +2,6 @@
 """`nemo-specrollout COMMAND CONFIG [key=value ...]`: one short file per command; a user's mistake is a sentence, exit 2."""
 
 import argparse
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,8 +16,6 @@ EXIT_INTERRUPTED = 130
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     parsed = _parse(arguments)
-    # OpenMP's barriers spin: with two threads, anything else on the machine makes a step ten times slower.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron-Core warns eight times that Apex and Transformer Engine are missing, vLLM of deprecated names in torch.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

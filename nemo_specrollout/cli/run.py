@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, prepare_local, prepare_nemo_rl, runtime_of
+from nemo_specrollout.cli.prepare import Prepared, prepare_local, prepare_nemo_rl, runtime_of, use_one_thread
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import nemo_rl_version
@@ -39,6 +39,7 @@ def _run_nemo_rl(tree: dict[str, Any]) -> int:
 
 def _run_local(tree: dict[str, Any]) -> int:
     """The run in `logger.log_dir`."""
+    use_one_thread()
     prepared = prepare_local(tree)
     from nemo_specrollout.local.run_directory import RunDirectory
 

@@ -8,6 +8,8 @@ how many rows of that content came before it under the same weights: siblings of
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from threading import Lock
+from typing import Any
 
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
@@ -30,16 +32,26 @@ class RowIdentities:
         self._run_seed = run_seed
         self.policy_version = policy_version
         self._seen: Counter[tuple[Stream, int]] = Counter()
+        self._lock = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For Ray, which copies the generation to the trajectory collector: a lock stays where it is."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=Lock())
 
     def begin_version(self, policy_version: int) -> None:
         """The weights are now those of `policy_version`, the number of training steps behind them."""
-        if policy_version != self.policy_version:
-            self.policy_version = policy_version
-            self._seen.clear()
+        with self._lock:
+            if policy_version != self.policy_version:
+                self.policy_version = policy_version
+                self._seen.clear()
 
     def seeds(self, rows: Iterable[Sequence[int]], stream: Stream = Stream.ROLLOUT) -> list[int]:
         """The seed of each row, an integer in [0, 2^63); a row is the tokens of its prompt."""
-        return [self._seed(content_hash(row), stream) for row in rows]
+        with self._lock:  # the collector asks from several threads
+            return [self._seed(content_hash(row), stream) for row in rows]
 
     def _seed(self, content: int, stream: Stream) -> int:
         sample_index = self._seen[stream, content]
