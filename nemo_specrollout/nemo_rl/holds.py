@@ -93,6 +93,13 @@ HOLDS = (
         "distributed/ray_actor_environment_registry.py:32",
         "our actors run where NeMo-RL's do",
     ),
+    Hold(
+        "nemo_rl.distributed.worker_group_utils",
+        "get_nsight_config_if_pattern_matches",
+        ("worker_name",),
+        "distributed/worker_group_utils.py:27",
+        "called: our actors are profiled as NeMo-RL's are",
+    ),
     Hold(_GENERATION, "VllmGeneration.generate", ("data", "greedy"), "vllm_generation.py:640", "overridden"),
     Hold(_GENERATION, "VllmGeneration.generate_async", ("data", "greedy"), "vllm_generation.py:957", "overridden"),
     Hold(_GENERATION, "VllmGeneration.snapshot_step_metrics", (), "vllm_generation.py:557", "overridden"),

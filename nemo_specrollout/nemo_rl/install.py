@@ -34,6 +34,9 @@ def install(config: Any) -> bool:
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
     _replace_names(config)
+    drafters = ", ".join(drafter["type"] for drafter in block["drafters"]) or "vLLM's own, or none"
+    settings = ", ".join(f"{name}={value}" for name, value in ENGINE_ENVIRONMENT.items())
+    print(f"specrollout is on: drafters {drafters}; engines get {settings} (vLLM's V1 model runner)", flush=True)
     return True
 
 

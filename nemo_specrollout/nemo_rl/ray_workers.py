@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
@@ -83,11 +84,11 @@ class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
         return _engine_totals(await self.llm.collective_rpc("specrollout_totals"), self._request_seeds)
 
 
-@ray.remote
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})
 class SpecrolloutVllmWorker(SpecrolloutVllmWorkerImpl):
     """The actor of the synchronous engine."""
 
 
-@ray.remote
+@ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_async_generation_worker")})
 class SpecrolloutVllmAsyncWorker(SpecrolloutVllmAsyncWorkerImpl):
     """The actor of the asynchronous engine."""

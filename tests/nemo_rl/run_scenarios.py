@@ -18,11 +18,10 @@ from typing import Any
 import ray
 from ray._private.state import actors  # the public list needs Ray's dashboard
 
-from nemo_specrollout.config.load import load_config
-from nemo_specrollout.nemo_rl.launcher import run
+from nemo_specrollout.cli.main import main
 
 
-def main(base: Path, scenarios: dict[str, Any], out: Path) -> None:
+def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
     for name, facts in scenarios.items():
         folder = out / name
         folder.mkdir(parents=True)
@@ -40,7 +39,8 @@ def _run(base: Path, overrides: list[str], folder: Path, kill_after: int | None)
         threading.Thread(target=_kill_engine, args=(folder, kill_after), daemon=True).start()
     error: str | None = None
     try:
-        run(load_config(base, overrides))
+        code = main(["run", str(base), *overrides])  # the user's command
+        error = None if code == 0 else f"exit code {code}"
     except BaseException as caught:
         error = type(caught).__name__
         print(f"{error}: {caught}", flush=True)
@@ -68,4 +68,4 @@ def _kill_engine(folder: Path, after: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
+    run_all(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))

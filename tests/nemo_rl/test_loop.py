@@ -67,23 +67,26 @@ def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
     assert len(set(rows)) == len(rows) == 48
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sync_plain",
-        "sync_drafted",
-        "sync_eagle3",
-        "dtensor_two_engines",
-        "async_plain",
-        "async_drafted",
-        "async_eagle3",
-    ],
-)
+@pytest.mark.parametrize("name", ["sync_plain", "sync_drafted", "sync_eagle3", "dtensor_two_engines"])
 def test_the_engine_serves_the_policy_that_was_trained(runs: dict[str, Run], name: str) -> None:
     for step in runs[name].metrics:
         assert abs(step["gen_kl_error"]) < SOUND
-        assert step["specrollout/logprob_gap"] < 10 * SOUND
+        assert step["specrollout/logprob_gap"] < SOUND
         assert step["specrollout/logprob_gap_alarm"] == 0
+
+
+@pytest.mark.parametrize("name", ["async_plain", "async_drafted", "async_eagle3"])
+def test_in_asynchronous_runs_the_gap_is_no_more_than_the_lag(runs: dict[str, Run], name: str) -> None:
+    for step in runs[name].metrics:
+        assert abs(step["gen_kl_error"]) < SOUND
+        assert step["specrollout/logprob_gap"] < 0.01
+        assert step["specrollout/logprob_gap_alarm"] == 0
+
+
+def test_the_gap_is_what_it_is_without_speculation(runs: dict[str, Run]) -> None:
+    for plain, drafted in (("sync_plain", "sync_drafted"), ("async_plain", "async_drafted")):
+        for a, b in zip(runs[plain].metrics, runs[drafted].metrics, strict=True):
+            assert a["specrollout/logprob_gap"] == pytest.approx(b["specrollout/logprob_gap"], abs=1e-5)
 
 
 def test_native_draft_refit_shows_the_fault_that_the_guard_prevents(runs: dict[str, Run]) -> None:
@@ -94,18 +97,21 @@ def test_native_draft_refit_shows_the_fault_that_the_guard_prevents(runs: dict[s
     assert len(errors) == 3 and max(errors) > 0.01
 
 
-def test_drafts_are_verified_and_logged(runs: dict[str, Run]) -> None:
-    for name in ("sync_drafted", "async_drafted", "dtensor_two_engines"):
-        for step in runs[name].metrics:
-            assert step["specrollout/suffix/draft_tokens"] + step["specrollout/ngram/draft_tokens"] > 0
-            assert step["specrollout/tokens_per_request_step"] >= 1
-            assert step["specrollout/seeds_made_up"] == 0
+@pytest.mark.parametrize("name", ["sync_drafted", "async_drafted", "dtensor_two_engines"])
+def test_drafts_are_verified_and_logged(runs: dict[str, Run], name: str) -> None:
+    """NeMo-RL's window of an asynchronous step begins when its batch is there, so the first is empty."""
+    for step in runs[name].metrics[1:]:
+        drafts = sum(step[f"specrollout/{drafter}/draft_tokens"] for drafter in ("suffix", "ngram"))
+        assert drafts > 0 and step["specrollout/tokens_per_request_step"] > 1
+        assert step["specrollout/suffix/share_of_drafts"] > 0
+        assert step["specrollout/speedup_estimate"] > 0
+        assert step["specrollout/seeds_made_up"] == 0
 
 
 def test_every_refit_arrives(runs: dict[str, Run]) -> None:
-    """One before each step's rollout; NeMo-RL takes its reading after it."""
-    for name in ("sync_plain", "sync_drafted", "dtensor_two_engines"):
-        assert [step["specrollout/weight_updates"] for step in runs[name].metrics[1:]] == [0, 0]
+    """In synchronous GRPO before NeMo-RL's window, in asynchronous GRPO within it."""
+    for name, expected in (("sync_drafted", 0), ("dtensor_two_engines", 0), ("async_drafted", 1)):
+        assert [step["specrollout/weight_updates"] for step in runs[name].metrics] == [expected] * 3
 
 
 @pytest.mark.parametrize("name", ["sync_eagle3_native", "killed_native"])
