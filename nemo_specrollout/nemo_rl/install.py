@@ -5,7 +5,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
@@ -29,6 +30,9 @@ def install(config: Any) -> bool:
     block = effective_block({"policy": config.policy})
     if block is None:
         return False
+    for finding in check_nemo_rl(config.model_dump()):
+        if finding.kind == "error":
+            raise ConfigError(str(finding))
     check_holds(HOLDS)
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]

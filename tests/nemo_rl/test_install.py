@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`install` on NeMo-RL's real modules: on, off, undone, and refused with a sentence."""
+
+import json
+from typing import Any
+
+import pytest
+from nemo_rl_host import HERE, Host
+
+pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(host: Host) -> dict[str, Any]:
+    """What `install_cases.py` found."""
+    output = host.run(HERE / "install_cases.py", HERE / "base.yaml")
+    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def test_off_touches_nothing(found: dict[str, Any]) -> None:
+    assert found["off_returns"] is False
+    assert found["off_config_same"] and found["off_names_same"]
+
+
+def test_on_replaces_every_name_and_keeps_the_v1_model_runner(found: dict[str, Any]) -> None:
+    assert found["on_returns"] is True
+    assert all(found["on_replaced"])
+    assert found["on_environment"] == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def test_uninstall_puts_everything_back(found: dict[str, Any]) -> None:
+    assert found["undone"]
+
+
+def test_what_cannot_run_is_refused_with_a_sentence(found: dict[str, Any]) -> None:
+    assert found["bad_option"].startswith("data_plane.enabled: true; the TransferQueue trainer is not supported")
+    assert "budjet: unknown key; did you mean 'budget'?" in found["bad_key"]
+
+
+def test_a_changed_nemo_rl_is_refused_by_name(found: dict[str, Any]) -> None:
+    assert "refit_policy_generation no longer takes 'policy_generation'" in found["bad_nemo_rl"]
+    assert "nemo_rl.algorithms.grpo.validate is gone" in found["worse_nemo_rl"]
