@@ -101,8 +101,8 @@ class Run:
         """Ours, step by step."""
         return [json.loads(line) for line in self._find("metrics.jsonl").read_text().splitlines()]
 
-    def samples(self, step: int) -> list[tuple[list[int], list[int]]]:
-        """Tokens of each row of a step's training batch, and its loss mask, as NeMo-RL logged them."""
+    def samples(self, step: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+        """Tokens of each row of a step's training batch, and its loss mask, as NeMo-RL logs them: one list in a list."""
         rows = [json.loads(line) for line in self._find(f"train_data_step{step}.jsonl").read_text().splitlines()]
         return [(row["token_ids"], row["token_loss_mask"]) for row in rows]
 
