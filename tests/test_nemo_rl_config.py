@@ -345,7 +345,8 @@ ANSWER = "print('ANSWER' + json.dumps(trees, sort_keys=True))"
 
 
 def ask_nemo_rl(code: str, paths: list[Path]) -> "subprocess.Popen[str]":
-    path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
+    host = ROOT / "tests" / "nemo_rl" / "cpu_host"  # NeMo-RL is written for Python 3.13
+    path = os.pathsep.join([str(host), str(SOURCE)])
     environment = {**os.environ, "PYTHONPATH": path, "NEMO_RL_DIR": str(SOURCE)}
     asked = subprocess.Popen(
         [str(PYTHON), "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
