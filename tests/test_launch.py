@@ -199,7 +199,7 @@ def test_our_actors_take_the_containers_environments(cluster: Cluster) -> None:
 
 def test_the_shared_environments_are_those_of_the_actors_that_install_registers() -> None:
     install = importlib.import_module("nemo_specrollout.nemo_rl.install")
-    assert {ours: native for native, ours in install._ACTORS.items()} == SHARED_ENVIRONMENTS
+    assert {ours: native for native, ours in install.ACTORS.items()} == SHARED_ENVIRONMENTS
 
 
 def test_scripts_are_sound_shell(cluster: Cluster) -> None:

@@ -16,11 +16,11 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from omegaconf import OmegaConf
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.prepare import prepare_nemo_rl, runtime_of
+from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config import nemo_rl_config, versions
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit

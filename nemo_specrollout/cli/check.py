@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.cli.prepare import Prepared, prepare_local, runtime_of
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, Prepared, prepare_local, runtime_of
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
@@ -23,7 +23,6 @@ from nemo_specrollout.config.nemo_rl_traps import (
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
 
-EXIT_BAD_INPUT = 2
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 

@@ -13,10 +13,10 @@ import yaml
 
 from nemo_specrollout.cli.launch_config import launched_config
 from nemo_specrollout.cli.launch_directory import LaunchDirectory
-from nemo_specrollout.cli.prepare import prepare_nemo_rl
 from nemo_specrollout.cli.slurm_script import Job
 from nemo_specrollout.cli.slurm_settings import absolute, check_mountable, read_settings
 from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
 
 _FLAGS = {

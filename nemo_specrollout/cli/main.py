@@ -7,9 +7,9 @@ import warnings
 from pathlib import Path
 
 from nemo_specrollout.cli.launch import add_arguments, launch
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
 from nemo_specrollout.config.strict import ConfigError
 
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 

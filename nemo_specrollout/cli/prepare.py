@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
-from nemo_specrollout.config.nemo_rl_traps import Finding
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 
+EXIT_BAD_INPUT = 2
 RUNTIMES = ("local", "nemo_rl")
 # vLLM arguments that have a place of their own in the config.
 _PLACES = {
@@ -67,16 +66,6 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     model_config = _check_model(Path(config.policy.model_name), config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
-
-
-def prepare_nemo_rl(tree: Mapping[str, Any]) -> list[Finding]:
-    """The warnings and notes about a NeMo-RL config that can run. Raises ConfigError for the first of its errors."""
-    findings = check_nemo_rl(tree)
-    errors = [finding for finding in findings if finding.kind == "error"]
-    if errors:
-        more = f" ({len(errors) - 1} more: `nemo-specrollout check` lists them)" if len(errors) > 1 else ""
-        raise ConfigError(f"{errors[0]}{more}")
-    return findings
 
 
 def _check_log_dir(path: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, prepare_local, prepare_nemo_rl, runtime_of, use_one_thread
+from nemo_specrollout.cli.prepare import Prepared, prepare_local, runtime_of, use_one_thread
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import nemo_rl_version
 

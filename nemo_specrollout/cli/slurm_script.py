@@ -9,13 +9,10 @@ from pathlib import Path
 from shlex import quote
 
 from nemo_specrollout.cli.slurm_settings import ClusterSettings
+from nemo_specrollout.nemo_rl.install import ACTORS
 
 # Our Ray actors, and NeMo-RL's own whose Python environment they share. NeMo-RL names an environment after its actor.
-_OURS, _NATIVE = "nemo_specrollout.nemo_rl.ray_workers", "nemo_rl.models.generation.vllm"
-SHARED_ENVIRONMENTS = {
-    f"{_OURS}.SpecrolloutVllmWorker": f"{_NATIVE}.vllm_worker.VllmGenerationWorker",
-    f"{_OURS}.SpecrolloutVllmAsyncWorker": f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker",
-}
+SHARED_ENVIRONMENTS = {ours: native for native, ours in ACTORS.items()}
 _HEADER = (
     "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which writes it anew each time.\n"
 )

@@ -54,6 +54,16 @@ def check_nemo_rl(tree: Tree) -> list[Finding]:
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 
+def prepare_nemo_rl(tree: Tree) -> list[Finding]:
+    """The warnings and notes about a NeMo-RL config that can run. Raises ConfigError for the first of its errors."""
+    findings = check_nemo_rl(tree)
+    errors = [finding for finding in findings if finding.kind == "error"]
+    if errors:
+        more = f" ({len(errors) - 1} more: `nemo-specrollout check` lists them)" if len(errors) > 1 else ""
+        raise ConfigError(f"{errors[0]}{more}")
+    return findings
+
+
 def _is_enabled(tree: Tree) -> bool:
     block = at(tree, BLOCK_PATH)
     return block is not None and at(tree, f"{BLOCK_PATH}.enabled", True) is not False

@@ -5,6 +5,7 @@ Shapes: S engine steps, D drafters, K draft positions.
 """
 
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,10 @@ class EngineTotals:
 def _combine_counts(left: Any, right: Any, sign: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """By name and position; what one side lacks counts as zero."""
     rows, others = dict(left), dict(right)
-    result = []
-    for name in {**rows, **others}:
-        a, b = rows.get(name, ()), others.get(name, ())
-        width = max(len(a), len(b))
-        padded = (np.pad(np.array(x, np.int64), (0, width - len(x))) for x in (a, b))
-        first, second = padded
-        result.append((name, tuple((first + sign * second).tolist())))
-    return tuple(result)
+    return tuple(
+        (name, tuple(a + sign * b for a, b in zip_longest(rows.get(name, ()), others.get(name, ()), fillvalue=0)))
+        for name in {**rows, **others}
+    )
 
 
 class EngineAccount:

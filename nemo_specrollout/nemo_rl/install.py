@@ -5,14 +5,14 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
-_ACTORS = {
+# NeMo-RL's Ray actors, and ours that stand in their place.
+ACTORS = {
     f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
 }
@@ -30,9 +30,7 @@ def install(config: Any) -> bool:
     block = effective_block({"policy": config.policy})
     if block is None:
         return False
-    for finding in check_nemo_rl(config.model_dump()):
-        if finding.kind == "error":
-            raise ConfigError(str(finding))
+    prepare_nemo_rl(config.model_dump())
     check_holds(HOLDS)
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
@@ -67,7 +65,7 @@ def _replace_names(config: Any) -> None:
     from nemo_specrollout.nemo_rl.logger import watching_logger
 
     SpecrolloutGeneration.facts = RunFacts(config.grpo.seed, _newest_step(config.checkpointing))
-    for native, ours in _ACTORS.items():
+    for native, ours in ACTORS.items():
         ACTOR_ENVIRONMENT_REGISTRY[ours] = ACTOR_ENVIRONMENT_REGISTRY[native]
     _replace(
         vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
@@ -92,7 +90,7 @@ def _naming_ours(resolve: Any) -> Any:
     @functools.wraps(resolve)
     def resolve_ours(default_cls: str, config: dict[str, Any]) -> str:
         native = resolve(default_cls, config)
-        return _ACTORS.get(native, native)
+        return ACTORS.get(native, native)
 
     return resolve_ours
 
