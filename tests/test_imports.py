@@ -18,13 +18,20 @@ ALLOWED = {
     "sampling": set(),
     "scheduling": {"config"},
     "drafters": {"config", "sampling"},
+    "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters"},
-    "local": {"config", "sampling", "scheduling", "drafters", "generation"},
-    "nemo_rl": {"config", "sampling", "generation"},
-    "cli": {"config", "sampling", "scheduling", "drafters", "generation", "local", "nemo_rl"},
+    "local": {"config", "sampling", "scheduling", "drafters", "training", "generation"},
+    "nemo_rl": {"config", "sampling", "scheduling", "training", "generation"},
+    "cli": {"config", "sampling", "scheduling", "drafters", "training", "generation", "local", "nemo_rl"},
 }
 # Which rooms alone may touch a heavy package.
-OWNERS = {"vllm": {"generation"}, "megatron": {"local"}, "nemo_rl": {"nemo_rl"}, "ray": {"nemo_rl"}}
+OWNERS = {
+    "vllm": {"generation"},
+    "megatron": {"local", "training"},
+    "speculators": {"training"},
+    "nemo_rl": {"nemo_rl"},
+    "ray": {"nemo_rl"},
+}
 TORCH_FREE = ("config", "scheduling", "cli")
 
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a head learns from: a sequence's tokens and what the policy computed of them. One format, whoever computed it.
+
+Shapes: T tokens of a sequence, A auxiliary layers, H hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceFeatures:
+    """Consecutive tokens of one sequence, and the policy's hidden states at each; all tensors on the CPU.
+
+    `token_ids_T` int32: the tokens at positions `first_position` and on.
+    `aux_TF` [T, A * H]: the residual stream *before* each auxiliary layer, un-normed, in the order of the layer ids.
+    `final_TH` [T, H]: after the final norm, so that the policy's LM head makes of it the logits of the *next* token.
+    `prompt_length` tokens of the sequence were given, the rest was generated: a head is trained to draft the latter.
+    `policy_version`: the weights that computed the features.
+    """
+
+    token_ids_T: torch.Tensor
+    aux_TF: torch.Tensor
+    final_TH: torch.Tensor
+    prompt_length: int
+    policy_version: int
+    first_position: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the three tensors do not cover the same tokens."""
+        if not len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH):
+            lengths = f"{len(self.token_ids_T)} tokens, {len(self.aux_TF)} and {len(self.final_TH)} hidden states"
+            raise ValueError(f"features must cover the same tokens, got {lengths}")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.token_ids_T, self.aux_TF, self.final_TH))
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """Auxiliary layers of a new head: early, middle and late ones, always three different, unlike vLLM's and NeMo-RL's
+    defaults for shallow models. Raises ValueError for a policy of fewer than four layers."""
+    if num_layers < 4:
+        raise ValueError(f"a policy of {num_layers} layers is too shallow for default layer ids; name them yourself")
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 8 else (1, num_layers // 2, num_layers - 1)
