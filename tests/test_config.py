@@ -9,7 +9,7 @@ import pytest
 from conftest import QUICKSTART, ROOT
 
 from nemo_specrollout.cli.prepare import prepare
-from nemo_specrollout.config.block import BLOCK_PATH, DRAFTER_TYPES, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, build
@@ -126,7 +126,7 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
         ("drafters", "[suffix]", ".drafters[0]: expected a block of keys, got 'suffix'"),
         ("drafters", "[{max_order: 3}]", ".drafters[0].type: missing"),
         ("drafters", "[{type: sufix}]", ".drafters[0].type: 'sufix' is not available; did you mean 'suffix'?"),
-        ("drafters", "[{type: eagle}]", ".drafters[0].type: 'eagle' is not available; known: ngram, random, suffix"),
+        ("drafters", "[{type: eagle}]", ".drafters[0].type: 'eagle' is not available; did you mean 'eagle3'?"),
         ("drafters", "[{type: ngram}, {type: ngram}]", ".drafters: 'ngram' is named 2 times"),
         ("drafters", "[{type: ngram, num_slots: 5000}]", ".drafters[0].num_slots: 5000"),
         ("drafters", "[{type: ngram, max_order: 99}]", ".drafters[0].max_order: 99 is out of range"),
@@ -139,8 +139,8 @@ def test_the_block_refuses(key: str, value: str, sentence: str) -> None:
 
 
 def test_every_drafter_type_is_accepted_and_kept_in_order() -> None:
-    block = build(SpecrolloutConfig, {"drafters": [{"type": t} for t in DRAFTER_TYPES]}, BLOCK_PATH)
-    assert tuple(d.type for d in block.drafters) == DRAFTER_TYPES
+    block = build(SpecrolloutConfig, {"drafters": [{"type": t} for t in TEXT_DRAFTERS]}, BLOCK_PATH)
+    assert tuple(d.type for d in block.drafters) == TEXT_DRAFTERS
 
 
 def test_an_absent_block_is_off(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_specrollout.config.block import DRAFTER_TYPES, DrafterConfig
+from nemo_specrollout.config.block import TEXT_DRAFTERS, DrafterConfig
 from nemo_specrollout.drafters import build_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Batch, Demand, Drafter, Proposal
 from nemo_specrollout.drafters.context_index import ContextIndex
@@ -114,7 +114,7 @@ def test_keys_of_a_bucket_share_a_cache_line() -> None:
 texts = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LONGEST), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("name", DRAFTER_TYPES)
+@pytest.mark.parametrize("name", TEXT_DRAFTERS)
 @given(texts=texts, max_tokens=st.integers(1, 9), data=st.data())
 def test_proposals_are_tokens_and_no_longer_than_asked(
     name: str, texts: list[list[int]], max_tokens: int, data: st.DataObject

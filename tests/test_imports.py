@@ -19,7 +19,7 @@ ALLOWED = {
     "scheduling": {"config"},
     "drafters": {"config", "sampling"},
     "training": {"config", "sampling", "scheduling"},
-    "generation": {"config", "sampling", "scheduling", "drafters"},
+    "generation": {"config", "sampling", "scheduling", "drafters", "training"},
     "local": {"config", "sampling", "scheduling", "drafters", "training", "generation"},
     "nemo_rl": {"config", "sampling", "scheduling", "training", "generation"},
     "cli": {"config", "sampling", "scheduling", "drafters", "training", "generation", "local", "nemo_rl"},

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nemo_specrollout.config.run import LossConfig, OptimizerConfig
-from nemo_specrollout.local.megatron_model import Qwen3Shape, TokenBatch, next_token_logits
+from nemo_specrollout.local.megatron_model import TokenBatch, next_token_logits
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.weight_map import load_hf
+from nemo_specrollout.training.qwen3_shape import Qwen3Shape
 
 pytestmark = pytest.mark.integration
 

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from torch import nn
 
+from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
@@ -22,7 +23,6 @@ from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_log
 from nemo_specrollout.nemo_rl.metrics import step_metrics
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
 from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.shared_tensors import part_from_target, shared_modules
 
 pytestmark = pytest.mark.unit
 

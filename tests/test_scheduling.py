@@ -179,7 +179,7 @@ def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, token
 @pytest.mark.parametrize("submitted", [True, False])
 @pytest.mark.parametrize("is_right", [True, False])
 def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_right: bool) -> None:
-    estimator = AcceptanceEstimator(1, 1, max_tokens=2, level_priors=LEVEL_PRIORS)
+    estimator = AcceptanceEstimator(1, max_tokens=2, level_priors=LEVEL_PRIORS[None])
     text = np.arange(400, dtype=np.int32)[None, :] % 50
     for length in range(10, 300):
         draft = [int(text[0, length]), int(text[0, length + 1])] if is_right else [99, 99]
@@ -192,7 +192,7 @@ def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_ri
 
 
 def test_the_better_drafter_is_chosen_for_each_request() -> None:
-    estimator = AcceptanceEstimator(2, 2, max_tokens=3, level_priors=LEVEL_PRIORS)
+    estimator = AcceptanceEstimator(2, max_tokens=3, level_priors=np.tile(LEVEL_PRIORS, (2, 1)))
     levels_DBK = np.zeros((2, 2, 3), np.int8)
     levels_DBK[0, 0], levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one of the requests
     chosen_B, survival_BK = estimator.choose(np.array([1, 0]), levels_DBK, np.array([[3, 3], [3, 2]]))
@@ -201,7 +201,7 @@ def test_the_better_drafter_is_chosen_for_each_request() -> None:
 
 
 def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
-    estimator = AcceptanceEstimator(2, 1, max_tokens=1, level_priors=LEVEL_PRIORS)
+    estimator = AcceptanceEstimator(2, max_tokens=1, level_priors=LEVEL_PRIORS[None])
     text = np.zeros((1, 100), np.int32)
     for length in range(1, 20):
         propose(estimator, text, length, [7], True)

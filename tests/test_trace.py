@@ -77,6 +77,6 @@ def test_drafts_are_recorded_by_drafter(clock: Clock) -> None:
     trace.add_drafts(np.array([[3, 2], [2, 0]]))
     trace.end_step()
     report = trace.since(1)
-    assert dict(zip(report["columns"][6:], report["rows"][0][6:], strict=True)) == {
+    assert dict(zip(report["columns"][7:], report["rows"][0][7:], strict=True)) == {
         "drafted_a": 3, "accepted_a": 2, "drafted_b": 2, "accepted_b": 0,
     }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 import nemo_specrollout
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError, join
 
 # What may differ when a run goes on: how far it goes, and when each job stops.
@@ -53,9 +54,7 @@ class LaunchDirectory:
         if not (self.submitted and (self.path / "addon").is_dir()):
             self._copy_code()
         for name, text in files.items():
-            temporary = self.path / f".{name}.{os.getpid()}"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.path / name)
+            write_atomically(self.path / name, text)
 
     def note_submission(self, job_id: str, command: list[str]) -> None:
         """One more line of `submissions.jsonl`."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.training.head_facts import check_head
 
 EXIT_BAD_INPUT = 2
 RUNTIMES = ("local", "nemo_rl")
@@ -64,6 +66,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
+    _check_drafter(config.policy.generation.specrollout.model_drafter, Path(config.policy.model_name))
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
 
@@ -101,6 +104,16 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
             f"max_position_embeddings {longest}; lower it"
         )
     return model
+
+
+def _check_drafter(drafter: DrafterConfig | None, policy: Path) -> None:
+    """A head must have been made for the policy. A small model is vLLM's to check."""
+    if drafter is None or drafter.type != "eagle3" or drafter.model is None:
+        return
+    try:
+        check_head(Path(drafter.model), policy, read_tensors=False)
+    except ValueError as error:
+        raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
 
 
 def _check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:

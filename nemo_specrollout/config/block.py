@@ -3,10 +3,13 @@
 
 from dataclasses import dataclass
 
+from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, choice
 
 BLOCK_PATH = "policy.generation.specrollout"
-DRAFTER_TYPES = ("ngram", "suffix", "random")
+TEXT_DRAFTERS = ("ngram", "suffix", "random")
+MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp")
+DRAFT_SAMPLING = ("shared_noise", "greedy")
 BUDGET_POLICIES = ("auto", "fixed", "random")
 
 
@@ -14,8 +17,15 @@ BUDGET_POLICIES = ("auto", "fixed", "random")
 class DrafterConfig:
     """One drafter; several may be named, and the router picks among them for each request and step."""
 
-    type: str = choice(*DRAFTER_TYPES)
-    """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases."""
+    type: str = choice(*TEXT_DRAFTERS, *MODEL_DRAFTERS)
+    """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases.
+    `eagle3`: a head on the policy's hidden states. `draft_model`: a small model. `mtp`: the policy's own heads."""
+
+    model: str | None = None
+    """Folder of the head or the small model: `eagle3` and `draft_model` need one, no other has one."""
+
+    sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
+    """What a drafter with weights samples: its own distribution with the request's noise, or its most likely token."""
 
     max_order: int = bounded(6, low=2, high=16)
     """Longest context, in tokens, by which a continuation is looked up."""
@@ -24,7 +34,10 @@ class DrafterConfig:
     """Contexts remembered, a power of two; 64 bytes each, about five a token. The least used make room."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if `num_slots` is not a power of two."""
+        """Raises ConfigError if `num_slots` is not a power of two, or `model` does not go with the type."""
+        if (self.model is not None) != (self.type in ("eagle3", "draft_model")):
+            fix = "name the folder of its weights" if self.model is None else "remove it"
+            raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
         if self.num_slots & (self.num_slots - 1):
             rounded = 1 << self.num_slots.bit_length()
             raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
@@ -71,17 +84,34 @@ class SpecrolloutConfig:
     verify: VerifyConfig = VerifyConfig()
     """How much is decoded twice to show that the tokens are equal."""
 
+    draft_refresh: DraftRefreshConfig | None = None
+    """Trains the `eagle3` head while the policy is trained; absent is off (`refresh.py`)."""
+
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
 
+    @property
+    def model_drafter(self) -> DrafterConfig | None:
+        """The drafter with weights, if there is one; there is one at most."""
+        return next((d for d in self.drafters if d.type in MODEL_DRAFTERS), None)
+
     def check(self, path: str) -> None:
-        """Raises ConfigError if a drafter is named twice."""
+        """Raises ConfigError if a drafter is named twice, or two have weights."""
         types = [d.type for d in self.drafters]
         for name in types:
             if types.count(name) > 1:
                 raise ConfigError(
                     f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once"
                 )
+        with_weights = [t for t in types if t in MODEL_DRAFTERS]
+        if len(with_weights) > 1:
+            raise ConfigError(
+                f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep one"
+            )
+        if self.draft_refresh is not None and "eagle3" not in types:
+            raise ConfigError(
+                f"{path}.draft_refresh: there is no head to refresh; name a drafter of type eagle3, or remove the block"
+            )
         if self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens:
             raise ConfigError(
                 f"{path}.budget.k: {self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"

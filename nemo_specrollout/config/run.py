@@ -219,6 +219,8 @@ class BenchConfig:
     """Draft lengths of vLLM's own n-gram and suffix methods."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure drafters that are always wrong; empty leaves that out."""
+    acceptance_k: int = bounded(0, low=0, high=64)
+    """Draft tokens of the table of acceptance by way of drafting, where a drafter has weights; 0 leaves that out."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
 
 WORKER_CLASSES = {
     "cpu": "nemo_specrollout.generation.worker.SpecrolloutCPUWorker",
@@ -39,13 +39,23 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
             )
     elif block.drafters:
-        result["speculative_config"] = {
-            "method": "custom_class",
-            "model": ROUTER_CLASS,
-            "num_speculative_tokens": block.num_speculative_tokens,
-        }
+        result["speculative_config"] = _speculative_config(block)
     result["additional_config"] = {**additional, "specrollout": block_dict}
     return result
+
+
+def _speculative_config(block: SpecrolloutConfig) -> dict[str, Any]:
+    """vLLM's own method for a drafter with weights, else our router as its proposer."""
+    drafter, count = block.model_drafter, block.num_speculative_tokens
+    if drafter is None:
+        return {"method": "custom_class", "model": ROUTER_CLASS, "num_speculative_tokens": count}
+    return native_config(drafter, count)
+
+
+def native_config(drafter: DrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` for a drafter with weights."""
+    weights = {} if drafter.model is None else {"model": drafter.model}
+    return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
 
 
 def _refuse(arguments: Mapping[str, Any], name: str, fix: str) -> None:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,12 @@ import numpy as np
 import torch
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
     LogitBiasLogitsProcessor,
@@ -139,6 +143,128 @@ def skip_empty_draft_metadata(runner: Any) -> None:
     runner._calc_spec_decode_metadata = calculate_unless_empty
 
 
+def draft_after_bookkeeping(runner: Any) -> None:
+    """Makes vLLM propose drafts after the step's tokens are on the host, near the context's end too.
+
+    By default vLLM runs drafters with weights before that, and drafts for nobody as soon as one request comes near the
+    context's end, which leaves gaps in the drafter's KV cache. Budgets are clamped for each request instead.
+    """
+    runner.speculative_config.disable_padded_drafter_batch = True
+    runner._input_fits_in_drafter = lambda common_attn_metadata: common_attn_metadata is not None
+
+
+def attention_of_rows(
+    batch: Any, rows_b: np.ndarray, counts_b: np.ndarray, ends_b: np.ndarray, positions_N: torch.Tensor, block_size: int
+) -> CommonAttentionMetadata:
+    """vLLM's metadata for a pass over the last `counts_b` of the first `ends_b` tokens of a batch's requests `rows_b`.
+
+    `batch` is the metadata of the whole batch, `positions_N` the positions of all those tokens, request by request.
+    """
+    device = positions_N.device
+    starts_cpu = torch.zeros(len(rows_b) + 1, dtype=torch.int32)
+    torch.cumsum(torch.from_numpy(counts_b), 0, out=starts_cpu[1:])
+    ends_cpu = torch.from_numpy(ends_b).to(torch.int32)
+    blocks_bX = batch.block_table_tensor[torch.from_numpy(rows_b).to(device)]
+    requests_N = torch.repeat_interleave(torch.from_numpy(counts_b).to(device), output_size=len(positions_N))
+    slots_N = blocks_bX[requests_N, positions_N // block_size].to(torch.int64) * block_size + positions_N % block_size
+    return CommonAttentionMetadata(
+        query_start_loc=starts_cpu.to(device),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=ends_cpu.to(device),
+        seq_lens_cpu_upper_bound=ends_cpu,
+        num_reqs=len(rows_b),
+        num_actual_tokens=len(positions_N),
+        max_query_len=int(counts_b.max()),
+        max_seq_len=int(ends_b.max()),
+        block_table_tensor=blocks_bX,
+        slot_mapping=slots_N,
+        causal=True,
+    )
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a drafter with weights reads of the target's step.
+
+    `attention`: vLLM's metadata of the batch. `hidden_parts`: hidden states of all rows of the forward pass, [rows, features]
+    each; `final_hidden`: what the LM head reads of them. By request, int64 [B]: its rows, how many of them are drafts, the
+    position of its first. `is_prompt_B`: it computed tokens of its prompt.
+    """
+
+    attention: Any
+    hidden_parts: list[torch.Tensor]
+    final_hidden: torch.Tensor
+    num_rows_B: np.ndarray
+    num_drafts_B: np.ndarray
+    first_positions_B: np.ndarray
+    is_prompt_B: np.ndarray
+
+
+def step_output(
+    runner: Any, num_drafts_B: np.ndarray, attention: Any, hidden_states: torch.Tensor, aux_hidden_states: Any
+) -> StepOutput:
+    """The step that the runner has just sampled from."""
+    if runner.use_aux_hidden_state_outputs:
+        parts = list(aux_hidden_states)
+    else:
+        own = getattr(runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()
+        parts = [hidden_states if own is None else own]
+    batch, num_requests = runner.input_batch, len(num_drafts_B)
+    starts = runner.query_start_loc.np[: num_requests + 1].astype(np.int64)
+    first_positions_B = batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
+    is_prompt_B = first_positions_B < batch.num_prompt_tokens[:num_requests]
+    return StepOutput(attention, parts, hidden_states, np.diff(starts), num_drafts_B, first_positions_B, is_prompt_B)
+
+
+def num_ranks() -> int:
+    """Tensor-parallel ranks."""
+    return int(get_tp_group().world_size)
+
+
+def broadcast_plan(depth: int, asked_B: np.ndarray, num_requests: int) -> None:
+    """The first tensor-parallel rank tells the others how deep a drafter with weights drafts, and for whom."""
+    plan = torch.zeros(1 + num_requests, dtype=torch.int64)
+    plan[0] = depth
+    if depth > 0:
+        plan[1:] = torch.from_numpy(asked_B)
+    _broadcast(plan)
+
+
+def receive_plan(num_requests: int) -> tuple[int, np.ndarray]:
+    """What the first tensor-parallel rank tells by `broadcast_plan`: the depth, and bool [B]."""
+    plan = torch.zeros(1 + num_requests, dtype=torch.int64)
+    _broadcast(plan)
+    return int(plan[0]), plan[1:].numpy() > 0
+
+
+def _broadcast(plan: torch.Tensor) -> None:
+    group = get_tp_group()
+    torch.distributed.broadcast(plan, src=group.first_rank, group=group.cpu_group)
+
+
+def copy_reload_record(original: torch.nn.Module, copy: torch.nn.Module) -> None:
+    """Tells vLLM's weight reloading that `copy` is made like `original`."""
+    known = layerwise.get_layerwise_info(original)
+    made = layerwise.get_layerwise_info(copy)
+    made.restore_metadata, made.restore_device = known.restore_metadata, known.restore_device
+
+
+def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Loads checkpoint tensors into the drafter's model, whatever its layers have made of their weights since."""
+    draft = runner.drafter.model
+    with set_current_vllm_config(runner.vllm_config), torch.device(runner.device):
+        layerwise.initialize_layerwise_reload(draft)
+        draft.load_weights(iter(tensors.items()))
+        layerwise.finalize_layerwise_reload(draft, runner.speculative_config.draft_model_config)
+
+
+def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
+    """The layers before which the policy hands out hidden states; None if its class does not say."""
+    model = getattr(runner.get_model(), "model", None)
+    ids = getattr(model, "aux_hidden_state_layers", None)
+    return None if ids is None else tuple(ids)
+
+
 def enable_all_logits_processors(runner: Any) -> None:
     """Gives a speculating engine the processors (min-p, logit bias) that vLLM leaves out there.
 
@@ -217,6 +343,23 @@ def unsupported_sampling(metadata: Any) -> str | None:
 
 def num_drafts_array(spec_decode_metadata: Any) -> np.ndarray:
     return np.asarray(spec_decode_metadata.num_draft_tokens, dtype=np.int64)
+
+
+def mend_stock_rejection_sampler() -> None:
+    """Gives vLLM's own rejection sampler the temperatures that its CPU build loses (docs/upstream.md), for comparisons.
+
+    Without it vLLM's speculation divides logits by uninitialised memory on a CPU. Our sampler never calls it.
+    """
+    if device_type() != "cpu":
+        return
+
+    def expand(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts.long())
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def allow_several_engines() -> None:

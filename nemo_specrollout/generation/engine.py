@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
+
+if TYPE_CHECKING:
+    from nemo_specrollout.training.features import SequenceFeatures
 
 # What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
 _PROCESS_ENVIRONMENT = {
@@ -90,6 +93,8 @@ class RolloutEngine:
         self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
         arguments["max_num_seqs"] = self.max_num_seqs
         compat.check_arguments(arguments)
+        if not self._has_our_worker and arguments.get("speculative_config") is not None:
+            compat.mend_stock_rejection_sampler()
         arguments |= {
             "model": str(model),
             "dtype": generation.vllm_cfg.precision,
@@ -155,11 +160,33 @@ class RolloutEngine:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
 
+    def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
+        """Replaces the weights of the EAGLE-3 head by one made for the policy that the engine holds; see the worker.
+
+        Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
+        """
+        self._llm.collective_rpc("specrollout_load_head", args=(str(folder), None, expected_length, num_positions))
+
+    def take_features(self) -> list["SequenceFeatures"]:
+        """What was captured, since last asked, for the training of a head."""
+        return self._llm.collective_rpc("specrollout_take_features")[0] if self._has_our_worker else []
+
+    def take_alarms(self) -> list[dict[str, Any]]:
+        """What the canary of a drafter with weights raised since last asked."""
+        return self._llm.collective_rpc("specrollout_take_alarms")[0] if self._has_our_worker else []
+
     def report(self, first_step: int = 0) -> dict[str, Any] | None:
         """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""
         if not self._has_our_worker:
             return None
         return self._llm.collective_rpc("specrollout_report", args=(first_step,))[0]
+
+    def stock_acceptance(self) -> tuple[int, list[int]]:
+        """Of an engine with vLLM's own speculation and `disable_log_stats: false`: how often it drafted, and how often the
+        first j + 1 draft tokens were all accepted, since its start."""
+        metrics: dict[str, Any] = {m.name: m for m in self._llm.get_metrics()}
+        drafts = metrics["vllm:spec_decode_num_drafts"].value
+        return int(drafts), list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
 
     def close(self) -> None:
         """Stops the engine and frees its memory."""

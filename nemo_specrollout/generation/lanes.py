@@ -33,6 +33,11 @@ class Lanes:
         """Whether the batch is the one that `reorder` was last told of."""
         return req_ids == self._order
 
+    @property
+    def lanes_B(self) -> np.ndarray:
+        """The lanes of the batch's requests, int64 [B]; to be read only."""
+        return self._lanes_B
+
     def has(self, req_id: str) -> bool:
         return req_id in self._lane_of
 

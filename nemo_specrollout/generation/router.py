@@ -6,22 +6,29 @@ L longest sequence; a lane is a request's own small number, from its first draft
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.drafters import build_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Demand, Proposal
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.lanes import Lanes
+from nemo_specrollout.generation.model_drafter import MODEL_LEVEL_PRIORS, ModelDrafter
+from nemo_specrollout.generation.row_buffer import AcceptedRows
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
+from nemo_specrollout.scheduling.draft_plan import NO_PLAN, DraftPlan, PlanObservation, build_planner
 from nemo_specrollout.scheduling.pacing import build_pacer
 from nemo_specrollout.scheduling.step_time import StepTimeTable
 
@@ -29,38 +36,61 @@ from nemo_specrollout.scheduling.step_time import StepTimeTable
 class Router:
     """Chooses, for every request and step, who drafts and how much; owns drafters, estimates and the step-time table.
 
-    Invariant: what it returns changes when tokens arrive, never which. A step reads: observe, judge, propose, allocate.
+    Invariant: what it returns changes when tokens arrive, never which. A step reads: observe, judge, propose, plan, draft,
+    allocate. Drafters that read text propose to all, for it costs next to nothing; one with weights is asked where that pays.
     On a tensor-parallel rank whose drafts vLLM does not ask for it is passive: its own clock would decide otherwise.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        config = build(SpecrolloutConfig, vllm_config.additional_config["specrollout"], BLOCK_PATH)
+        self.config = config = build(SpecrolloutConfig, vllm_config.additional_config["specrollout"], BLOCK_PATH)
         scheduler = vllm_config.scheduler_config
         num_lanes, self._num_tokens = scheduler.max_num_seqs, config.num_speculative_tokens
         vocab_size = vllm_config.model_config.get_vocab_size()
         self.names = [d.type for d in config.drafters]
-        self._drafters = [build_drafter(d, num_lanes, vocab_size) for d in config.drafters]
+        is_text = [d.type in TEXT_DRAFTERS for d in config.drafters]
+        self._drafters = {
+            i: build_drafter(d, num_lanes, vocab_size) for i, d in enumerate(config.drafters) if is_text[i]
+        }
+        self.model: ModelDrafter | None = None
+        self.capture: FeatureCapture | None = None
+        self._model_index = -1 if all(is_text) else is_text.index(False)
+        self._model_config = config.model_drafter
+        self._planner = build_planner(config.budget)
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
-        self._buffers = Proposals.buffers(len(self._drafters), num_lanes, self._num_tokens)
-        self._estimator = AcceptanceEstimator(num_lanes, len(self._drafters), self._num_tokens, LEVEL_PRIORS)
+        self._buffers = Proposals.buffers(len(self.names), num_lanes, self._num_tokens)
+        priors = np.array([LEVEL_PRIORS if text else MODEL_LEVEL_PRIORS for text in is_text])
+        self._estimator = AcceptanceEstimator(num_lanes, self._num_tokens, priors)
         self._budget = build_budget(config.budget)
         self._pacer = build_pacer(config.budget.policy, self._num_tokens)
         self.table = StepTimeTable(min(num_lanes * (self._num_tokens + 1), scheduler.max_num_batched_tokens))
         self.trace = StepTrace(self.names)
-        self.proposed_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
-        self.accepted_DK = np.zeros((len(self._drafters), self._num_tokens), np.int64)
+        self.proposed_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
+        self.accepted_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
         self._last_step: tuple[int, int, float, int] | None = None
         self._runner: Any = None
         self.is_passive = False
+        self.may_ask_model = True
+        self.on_model_outcome: Callable[[np.ndarray, np.ndarray], None] | None = None
         self._has_proposed = False
         self._sampler: CoupledSampler | None = None
 
     def load_model(self, target_model: Any) -> None:
-        """vLLM's hook for drafters with weights; these have none."""
+        """vLLM's hook for drafters with weights, which these are not."""
 
     def bind(self, runner: Any, sampler: CoupledSampler) -> None:
-        """Gives access to the batch: vLLM passes a proposer neither request ids nor identities."""
+        """Gives access to the batch, of which vLLM tells a proposer too little, and to vLLM's own drafter, if one is
+        wanted: from then on vLLM asks us where it would have asked that one."""
         self._runner, self._sampler = runner, sampler
+        if self._model_config is not None:
+            greedy = self._model_config.sampling == "greedy"
+            self.model = ModelDrafter(runner, runner.drafter, len(self._buffers.lengths_DB[0]), greedy=greedy)
+            compat.draft_after_bookkeeping(runner)
+            runner.propose_draft_token_ids = self.propose_after_step
+
+    def drafter_replaced(self) -> None:
+        """The drafter with weights has new ones: what was learned of it no longer holds, and it may draft again."""
+        self._estimator.forget_drafter(self._model_index)
+        self.may_ask_model = True
 
     def take_has_drafts(self) -> bool:
         """Whether this step's proposal gave any request a draft; asked once a step.
@@ -83,11 +113,44 @@ class Router:
         self._last_step = self.trace.end_step(time.perf_counter() - started)
         return drafts
 
+    def propose_after_step(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """vLLM's hook where it has a drafter with weights: the same answer, from all drafters."""
+        started, self._has_proposed = time.perf_counter(), True
+        assert self.model is not None
+        batch = self._runner.input_batch
+        assert self._sampler is not None
+        num_drafts_B = self._sampler.num_drafts_B
+        step = compat.step_output(self._runner, num_drafts_B, common_attn_metadata, hidden_states, aux_hidden_states)
+        self._sync_lanes(batch.token_ids_cpu)
+        num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+        new = AcceptedRows.of(step.num_rows_B, num_drafts_B, num_sampled_B, step.first_positions_B, batch.token_ids_cpu)
+        self.model.keep(step, new, self._lanes.lanes_B, batch.token_ids_cpu)
+        if self.capture is not None:
+            self.capture.observe(step, new, self._lanes.lanes_B)
+        drafts = self._propose(sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu)
+        self.model.read_prompts(self._lanes.lanes_B, batch.token_ids_cpu)
+        draft_s = self.model.take_seconds()
+        self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
+        return drafts
+
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
         if self.is_passive:
+            self._follow(token_ids)
             return [[] for _ in range(num_requests)]
         if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
+            self._lead(NO_PLAN)
             return [[] for _ in range(num_requests)]
         if self._last_step is not None:
             self.table.observe(*self._last_step)
@@ -97,23 +160,73 @@ class Router:
         batch, caps_B = self._lanes.batch(token_ids, num_tokens, emitted_B)
         self._estimator.score(batch.lanes_B, batch.token_ids_BL, batch.lengths_B)
         proposals = self._collect(batch)
+        should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
+        if self.model is not None:
+            plan = NO_PLAN if should_be_plain or not self.may_ask_model else self._plan(batch, caps_B, survival_BK)
+            self._lead(plan)
+            if plan.depth > 0:
+                self._draft(plan, batch, proposals)
+                chosen_B, survival_BK = self._estimator.choose(
+                    batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB
+                )
         decision = self._budget.allocate(BudgetObservation(survival_BK, caps_B, self.table.costs()))
         counts_B = decision.counts_B
         self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
-        if self._pacer.should_probe(self.table.num_plain_samples(num_requests)):
+        if should_be_plain:
             counts_B[:] = 0
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
+
+    def _plan(self, batch: Batch, caps_B: np.ndarray, found_BK: np.ndarray) -> DraftPlan:
+        """Whom the drafter with weights drafts for, and how deep."""
+        assert self.model is not None
+        forecast_BK = self._estimator.forecast(batch.lanes_B, self._model_index)
+        unread_B = self.model.unread.counts(batch.lanes_B)
+        observed = PlanObservation(
+            found_BK, forecast_BK, caps_B, unread_B, self.table.costs(), self.model.times.costs()
+        )
+        return self._planner.plan(observed)
+
+    def _draft(self, plan: DraftPlan, batch: Batch, proposals: "Proposals") -> None:
+        """Lets the drafter with weights write its proposals."""
+        assert self.model is not None and self._sampler is not None
+        rows_b = np.flatnonzero(plan.asked_B)
+        out = proposals.of(self._model_index)
+        tokens_bK, levels_bK = self.model.draft(
+            rows_b, batch.lanes_B, batch.token_ids_BL, self._sampler.keys, plan.depth
+        )
+        out.tokens_BK[rows_b, : plan.depth] = tokens_bK
+        out.levels_BK[rows_b, : plan.depth] = levels_bK
+        out.lengths_B[rows_b] = plan.depth
+
+    def _lead(self, plan: DraftPlan) -> None:
+        """Tells the other tensor-parallel ranks, which hold a part of the drafter each, what it is to do."""
+        if self.model is not None and compat.num_ranks() > 1:
+            compat.broadcast_plan(plan.depth, plan.asked_B, len(self._lanes.lanes_B))
+
+    def _follow(self, token_ids: np.ndarray) -> None:
+        """Does what the leading rank tells."""
+        if self.model is None:
+            return
+        assert self._sampler is not None
+        depth, asked_B = compat.receive_plan(len(self._lanes.lanes_B))
+        if depth > 0:
+            self.model.draft(np.flatnonzero(asked_B), self._lanes.lanes_B, token_ids, self._sampler.keys, depth)
 
     def _sync_lanes(self, token_ids: np.ndarray) -> None:
         """Opens and closes lanes when the batch has changed."""
         req_ids = self._runner.input_batch.req_ids
         if self._lanes.matches(req_ids):
             return
-        for lane in self._lanes.release_absent(req_ids, self._runner.requests):
-            for drafter in self._drafters:
+        released = self._lanes.release_absent(req_ids, self._runner.requests)
+        for lane in released:
+            for drafter in self._drafters.values():
                 drafter.close(lane)
+        if self.model is not None:
+            self.model.unread.forget(released)
+        if self.capture is not None:
+            self.capture.close(released)
         for row, req_id in enumerate(req_ids):
             if not self._lanes.has(req_id):
                 self._open(req_id, row, token_ids)
@@ -125,15 +238,21 @@ class Router:
         prompt_length = len(state.prompt_token_ids)
         lane = self._lanes.assign(req_id, prompt_length, state.sampling_params.max_tokens, identity.speculate)
         self._estimator.reset(lane)
-        for drafter in self._drafters:
+        if self.capture is not None:
+            self.capture.open(lane, identity.seed, prompt_length)
+        for drafter in self._drafters.values():
             drafter.open(lane, identity.seed, identity.group, token_ids[row, :prompt_length])
 
     def _collect(self, batch: Batch) -> "Proposals":
-        proposals = self._buffers.view(len(batch.lanes_B), self._pacer.depth)
+        """What the drafters that read text propose, and room for one with weights."""
+        found = self._buffers.view(len(batch.lanes_B), self._pacer.depth)
         rates, floor = self._estimator.level_rates, self._pacer.floor
-        for index, drafter in enumerate(self._drafters):
-            drafter.propose(batch, Demand(rates[index], floor), proposals.of(index))
-        return proposals
+        for index, drafter in self._drafters.items():
+            drafter.propose(batch, Demand(rates[index], floor), found.of(index))
+        if self.model is None:
+            return found
+        found.lengths_DB[self._model_index] = 0
+        return self._buffers.view(len(batch.lanes_B), self._num_tokens)
 
     def _submit(self, proposals: "Proposals", chosen_B: np.ndarray, counts_B: np.ndarray) -> list[list[int]]:
         """The drafts as vLLM wants them, a list of token ids for each request; remembers whose they are."""
@@ -148,9 +267,14 @@ class Router:
         """Counts, by drafter and position, which of the drafts verified in this step were accepted."""
         assert self._sampler is not None
         submitted = self._lanes.take_submitted()
-        if submitted is not None:
-            verified_B = self._sampler.num_drafts_B
-            self.trace.add_drafts(count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK))
+        if submitted is None:
+            return
+        d, verified_B = self._model_index, self._sampler.num_drafts_B
+        before = (self.proposed_DK[d].copy(), self.accepted_DK[d].copy())
+        totals_D2 = count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
+        self.trace.add_drafts(totals_D2)
+        if self.on_model_outcome is not None and totals_D2[d, 0] > 0:
+            self.on_model_outcome(self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1])
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,12 @@ class CoupledSampler:
             )
         return self._identities[req_id]
 
+    @property
+    def keys(self) -> BatchKeys:
+        """What the step that was sampled last sampled with."""
+        assert self._keys is not None
+        return self._keys
+
     def sample(self, logits: torch.Tensor, spec_decode_metadata: Any | None) -> SamplerOutput:
         """Stands in for the model runner's `_sample`: same arguments, same result."""
         metadata = self.runner.input_batch.sampling_metadata

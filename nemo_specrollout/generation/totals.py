@@ -25,6 +25,8 @@ class EngineTotals:
     """Rows sampled from: requests and draft tokens."""
     host_s: float = 0.0
     """The router's own time."""
+    draft_s: float = 0.0
+    """Time of a drafter with weights."""
     other_s: float = 0.0
     """Steps that also computed prompts: speculation does not change them."""
     decode_s: float = 0.0
@@ -104,6 +106,7 @@ def _totals(trace: dict[str, Any], plain_step_s: np.ndarray | None) -> EngineTot
         "num_request_steps": int(requests_S.sum()),
         "num_rows": int(rows_S.sum()),
         "host_s": float(columns["host_s"].sum()),
+        "draft_s": float(columns["draft_s"].sum()),
         "other_s": float(seconds_S[~is_decode_S].sum()),
         "decode_s": float(seconds_S[is_decode_S].sum()),
     }

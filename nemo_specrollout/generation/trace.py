@@ -20,7 +20,7 @@ class StepTrace:
     when every row of the forward pass was sampled from and the engine did not wait in between.
     """
 
-    COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s")
+    COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
 
     def __init__(self, drafter_names: list[str], capacity: int = 1 << 16) -> None:
         self.columns = list(self.COLUMNS)
@@ -47,24 +47,25 @@ class StepTrace:
         is_decode = num_rows == num_scheduled and not self._is_afresh and not self._is_open
         if self._is_open:  # vLLM did not ask for drafts, near the context's end: two steps of which neither is whole
             self._close(now)
-        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, *self._no_drafts])
+        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, 0.0, *self._no_drafts])
         self._is_open, self._is_afresh = True, False
         self.num_steps += 1
 
-    def end_step(self, host_s: float = 0.0) -> tuple[int, int, float, int] | None:
-        """The step is over, of which the router took `host_s`. Returns (requests, rows, seconds, rows of the step before)
-        of a pure decode step; the last is 0 if the one before was none.
+    def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
+        """The step is over, of which the router took `host_s` and a drafter with weights `draft_s`. Returns (requests, rows,
+        seconds, rows of the step before) of a pure decode step; the last is 0 if the one before was none.
 
-        What the router took for a step that got no drafts is left out there: plain decoding would not have spent it.
+        What drafting took is left out there: it is no cost of verifying. So is what the router took for a step that got no
+        drafts: plain decoding would not have spent it.
         """
         step = self._steps[-1]
         self._close(time.perf_counter())
         _, seconds, num_requests, num_rows, is_decode, *_ = step
-        step[5] = host_s
+        step[5:7] = host_s, draft_s
         if not is_decode:
             return None
         before = self._steps[-2]
-        spent_s = seconds - host_s if num_rows == num_requests else seconds
+        spent_s = seconds - draft_s - (host_s if num_rows == num_requests else 0.0)
         return int(num_requests), int(num_rows), spent_s, int(before[3] * before[4])
 
     def _close(self, now: float) -> None:
@@ -73,7 +74,7 @@ class StepTrace:
 
     def add_drafts(self, totals_D2: np.ndarray) -> None:
         """Draft tokens verified in the current step, and how many of them were accepted, by drafter."""
-        self._steps[-1][6:] = totals_D2.ravel().tolist()
+        self._steps[-1][7:] = totals_D2.ravel().tolist()
 
     def since(self, first_step: int) -> dict[str, Any]:
         """Steps from number `first_step` on, as {"columns": [...], "rows": [[...], ...]}; the oldest may be gone."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our vLLM workers, named by `worker_cls`: vLLM's own, with the sampling step of their model runner replaced."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,13 +10,21 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.feature_capture import FeatureCapture
+from nemo_specrollout.generation.head_loading import load_head, own_lm_head
+from nemo_specrollout.generation.head_watch import HeadWatch
 from nemo_specrollout.generation.router import Router
 from nemo_specrollout.generation.sampler import CoupledSampler, StepListener
 from nemo_specrollout.generation.totals import EngineAccount
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens
+from nemo_specrollout.training.features import SequenceFeatures
+
+# Features on their way to a head's training: room on the device, the most of the engine's time, room on the host.
+CAPTURE_BYTES, CAPTURE_TIME_SHARE, OUTBOX_BYTES = 64 << 20, 0.02, 512 << 20
 
 
 class SpecrolloutWorkerMixin:
@@ -30,25 +40,51 @@ class SpecrolloutWorkerMixin:
     specrollout_trace: StepTrace
     specrollout_account: EngineAccount
     specrollout_num_weight_updates = 0
+    specrollout_head: HeadWatch | None = None
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         runner = self.model_runner
         compat.verify_model_runner(runner)
         compat.enable_all_logits_processors(runner)
-        drafter = getattr(runner, "drafter", None)
-        if isinstance(drafter, Router):
-            self.specrollout_router, self.specrollout_trace = drafter, drafter.trace
-        else:
-            self.specrollout_trace = StepTrace([])
+        self.specrollout_router = self._router_of(runner)
+        self.specrollout_trace = self.specrollout_router.trace if self.specrollout_router else StepTrace([])
         on_step: StepListener = self.specrollout_trace.begin_step if self.specrollout_router else self._whole_step
         self.specrollout_sampler = CoupledSampler(runner, self.vllm_config.model_config.seed, on_step)
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
             self.specrollout_router.is_passive = not compat.is_output_rank()
-            compat.skip_empty_draft_metadata(runner)
+            if runner.drafter is self.specrollout_router:
+                compat.skip_empty_draft_metadata(runner)
         self.specrollout_account = EngineAccount(self.specrollout_trace)
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """Sets up what only a drafter with weights needs: its canary, and the capture of features for its training."""
+        router = self.specrollout_router
+        if router is None or router.model is None:
+            return
+        refresh = router.config.draft_refresh
+        self.specrollout_head = HeadWatch(self.model_runner, router, None if refresh is None else refresh.max_age_alarm)
+        if refresh is not None and compat.is_output_rank():
+            model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+            row_bytes = 4 * model.get_hidden_size() * model.dtype.itemsize
+            capacity = max(scheduler.max_num_batched_tokens, CAPTURE_BYTES // row_bytes)
+            router.capture = FeatureCapture(
+                scheduler.max_num_seqs, capacity, refresh.rollout_capture_share, CAPTURE_TIME_SHARE, OUTBOX_BYTES
+            )
+
+    def _router_of(self, runner: Any) -> Router | None:
+        """The router that vLLM built as its proposer, or one of ours around vLLM's own drafter with weights."""
+        drafter = getattr(runner, "drafter", None)
+        if isinstance(drafter, Router):
+            return drafter
+        named = {d["type"] for d in self._drafters_wanted()}
+        return Router(self.vllm_config) if drafter is not None and named & set(MODEL_DRAFTERS) else None
+
+    def _drafters_wanted(self) -> list[dict[str, Any]]:
+        return list((self.vllm_config.additional_config or {}).get("specrollout", {}).get("drafters") or [])
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; what came before a batch without a request of the last step is no part of this one."""
@@ -62,6 +98,8 @@ class SpecrolloutWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.specrollout_router is not None and "eagle3" in self.specrollout_router.names:
+            own_lm_head(self.model_runner.model, self.model_runner.drafter.model)
         self._verify_in_force()
 
     def _verify_in_force(self) -> None:
@@ -69,13 +107,17 @@ class SpecrolloutWorkerMixin:
         runner = self.model_runner
         if getattr(runner._sample, "__self__", None) is not self.specrollout_sampler:
             raise RuntimeError("specrollout's sampler is not in force: something replaced the model runner's _sample")
-        wanted = (self.vllm_config.additional_config or {}).get("specrollout", {}).get("drafters")
-        if wanted and compat.may_draft() and not isinstance(getattr(runner, "drafter", None), Router):
+        if self._drafters_wanted() and compat.may_draft() and not self._router_is_asked():
             raise RuntimeError(
-                "specrollout's router is not in force: speculative_config must be "
-                '{"method": "custom_class", "model": "nemo_specrollout.generation.router.Router", ...}'
+                "specrollout's router is not in force: speculative_config must be what "
+                "nemo_specrollout.generation.arguments.with_specrollout makes of the block"
             )
         _verify_kernel(runner.device)
+
+    def _router_is_asked(self) -> bool:
+        runner, router = self.model_runner, self.specrollout_router
+        hook = getattr(runner.propose_draft_token_ids, "__self__", None)
+        return router is not None and (runner.drafter is router or hook is router)
 
     def take_draft_token_ids(self) -> Any:
         """vLLM's hook; says nothing, instead of a list of nothings, when no request has drafts."""
@@ -98,6 +140,11 @@ class SpecrolloutWorkerMixin:
             report["plain_step_s"] = None if costs is None else costs.plain_s.tolist()
             report["draft_overhead_s"] = None if costs is None else costs.overhead_s
             report["draft_discount_s"] = None if costs is None else costs.discount_s
+        if self.specrollout_head is not None:
+            report["policy_version"] = self.specrollout_head.policy_version
+            report["head_version"] = self.specrollout_head.head_version
+            capture = self.specrollout_router.capture if self.specrollout_router else None
+            report["capture_s"] = 0.0 if capture is None else capture.seconds
         return report
 
     def specrollout_totals(self) -> dict[str, Any] | None:
@@ -116,14 +163,51 @@ class SpecrolloutWorkerMixin:
         """The engine has new weights; taking them kept it from steps for so long."""
         self.specrollout_num_weight_updates += 1
         self.specrollout_trace.stood_still(seconds)
+        if self.specrollout_head is not None:
+            self.specrollout_head.refitted()
+        capture = self.specrollout_router.capture if self.specrollout_router else None
+        if capture is not None:
+            capture.weights_updated(self.specrollout_num_weight_updates)
+
+    def specrollout_take_features(self) -> list[SequenceFeatures]:
+        """What was captured for the training of a head since last asked."""
+        capture = self.specrollout_router.capture if self.specrollout_router else None
+        return [] if capture is None else capture.take()
+
+    def specrollout_take_alarms(self) -> list[dict[str, Any]]:
+        """What the canary raised since last asked."""
+        return [] if self.specrollout_head is None else self.specrollout_head.take_alarms()
+
+    def specrollout_woken(self) -> None:
+        """The engine has slept: its weights may have been dropped and loaded again."""
+        if self.specrollout_head is not None:
+            self.specrollout_head.began("wake")
 
     def specrollout_stood_still(self, seconds: float) -> None:
         """The engine was not asked for steps for so long."""
         self.specrollout_trace.stood_still(seconds)
 
+    def specrollout_load_head(
+        self, folder: str, head_version: int | None = None, expected_length: float | None = None, num_positions: int = 3
+    ) -> None:
+        """The head in `folder`, made for the policy of `head_version` (None: the engine's own), drafts from now on. On
+        held-out texts it made `expected_length` tokens a step, drafting `num_positions`.
+
+        Raises ValueError for a head unlike the one that the engine was started with.
+        """
+        router, head = self.specrollout_router, self.specrollout_head
+        if router is None or head is None:
+            raise ValueError("this engine was started without a head: name a drafter of type eagle3")
+        load_head(self.model_runner, Path(folder))
+        router.drafter_replaced()
+        version = head.policy_version if head_version is None else head_version
+        head.published(Path(folder), version, expected_length, num_positions)
+
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Replaces the model's weights by Hugging Face names; the caller clears the prefix cache."""
+        started = time.perf_counter()
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        self.specrollout_weights_updated(time.perf_counter() - started)
 
 
 def _by_name(names: list[str], counts_DK: np.ndarray) -> list[tuple[str, list[int]]]:

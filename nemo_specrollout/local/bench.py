@@ -20,12 +20,14 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import GenerationConfig, RunConfig
+from nemo_specrollout.generation.arguments import native_config
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.local.acceptance_bench import acceptance_table, measure_acceptance_table
 from nemo_specrollout.local.charts import bench_chart
 from nemo_specrollout.local.records import column
 from nemo_specrollout.local.rollout import MeasuredRollout, load_tokenizer, step_prompts
-from nemo_specrollout.local.run_directory import write_atomically
 from nemo_specrollout.local.statistics import RolloutStats, count_equal
 from nemo_specrollout.local.task import encode_prompt
 
@@ -78,7 +80,26 @@ def modes_of(config: RunConfig) -> dict[str, GenerationConfig]:
     for method, k in [(m, k) for m in fixed_methods() for k in config.bench.fixed_k]:
         speculative = {"method": method, "num_speculative_tokens": k, **_LOOKUP.get(method, {})}
         modes[f"{method} k={k}"] = replace(sampler_only, vllm_kwargs={**bare, "speculative_config": speculative})
+    if block.model_drafter is not None:
+        modes |= _fixed_model_modes(config, block.model_drafter, modes)
     return {**modes, "ours": replace(ours, specrollout=replace(block, enabled=True))}
+
+
+def _fixed_model_modes(
+    config: RunConfig, drafter: DrafterConfig, modes: dict[str, GenerationConfig]
+) -> dict[str, GenerationConfig]:
+    """vLLM's own way with the drafter with weights: greedy drafts under our sampler, where all tokens can be compared, and
+    probabilistic ones under vLLM's, which accepts by the ratio of the two models' probabilities."""
+    found = {}
+    for k in config.bench.fixed_k:
+        speculative = {**native_config(drafter, k)}
+        for name, base, more in (
+            (f"{drafter.type} greedy k={k}", modes["plain"], {}),
+            (f"{drafter.type} probabilistic k={k}", modes["stock"], {"draft_sample_method": "probabilistic"}),
+        ):
+            kwargs = {**base.vllm_kwargs, "speculative_config": {**speculative, **more}}
+            found[name] = replace(base, vllm_kwargs=kwargs)
+    return found
 
 
 def fixed_methods() -> list[str]:
@@ -92,12 +113,16 @@ def run_bench(config: RunConfig) -> list[dict[str, Any]]:
     console = Console(highlight=False)
     rows, counterfactual = _measure_rollouts(config)
     out.mkdir(parents=True, exist_ok=True)
-    _set_aside(out, "bench.json", "bench.png", "bench.svg", "bench_useless.json")
+    _set_aside(out, "bench.json", "bench.png", "bench.svg", "bench_useless.json", "bench_acceptance.json")
     write_atomically(out / "bench.json", json.dumps(rows, indent=1))
     bench_chart(rows, out / "bench.png")
     console.print(_table(rows))
     for line in counterfactual:
         console.print(line)
+    if config.bench.acceptance_k and config.policy.generation.specrollout.model_drafter is not None:
+        accepted = measure_acceptance_table(config)
+        write_atomically(out / "bench_acceptance.json", json.dumps(accepted, indent=1))
+        console.print(acceptance_table(accepted))
     if config.bench.useless_batches:
         worst = measure_useless_drafters(config)
         write_atomically(out / "bench_useless.json", json.dumps(worst, indent=1))

@@ -25,7 +25,8 @@ from nemo_specrollout.config.run import LossConfig, OptimizerConfig
 from nemo_specrollout.local import megatron_host
 from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
 from nemo_specrollout.local.megatron_model import TokenBatch, build_model, token_logprobs
-from nemo_specrollout.local.weight_map import Replicated, export_hf, load_hf, weights_of
+from nemo_specrollout.local.weight_map import export_hf, load_hf, weights_of
+from nemo_specrollout.training.weight_map import Replicated
 
 MICRO_BATCH_TOKENS = 2048
 """Padded tokens in one forward; small enough to stay in a CPU's cache, large enough to hide the call overhead."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.local import charts
 from nemo_specrollout.local.records import Record, number, overall_speedup, read_lines, series
 from nemo_specrollout.local.report_page import CSS, HOW_TO_READ, PAGE, ROLLOUT_COLUMNS, TRAINING_COLUMNS
-from nemo_specrollout.local.run_directory import write_atomically
 
 NONE, BAD = "\N{EN DASH}", ' class="bad"'
 

@@ -13,18 +13,12 @@ from typing import Any
 
 import yaml
 
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.records import read_lines
 
 NUM_CHECKPOINTS_KEPT = 2
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at `path` by `text`, or leaves it as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 class RunDirectory:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.rollout import StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.task import encode_prompt, reward_of_ids
+
+if TYPE_CHECKING:
+    from nemo_specrollout.local.draft_refresh import LocalRefresher
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class GrpoRunner:
         if directory.checkpoint is not None:
             self.policy.load(directory.checkpoint)
             self.engine.load_weights(self.policy.hf_tensors())
+        self.refresher = self._build_refresher()
 
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
         """All steps that are left; what `before_step` raises ends the run between two of them."""
@@ -66,8 +70,11 @@ class GrpoRunner:
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step; returns its line of metrics."""
         prompts = step_prompts(self.config, step, lambda p: encode_prompt(p, self.tokenizer))
+        started = time.perf_counter()
         with self.progress.rollout(step, len(prompts.requests)) as on_finished:
             rollout = roll_out(self.engine, prompts, self.config, on_finished)
+        if self.refresher is not None:
+            self.refresher.policy_moves(self.policy.hf_tensors())
         with self.progress.phase(f"step {step}: log-probs"):
             scored = self.score(rollout)
         with self.progress.phase(f"step {step}: training"):
@@ -75,6 +82,11 @@ class GrpoRunner:
         _, refit_s = timed(lambda: self.engine.load_weights(self.policy.hf_tensors()))
         record = step_record(step, rollout, scored, trained, train_s, refit_s)
         record["alarms"] = alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm)
+        record["alarms"] += [alarm["sentence"] for alarm in self.engine.take_alarms()]
+        if self.refresher is not None:
+            with self.progress.phase(f"step {step}: draft head"):
+                elapsed_s = time.perf_counter() - started
+                record["draft_refresh"] = self.refresher.after_step(step, rollout.stats, elapsed_s)
         self._keep(step, record, rollout)
         return record
 
@@ -122,7 +134,17 @@ class GrpoRunner:
 
     def close(self) -> None:
         """Stops the engine."""
+        if self.refresher is not None:
+            self.refresher.close()
         self.engine.close()
+
+    def _build_refresher(self) -> "LocalRefresher | None":
+        if self.config.policy.generation.specrollout.draft_refresh is None:
+            return None
+        from nemo_specrollout.local.draft_refresh import LocalRefresher
+
+        with self.progress.phase("loading the draft head"):
+            return LocalRefresher(self.config, self.engine, self.directory.path)
 
     @property
     def _temperature(self) -> float:

@@ -16,9 +16,9 @@ from nemo_rl.models.generation.vllm.vllm_backend import (
     VllmInternalWorkerExtensionWithCheckpointEngine,
 )
 
+from nemo_specrollout.generation.shared_tensors import part_from_target
 from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
 from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, check_holds
-from nemo_specrollout.nemo_rl.shared_tensors import part_from_target
 
 logger = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 """What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl` and `summary.json` in `<log_dir>/specrollout/`."""
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.nemo_rl.metrics import PREFIX
 
 # Of NeMo-RL's own figures, what ours are read beside.
@@ -45,9 +45,8 @@ class RunRecord:
         return list(steps.values())
 
     def _write_summary(self) -> None:
-        temporary = self._folder / "summary.json.tmp"
-        temporary.write_text(json.dumps(summarize(self._steps, self._facts), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self._folder / "summary.json")
+        summary = summarize(self._steps, self._facts)
+        write_atomically(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def summarize(steps: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:

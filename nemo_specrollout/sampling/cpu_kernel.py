@@ -60,6 +60,16 @@ def _row_noise(key, high_V, high_bits_V, exp_V, exp_bits_V):  # type: ignore[no-
         exp_V[v] = -((p * s + _LOG_SQRT_HALF) + high_V[v] * _LN2)
 
 
+@njit(cache=True, error_model="numpy", inline="always")
+def _noise_of(seed, position, is_greedy, high_V, high_bits_V, noise_V, noise_bits_V):  # type: ignore[no-untyped-def]
+    if is_greedy:
+        noise_V[:] = np.float32(0.0)
+    else:
+        key = _mix64(np.uint64(seed) + _GAMMA)
+        key = _mix64(key + np.uint64(position + 1) * _GAMMA)
+        _row_noise(key, high_V, high_bits_V, noise_V, noise_bits_V)
+
+
 @njit("void(float32[:,:], int64[:], int64[:], boolean[:], int64[:])", cache=True, error_model="numpy")
 def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: ignore[no-untyped-def]
     """Writes arg-max(logits + noise) of each row, or arg-max(logits) where `greedy_R`, to int64 `tokens_R`.
@@ -72,12 +82,7 @@ def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: i
     high_bits_V = high_V.view(np.int32)
     noise_bits_V = noise_V.view(np.int32)
     for r in range(num_rows):
-        if greedy_R[r]:
-            noise_V[:] = np.float32(0.0)
-        else:
-            key = _mix64(np.uint64(seeds_R[r]) + _GAMMA)
-            key = _mix64(key + np.uint64(positions_R[r] + 1) * _GAMMA)
-            _row_noise(key, high_V, high_bits_V, noise_V, noise_bits_V)
+        _noise_of(seeds_R[r], positions_R[r], greedy_R[r], high_V, high_bits_V, noise_V, noise_bits_V)
         best = np.float32(-np.inf)
         token = 0
         for v in range(num_vocab):
@@ -88,6 +93,33 @@ def sample_rows(logits_RV, seeds_R, positions_R, greedy_R, tokens_R):  # type: i
                 if np.isnan(score):  # the arg-max, as in torch
                     break
         tokens_R[r] = token
+
+
+@njit("void(float32[:,:], int64[:], int64[:], boolean[:], int64[:], float32[:])", cache=True, error_model="numpy")
+def sample_rows_with_margin(logits_RV, seeds_R, positions_R, greedy_R, tokens_R, margins_R):  # type: ignore[no-untyped-def]
+    """`sample_rows`; also writes by how much each token beat the runner-up, float32, inf where there is none."""
+    num_rows, num_vocab = logits_RV.shape
+    high_V = np.empty(num_vocab, np.float32)
+    noise_V = np.empty(num_vocab, np.float32)
+    high_bits_V = high_V.view(np.int32)
+    noise_bits_V = noise_V.view(np.int32)
+    for r in range(num_rows):
+        _noise_of(seeds_R[r], positions_R[r], greedy_R[r], high_V, high_bits_V, noise_V, noise_bits_V)
+        best = np.float32(-np.inf)
+        second = np.float32(-np.inf)
+        token = 0
+        for v in range(num_vocab):
+            score = logits_RV[r, v] + noise_V[v]
+            if not score <= best:
+                second = best
+                best = score
+                token = v
+                if np.isnan(score):
+                    break
+            elif score > second:
+                second = score
+        tokens_R[r] = token
+        margins_R[r] = best - second
 
 
 @njit([f"void(int64[:], {ids}[:], int64[:], int64[:,:], int64[:,:])" for ids in ("int32", "int64")], cache=True)

@@ -25,10 +25,7 @@ def sample_tokens(
 
     Ties go to the smallest token id. Raises ValueError if the logits are not float32 or a row lacks an argument.
     """
-    if not logits_RV.shape[:1] == seeds_R.shape == positions_R.shape == greedy_R.shape:
-        raise ValueError(f"{len(logits_RV)} rows of logits need as many seeds, positions and flags")
-    if logits_RV.dtype != torch.float32:
-        raise ValueError(f"logits_RV must be float32 for a reproducible sample, got {logits_RV.dtype}")
+    _check_rows(logits_RV, seeds_R, positions_R, greedy_R)
     if logits_RV.is_cuda:
         from nemo_specrollout.sampling.triton_kernel import sample_rows_triton
 
@@ -38,6 +35,45 @@ def sample_tokens(
     tokens_R = torch.empty(seeds_R.shape, dtype=torch.int64)
     sample_rows(logits_RV.numpy(), seeds_R.numpy(), positions_R.numpy(), greedy_R.numpy(), tokens_R.numpy())
     return tokens_R
+
+
+def sample_tokens_with_margin(
+    logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample_tokens`, and by how many nats each token's score beat the runner-up's, float32 [R].
+
+    A drafter that samples with the target's noise is the likelier to be right the larger the margin: it says how far the
+    target's logits may differ before another token wins.
+    """
+    _check_rows(logits_RV, seeds_R, positions_R, greedy_R)
+    if logits_RV.is_cuda:
+        tokens_R = sample_tokens(logits_RV, seeds_R, positions_R, greedy_R)
+        return tokens_R, _margins(logits_RV, seeds_R, positions_R, greedy_R)
+    from nemo_specrollout.sampling.cpu_kernel import sample_rows_with_margin
+
+    tokens_R, margins_R = torch.empty(seeds_R.shape, dtype=torch.int64), torch.empty(seeds_R.shape)
+    arrays = (logits_RV.numpy(), seeds_R.numpy(), positions_R.numpy(), greedy_R.numpy())
+    sample_rows_with_margin(*arrays, tokens_R.numpy(), margins_R.numpy())
+    return tokens_R, margins_R
+
+
+def _check_rows(
+    logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
+) -> None:
+    if not logits_RV.shape[:1] == seeds_R.shape == positions_R.shape == greedy_R.shape:
+        raise ValueError(f"{len(logits_RV)} rows of logits need as many seeds, positions and flags")
+    if logits_RV.dtype != torch.float32:
+        raise ValueError(f"logits_RV must be float32 for a reproducible sample, got {logits_RV.dtype}")
+
+
+def _margins(
+    logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
+) -> torch.Tensor:
+    chunk = max(1, CHUNK_ELEMENTS // logits_RV.shape[1])
+    starts = range(0, len(logits_RV), chunk)
+    rows = (slice(i, i + chunk) for i in starts)
+    scores = (_scores(logits_RV[r], seeds_R[r], positions_R[r], greedy_R[r]).topk(2, dim=-1).values for r in rows)
+    return torch.cat([s[:, 0] - s[:, 1] for s in scores])
 
 
 def sample_tokens_torch(
@@ -58,6 +94,11 @@ def sample_tokens_torch(
 def _sample_chunk(
     logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
 ) -> torch.Tensor:
+    return _scores(logits_RV, seeds_R, positions_R, greedy_R).argmax(dim=-1)
+
+
+def _scores(
+    logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
+) -> torch.Tensor:
     noise_RV = gumbel_noise(row_keys(seeds_R, positions_R), logits_RV.shape[1])
-    scores_RV = logits_RV + noise_RV.masked_fill_(greedy_R[:, None], 0.0)
-    return scores_RV.argmax(dim=-1)
+    return logits_RV + noise_RV.masked_fill_(greedy_R[:, None], 0.0)

@@ -13,6 +13,7 @@ from numba import njit
 LEVEL_DECAY = 0.998
 REQUEST_DECAY = 0.94
 PRIOR_STRENGTH = 4.0
+PRIOR_RATE = 0.6
 MAX_RATE = 0.99
 
 
@@ -22,10 +23,11 @@ class AcceptanceEstimator:
     The level rate is the decayed share of hits among all tokens of that drafter and evidence level. The request factor,
     by position, is decayed hits over what the level rates had promised: above one where a request is easier than most.
     A proposal stays pending until it is refuted or used up; a submitted one replaces it. `level_priors` are the rates
-    believed of each evidence level before anything was seen.
+    believed of each drafter's evidence levels before anything was seen, float64 [D, levels].
     """
 
-    def __init__(self, num_lanes: int, num_drafters: int, max_tokens: int, level_priors: np.ndarray) -> None:
+    def __init__(self, num_lanes: int, max_tokens: int, level_priors: np.ndarray) -> None:
+        num_drafters = len(level_priors)
         lanes_by_drafter = (num_lanes, num_drafters)
         self.pending_tokens = np.zeros((*lanes_by_drafter, max_tokens), np.int32)
         self.pending_levels = np.zeros((*lanes_by_drafter, max_tokens), np.int8)
@@ -34,13 +36,25 @@ class AcceptanceEstimator:
         self.pending_checked = np.zeros(lanes_by_drafter, np.int64)
         self.hits = np.zeros((*lanes_by_drafter, max_tokens))
         self.promised = np.zeros((*lanes_by_drafter, max_tokens))
-        self.level_hits = np.tile(level_priors * PRIOR_STRENGTH, (num_drafters, 1))
-        self.level_trials = np.full((num_drafters, len(level_priors)), PRIOR_STRENGTH)
+        self._level_priors = level_priors
+        self.level_hits = level_priors * PRIOR_STRENGTH
+        self.level_trials = np.full(level_priors.shape, PRIOR_STRENGTH)
+        self.position_hits = np.full((num_drafters, max_tokens), PRIOR_RATE * PRIOR_STRENGTH)
+        self.position_trials = np.full((num_drafters, max_tokens), PRIOR_STRENGTH)
 
     @property
     def level_rates(self) -> np.ndarray:
         """The share of each evidence level's tokens that come true, float64 [D, levels]."""
         return self.level_hits / self.level_trials
+
+    def forget_drafter(self, drafter: int) -> None:
+        """The drafter is another one from now on: what was learned of it is forgotten."""
+        self.level_hits[drafter] = self._level_priors[drafter] * PRIOR_STRENGTH
+        self.level_trials[drafter] = PRIOR_STRENGTH
+        self.position_hits[drafter] = PRIOR_RATE * PRIOR_STRENGTH
+        self.position_trials[drafter] = PRIOR_STRENGTH
+        for array in (self.hits, self.promised, self.pending_length):
+            array[:, drafter] = 0
 
     def reset(self, lane: int) -> None:
         """A new request takes `lane`."""
@@ -53,7 +67,18 @@ class AcceptanceEstimator:
         _score(
             lanes_B, token_ids_BL, lengths_B, self.pending_tokens, self.pending_levels, self.pending_length,
             self.pending_base, self.pending_checked, self.hits, self.promised, self.level_hits, self.level_trials,
+            self.position_hits, self.position_trials,
         )  # fmt: skip
+
+    def forecast(self, lanes_B: np.ndarray, drafter: int) -> np.ndarray:
+        """Survival, float64 [B, K], that drafts of `drafter` would have, as long as nothing is known of their evidence:
+        by the drafter's rate at each position and the request's factor."""
+        rates_BK = (
+            self.position_hits[drafter]
+            / self.position_trials[drafter]
+            * ((self.hits[lanes_B, drafter] + PRIOR_STRENGTH) / (self.promised[lanes_B, drafter] + PRIOR_STRENGTH))
+        )
+        return np.minimum(rates_BK, MAX_RATE).cumprod(axis=1)
 
     def choose(
         self, lanes_B: np.ndarray, levels_DBK: np.ndarray, found_DB: np.ndarray
@@ -126,12 +151,13 @@ def _count_outcomes(drafters_B, submitted_B, verified_B, emitted_B, proposed_DK,
 
 @njit(
     "void(int64[:], int32[:,:], int64[:], int32[:,:,:], int8[:,:,:], int64[:,:], int64[:,:], int64[:,:],"
-    " float64[:,:,:], float64[:,:,:], float64[:,:], float64[:,:])",
+    " float64[:,:,:], float64[:,:,:], float64[:,:], float64[:,:], float64[:,:], float64[:,:])",
     cache=True,
 )
 def _score(  # type: ignore[no-untyped-def]
-    lanes_B, token_ids_BL, lengths_B, tokens, levels, length, base, checked, hits, promised, level_hits, level_trials
-):
+    lanes_B, token_ids_BL, lengths_B, tokens, levels, length, base, checked, hits, promised, level_hits, level_trials,
+    position_hits, position_trials,
+):  # fmt: skip
     for b in range(len(lanes_B)):
         lane = lanes_B[b]
         for d in range(tokens.shape[1]):
@@ -147,6 +173,8 @@ def _score(  # type: ignore[no-untyped-def]
                 promised[lane, d, j] = promised[lane, d, j] * REQUEST_DECAY + rate
                 level_hits[d, level] = level_hits[d, level] * LEVEL_DECAY + hit
                 level_trials[d, level] = level_trials[d, level] * LEVEL_DECAY + 1.0
+                position_hits[d, j] = position_hits[d, j] * LEVEL_DECAY + hit
+                position_trials[d, j] = position_trials[d, j] * LEVEL_DECAY + 1.0
                 checked[lane, d] = j + 1
                 if not hit or j + 1 == length[lane, d]:
                     length[lane, d] = 0

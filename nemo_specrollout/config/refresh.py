@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block `draft_refresh` of `policy.generation.specrollout`: how a draft head learns while the policy does. Its
+presence turns refreshing on. Strict, frozen, torch-free."""
+
+from dataclasses import dataclass
+
+from nemo_specrollout.config.strict import bounded, choice
+
+TRIGGERS = ("auto", "interval", "every_step", "never")
+LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
+
+
+@dataclass(frozen=True)
+class DraftRefreshConfig:
+    """`policy.generation.specrollout.draft_refresh`."""
+
+    trigger: str = choice(*TRIGGERS, default="auto")
+    """`auto`: when it pays, by measured acceptance and costs. `interval`: every `interval` steps. `every_step`. `never`:
+    features are collected, nothing is trained."""
+
+    interval: int = bounded(10, low=1)
+    """RL steps between refreshes under `trigger: interval`."""
+
+    min_gap: int = bounded(2, low=1)
+    """Fewest RL steps between refreshes under `trigger: auto`."""
+
+    margin: float = bounded(0.25, low=0.0)
+    """Under `trigger: auto`, the share by which the time to be gained must exceed the time that a refresh takes."""
+
+    max_time_share: float = bounded(0.2, above=0.0, high=1.0)
+    """The most of the run's time that refreshes may make it wait, whatever the trigger."""
+
+    max_train_seconds: float | None = bounded(None, above=0.0)
+    """The longest that one refresh may train; null is no limit of its own."""
+
+    loss: str = choice(*LOSSES, default="lk_hybrid")
+    """What the head minimizes: speculators' loss of that name, or the mean of two."""
+
+    learning_rate: float = bounded(1e-4, above=0.0, high=1.0)
+    """Of the head's optimizer, AdamW, constant."""
+
+    ttt_steps: int = bounded(3, low=1, high=16)
+    """Positions ahead that the head is trained to draft on its own features."""
+
+    tokens_per_batch: int = bounded(8192, low=1)
+    """Tokens of an optimizer step."""
+
+    rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
+    """Share of requests whose features are kept as they are generated. What capturing costs grows with it."""
+
+    store_bytes: int = bounded(4 << 30, low=1 << 20)
+    """Most disk space of the features kept; the oldest policy versions make room."""
+
+    held_out_share: float = bounded(0.1, above=0.0, below=1.0)
+    """Share of prompts, with all their samples, that no head is trained on: candidates are judged by them."""
+
+    confidence: float = bounded(0.95, low=0.5, below=1.0)
+    """Of the judgment that a candidate is not worse than the head in service; at most 1 - confidence of worse ones pass."""
+
+    tolerance: float = bounded(0.0, low=0.0)
+    """Mean accepted tokens a request and step by which a candidate may be worse and still be published."""
+
+    max_age_alarm: int | None = bounded(None, low=1)
+    """Policy versions after which a head that was not replaced raises an alarm; null is never."""

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter with weights: vLLM's own proposer (EAGLE-3, draft model, MTP), under the requests' own noise.
+
+The networks, their weights and their KV cache are vLLM's; ours are what they sample, for whom and how much they draft, and
+that they need not run while nobody asks them. Shapes: B requests of the batch, b of them asked, K draft tokens, N rows.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.compat import StepOutput
+from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer
+from nemo_specrollout.generation.sampler import BatchKeys
+from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
+from nemo_specrollout.scheduling.draft_time import DraftTimes
+
+# By how many nats a draft token beat the runner-up, in as many levels of evidence, and the rates believed of them at first.
+MARGIN_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, 5.5])
+MODEL_LEVEL_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
+
+
+class CoupledDraftSampling:
+    """Stands in for the sampling step of vLLM's proposer: each draft token with the noise of its request and position.
+
+    Bound to one proposer. `begin` before each drafting; margins of the tokens are there after it.
+    """
+
+    def __init__(self, proposer: Any, greedy: bool) -> None:
+        self._proposer = proposer
+        self._always_greedy = greedy
+        self._keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
+        self.margins: list[torch.Tensor] = []
+
+    def begin(self, keys: BatchKeys, rows_b: torch.Tensor, positions_b: torch.Tensor) -> None:
+        """The next drafting is for the batch's requests `rows_b`; `positions_b` are those of the first draft tokens."""
+        greedy_b = keys.greedy_B[rows_b]
+        temperature_b = None if keys.temperature_B is None else keys.temperature_B[rows_b]
+        self._keys = (
+            keys.seeds_B[rows_b],
+            torch.ones_like(greedy_b) if self._always_greedy else greedy_b,
+            temperature_b,
+            positions_b,
+        )
+        self.margins = []
+
+    def __call__(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
+        """vLLM's hook: called once for each draft position in turn."""
+        assert self._keys is not None
+        seeds_b, greedy_b, temperature_b, positions_b = self._keys
+        logits_bV = self._proposer.model.compute_logits(hidden_states).to(torch.float32)
+        if temperature_b is not None:
+            logits_bV = logits_bV / temperature_b.unsqueeze(1)
+        tokens_b, margins_b = sample_tokens_with_margin(logits_bV, seeds_b, positions_b + len(self.margins), greedy_b)
+        self.margins.append(margins_b)
+        return tokens_b, None
+
+
+class ModelDrafter:
+    """Drafts with vLLM's proposer for those who are asked; owns what it has not read, and what its drafting costs.
+
+    Invariant: whatever it skipped, its drafts are those of a drafter that read each token in its step. A prompt is read in
+    the step that computes it, because requests that share its KV blocks come and go (where vLLM caches prefixes).
+    """
+
+    def __init__(self, runner: Any, proposer: Any, num_lanes: int, *, greedy: bool) -> None:
+        self._runner, self._proposer = runner, proposer
+        self._sampling = CoupledDraftSampling(proposer, greedy)
+        proposer._sample_draft_tokens = self._sampling
+        capacity = proposer.max_num_tokens - num_lanes * proposer.net_num_new_slots_per_request
+        self.unread = RowBuffer(capacity, num_lanes)
+        self._reads_prompts_at_once = bool(runner.cache_config.enable_prefix_caching)
+        self.times = DraftTimes()
+        self._seconds = 0.0
+        self._step: StepOutput | None = None
+
+    def take_seconds(self) -> float:
+        """Seconds of drafting and reading since last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def keep(self, step: StepOutput, new: AcceptedRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
+        """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit."""
+        self._step = step
+        if len(new.requests_N) > self.unread.room:
+            self._read(np.flatnonzero(self.unread.counts(lanes_B)), lanes_B, token_ids_BL)
+        self.unread.append(step.hidden_parts, new.rows_N, lanes_B[new.requests_N], new.positions_N, new.token_ids_N)
+
+    def read_prompts(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
+        """Reads the prompts of this step that nobody asked drafts for."""
+        if self._reads_prompts_at_once:
+            assert self._step is not None
+            waiting_B = self._step.is_prompt_B & (self.unread.counts(lanes_B) > 0)
+            self._read(np.flatnonzero(waiting_B), lanes_B, token_ids_BL)
+
+    def draft(
+        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`depth` draft tokens for the batch's requests `rows_b`: token ids and evidence levels, [b, depth]."""
+        num_unread = int(self.unread.counts(lanes_B[rows_b]).sum())
+        started = time.perf_counter()
+        tokens_bK = self._run(rows_b, lanes_B, token_ids_BL, depth, keys)
+        margins_bK = torch.stack(self._sampling.margins, dim=1).cpu().numpy()
+        levels_bK = np.searchsorted(MARGIN_EDGES, margins_bK).astype(np.int8)
+        self.times.observe(num_unread, len(rows_b), depth, time.perf_counter() - started)
+        return tokens_bK, levels_bK
+
+    def _read(self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
+        if len(rows_b):
+            self._run(rows_b, lanes_B, token_ids_BL, 0, None)
+
+    def _run(
+        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, depth: int, keys: BatchKeys | None
+    ) -> np.ndarray:
+        """The proposer's passes: one over all unread tokens of the requests, one more for each draft token but the first.
+        Returns the draft tokens, [b, depth]."""
+        assert self._step is not None
+        started = time.perf_counter()
+        rows = self.unread.take(lanes_B[rows_b])
+        ends_b = rows.positions_N[np.cumsum(rows.counts_B) - 1] + 1
+        device = rows.hidden_NF.device
+        positions_N = torch.from_numpy(rows.positions_N).to(device)
+        if keys is not None:
+            self._sampling.begin(keys, torch.from_numpy(rows_b).to(device), torch.from_numpy(ends_b + 1).to(device))
+        tokens_bK = self._proposer.propose(
+            num_speculative_tokens=depth,
+            target_token_ids=torch.from_numpy(rows.token_ids_N).to(device),
+            target_positions=positions_N,
+            target_hidden_states=rows.hidden_NF,
+            next_token_ids=torch.from_numpy(token_ids_BL[rows_b, ends_b]).to(device),
+            token_indices_to_sample=None,
+            common_attn_metadata=compat.attention_of_rows(
+                self._step.attention, rows_b, rows.counts_B, ends_b, positions_N, self._proposer.block_size
+            ),
+            sampling_metadata=self._runner.input_batch.sampling_metadata,
+        )
+        result = tokens_bK.cpu().numpy()
+        self._seconds += time.perf_counter() - started
+        return result

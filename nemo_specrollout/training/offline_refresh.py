@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft head made offline, from stored rollouts: features, training, judgement; each can be killed and gone on with.
+
+Shapes: H hidden size, V vocabulary.
+"""
+
+import errno
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.training.feature_store import (
+    SEQUENCE_OVERHEAD_BYTES,
+    SHARD_OVERHEAD_BYTES,
+    FeatureReader,
+    FeatureSource,
+    FeatureStore,
+    is_held_out,
+)
+from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.training.head import DraftHead, load_head, save_head
+from nemo_specrollout.training.head_card import CARD, write_card
+from nemo_specrollout.training.hf_features import hf_features, load_policy
+from nemo_specrollout.training.refresh import Refresh
+from nemo_specrollout.training.refresh_state import RefreshState
+from nemo_specrollout.training.rollout_checks import check_surprise, measure_surprise
+from nemo_specrollout.training.rollout_files import RolloutText
+from nemo_specrollout.training.trainer import Budget, HeadTrainer, OnStep, TrainingResult
+
+SAVE_EVERY_S = 15.0
+CHUNK_TEXTS = 64
+"""Texts whose features are computed together. A text is always in the same chunk, so that a run that was killed ends with
+the same features, bit for bit, as one that was not."""
+CHECKED_SEQUENCES = 64
+"""Of the first chunks, by which it is judged whether the rollouts are the policy's own."""
+
+
+def feature_dtype(device: torch.device) -> torch.dtype:
+    """Of the policy's forward pass and of the features."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def stored_bytes(texts: Sequence[RolloutText], hidden_size: int, num_layers: int, dtype: torch.dtype) -> int:
+    """Disk space of the features of `texts`, at most."""
+    per_token = 4 + (num_layers + 1) * hidden_size * dtype.itemsize
+    per_text = SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES
+    return sum(len(t.token_ids) * per_token + per_text for t in texts)
+
+
+def newest_within(texts: Sequence[RolloutText], max_tokens: int) -> list[RolloutText]:
+    """The last texts that have at most so many tokens together, in their order."""
+    kept, total = 0, 0
+    for text in reversed(texts):
+        total += len(text.token_ids)
+        if total > max_tokens:
+            break
+        kept += 1
+    return list(texts[len(texts) - kept :])
+
+
+def without_later_turns(texts: Sequence[RolloutText], share: float) -> list[RolloutText]:
+    """Of conversations that are held out only the first turn: the samples of a prompt must count as one to the gate."""
+    return [t for t in texts if t.is_first_turn or not is_held_out(t.first_prompt, share)]
+
+
+def most_frequent_tokens(sequences: Sequence[tuple[Sequence[int], int]], count: int, vocab_size: int) -> list[int]:
+    """The `count` token ids that were generated most often, of (ids, length of the prompt); filled up with the lowest."""
+    counts: Counter[int] = Counter()
+    for ids, prompt_length in sequences:
+        counts.update(ids[prompt_length:])
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return [*ranked, *(i for i in range(vocab_size) if i not in counts)][:count]
+
+
+def capture_features(
+    policy_folder: Path,
+    texts: Sequence[RolloutText],
+    store: FeatureStore,
+    lm_head_VH: torch.Tensor,
+    device: torch.device,
+    on_progress: Callable[[int], None],
+    max_tokens: int = 8192,
+) -> str | None:
+    """Stores the features of `texts` that the store has not yet; returns a warning about the rollouts, or None.
+
+    `on_progress` is told the number of texts that are done. Raises ValueError if the rollouts cannot be the policy's own.
+    """
+    done = sum(s.num_training + s.num_held_out for s in store.shards())
+    if done >= len(texts):
+        return None
+    policy = load_policy(policy_folder, device, feature_dtype(device))
+    layer_ids, vocab_size, warning = store.source.layer_ids, store.source.vocab_size, None
+    flushed = time.monotonic()
+    for start in range(done - done % CHUNK_TEXTS, len(texts), CHUNK_TEXTS):
+        chunk = texts[start : start + CHUNK_TEXTS]
+        found = hf_features(policy, [t.text for t in chunk], layer_ids, max_tokens)
+        if start == 0:
+            warning = check_surprise(measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES]), vocab_size)
+        for i, features in enumerate(found, start):
+            if i >= done:
+                store.append(features, texts[i].first_prompt)
+        if time.monotonic() - flushed > SAVE_EVERY_S:
+            store.flush()
+            flushed = time.monotonic()
+        on_progress(start + len(chunk))
+    store.flush()
+    return warning
+
+
+def stored_sequences(reader: FeatureReader, held_out: bool, max_tokens: int | None = None) -> list[SequenceFeatures]:
+    """Half of a store, in an order that does not depend on how it was cut into shards; at most so many tokens."""
+    found = sorted(reader.sequences(held_out), key=lambda f: (f.token_ids_T.numpy().tobytes(), f.prompt_length))
+    total, kept = 0, []
+    for features in found:
+        total += features.num_tokens
+        if max_tokens is not None and total > max_tokens and kept:
+            break
+        kept.append(features)
+    return kept
+
+
+def train(
+    trainer: HeadTrainer,
+    sequences: Sequence[SequenceFeatures],
+    budget: Budget,
+    state: RefreshState,
+    on_step: OnStep = lambda step, total, loss: None,
+    verifier: str | None = None,
+) -> TrainingResult:
+    """Trains and saves the candidate in `state`, going on from what is there; the trainer is saved every 15 s.
+
+    `verifier`: the policy that the saved config names. Raises FloatingPointError as the trainer does, OSError for a full disk.
+    """
+    if state.trainer.is_file():
+        trainer.load(state.trainer)
+    saved = time.monotonic()
+
+    def stepped(step: int, total: int, loss: float) -> None:
+        nonlocal saved
+        if time.monotonic() - saved > SAVE_EVERY_S:
+            with disk_errors(state.folder):
+                trainer.save(state.trainer)
+            saved = time.monotonic()
+        on_step(step, total, loss)
+
+    result = trainer.train(sequences, budget, stepped)
+    save_candidate(trainer.head, state, verifier)
+    write_atomically(state.trained, json.dumps(asdict(result)) + "\n")
+    return result
+
+
+def save_candidate(head: DraftHead, state: RefreshState, verifier: str | None) -> None:
+    head.model.config.speculators_config.verifier.name_or_path = verifier
+    with disk_errors(state.folder):
+        save_head(head, state.candidate)
+
+
+def trained_already(
+    state: RefreshState, policy_folder: Path, device: torch.device
+) -> tuple[DraftHead, TrainingResult] | None:
+    """The candidate, if an earlier process finished its training."""
+    if not state.trained.is_file() or not state.candidate.is_dir():
+        return None
+    return load_head(state.candidate, policy_folder, device), TrainingResult(**json.loads(state.trained.read_text()))
+
+
+def conclude(
+    refresh: Refresh,
+    state: RefreshState,
+    policy_folder: Path,
+    trainer: HeadTrainer,
+    *,
+    policy: Path,
+    policy_version: int,
+    data: dict[str, Any],
+) -> Path:
+    """Writes the candidate's card and moves it to its place, DIR or DIR.refused; returns that. `policy`: as the user named it."""
+    with disk_errors(state.folder):
+        card = write_card(
+            state.candidate, policy_folder, refresh, trainer.settings, policy_version=policy_version, data=data
+        )
+    card["policy"]["folder"] = str(policy)
+    write_atomically(state.candidate / CARD, json.dumps(card, indent=1) + "\n")
+    place = state.out if refresh.published else state.refused
+    state.put(state.candidate, place)
+    return place
+
+
+def source_of(head: DraftHead, policy: Path, tokenizer: str) -> FeatureSource:
+    """What the features of a head's policy must be."""
+    model = head.model
+    return FeatureSource(str(policy), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """torch.save and safetensors have errors of their own for a disk that is full; here it is OSError."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        if not any(part in text for part in ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error

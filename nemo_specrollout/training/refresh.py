@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A refresh: a copy of the head in service learns from features, and is judged against it on prompts that neither saw."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_specrollout.sampling.seeds import content_hash
+from nemo_specrollout.scheduling.publish_gate import GateDecision, PublishGate
+from nemo_specrollout.training.acceptance import Acceptance, measure_acceptance
+from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.training.head import DraftHead
+from nemo_specrollout.training.trainer import Budget, HeadTrainer, OnStep, TrainingResult, TrainingSettings
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The gate's word, and the held-out acceptance that it rests on; `before` is None for a first head."""
+
+    decision: GateDecision
+    after: Acceptance
+    before: Acceptance | None
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """A candidate, what became of it, and what it took. `training` is None if training failed; the decision says why."""
+
+    candidate: DraftHead
+    judgement: Judgement | None
+    training: TrainingResult | None
+    reason: str
+    seconds: float
+
+    @property
+    def published(self) -> bool:
+        return self.judgement is not None and self.judgement.decision.published
+
+
+def refresh_head(
+    current: DraftHead,
+    training: Sequence[SequenceFeatures],
+    held_out: Sequence[SequenceFeatures],
+    settings: TrainingSettings,
+    budget: Budget,
+    gate: PublishGate,
+    *,
+    num_drafts: int,
+    temperature: float = 1.0,
+    on_step: OnStep = lambda step, total, loss: None,
+) -> Refresh:
+    """Trains a copy of `current`, which stays as it is, and judges it. Never raises for a training that goes wrong."""
+    started = time.perf_counter()
+    trainer = HeadTrainer(copy.deepcopy(current), settings)
+    try:
+        trained = trainer.train(training, budget, on_step)
+    except (FloatingPointError, ValueError) as error:
+        reason = f"refused: training failed, {error}"
+        return Refresh(trainer.head, None, None, reason, time.perf_counter() - started)
+    judgement = judge(trainer.head, current, held_out, gate, num_drafts, temperature)
+    return Refresh(trainer.head, judgement, trained, judgement.decision.reason, time.perf_counter() - started)
+
+
+def judge(
+    candidate: DraftHead,
+    current: DraftHead | None,
+    held_out: Sequence[SequenceFeatures],
+    gate: PublishGate,
+    num_drafts: int,
+    temperature: float = 1.0,
+) -> Judgement:
+    """Compares two heads, sequence by sequence; the samples of one prompt count as one."""
+    after = measure_acceptance(candidate, held_out, num_drafts, temperature)
+    before = None if current is None else measure_acceptance(current, held_out, num_drafts, temperature)
+    counted = [i for i, s in enumerate(after.sequences) if s.count_K[0] > 0]
+    prompts = [held_out[i].token_ids_T[: held_out[i].prompt_length].tolist() for i in counted]
+    decision = gate.decide(
+        _lengths(after, counted),
+        None if before is None else _lengths(before, counted),
+        np.array([after.sequences[i].count_K[0] for i in counted], float),
+        np.array([content_hash(p) for p in prompts], np.uint64),
+    )
+    return Judgement(decision, after, before)
+
+
+def _lengths(acceptance: Acceptance, counted: list[int]) -> np.ndarray:
+    return np.array([acceptance.sequences[i].expected_length for i in counted])

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features on disk: what comes back, what is held out, what is dropped, and what a crash at any moment leaves."""
+
+import dataclasses
+import errno
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.training.feature_store import FeatureReader, FeatureSource, FeatureStore, is_held_out
+from nemo_specrollout.training.features import SequenceFeatures
+
+pytestmark = pytest.mark.unit
+
+SOURCE = FeatureSource("tiny", "abc", vocab_size=1000, hidden_size=4, layer_ids=(1, 2, 3))
+NUM_TOKENS, PROMPT_LENGTH = 20, 5
+# Room for nine shards of one sequence each.
+MAX_BYTES = 20_000
+
+
+def features(
+    version: int, i: int, dtype: torch.dtype = torch.float32, num_tokens: int = NUM_TOKENS
+) -> SequenceFeatures:
+    """The same at every call: contents follow from version and number. Siblings of a prompt come in fours."""
+    prompt = torch.full((PROMPT_LENGTH,), (i // 4) % 1000, dtype=torch.int32)
+    rest = torch.arange(num_tokens - PROMPT_LENGTH, dtype=torch.int32) + i % 4
+    aux = torch.full((num_tokens, 12), float(version), dtype=dtype) + torch.arange(num_tokens, dtype=dtype)[:, None]
+    return SequenceFeatures(torch.cat([prompt, rest]), aux, aux[:, :4] * 2, PROMPT_LENGTH, version)
+
+
+def same(one: SequenceFeatures, other: SequenceFeatures) -> bool:
+    names = [f.name for f in dataclasses.fields(one)]
+    pairs = [(getattr(one, n), getattr(other, n)) for n in names]
+    return all(a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def stored(reader: FeatureReader) -> list[SequenceFeatures]:
+    return [f for held_out in (False, True) for f in reader.sequences(held_out)]
+
+
+def assert_whole(folder: Path) -> list[SequenceFeatures]:
+    """Every listed shard reads back as what was written; nothing if there is no index yet."""
+    try:
+        found = stored(FeatureReader(folder))
+    except FileNotFoundError:
+        return []
+    for f in found:
+        number = 4 * int(f.token_ids_T[0]) + int(f.token_ids_T[PROMPT_LENGTH])
+        assert same(f, features(f.policy_version, number, num_tokens=f.num_tokens))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_flushed_comes_back_newest_first(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = FeatureStore(tmp_path, 8 << 20, SOURCE, held_out_share=0.3)
+    written = {(v, i): features(v, i, dtype) for v in (0, 2, 1) for i in range(40)}
+    for sequence in written.values():
+        store.append(sequence)
+    assert stored(store) == []
+    store.flush()
+    for held_out in (False, True):
+        found = list(FeatureReader(tmp_path).sequences(held_out))
+        expected = [f for f in written.values() if is_held_out(f.token_ids_T[:PROMPT_LENGTH], 0.3) == held_out]
+        assert len(found) == len(expected) == store.num_sequences(held_out) > 0
+        assert [f.policy_version for f in found] == sorted((f.policy_version for f in found), reverse=True)
+        assert all(any(same(f, e) for e in expected) for f in found)
+    assert {f.policy_version for f in store.sequences(False, versions={1})} == {1}
+    assert sum(f.num_tokens for f in store.sequences(False, max_tokens=50)) == 60
+
+
+def test_the_store_keeps_a_copy(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE, held_out_share=0.0)
+    batch = features(0, 0, num_tokens=40)
+    view = dataclasses.replace(
+        batch, token_ids_T=batch.token_ids_T[:20], aux_TF=batch.aux_TF[:20], final_TH=batch.final_TH[:20]
+    )
+    store.append(view)
+    batch.aux_TF.zero_()
+    store.close()
+    (found,) = stored(store)
+    assert same(found, features(0, 0))
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_siblings_are_never_parted_and_a_larger_share_holds_out_more(prompt: list[int], one: float, two: float) -> None:
+    tensor = torch.tensor(prompt, dtype=torch.int32)
+    assert is_held_out(prompt, one) == is_held_out(tensor, one) == is_held_out(tensor.long(), one)
+    low, high = sorted((one, two))
+    assert is_held_out(prompt, high) or not is_held_out(prompt, low)
+    assert not is_held_out(prompt, 0.0) and is_held_out(prompt, 1.0)
+
+
+def test_the_share_held_out_is_the_share_asked_for() -> None:
+    share = sum(is_held_out([i, i + 1], 0.1) for i in range(10_000)) / 10_000
+    assert share == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_part_of_a_sequence_is_held_out_by_its_whole_prompt(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE)
+    whole = features(0, 0)
+    for part in (dataclasses.replace(whole, first_position=3), dataclasses.replace(whole, prompt_length=21)):
+        with pytest.raises(ValueError, match="prompt_ids"):
+            store.append(part)
+        store.append(part, prompt_ids=[7, 8, 9])
+    store.flush()
+    assert store.num_sequences(is_held_out([7, 8, 9], 0.1)) == 2
+
+
+def test_a_sample_is_of_different_sequences_and_repeats_by_its_seed(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE, shard_bytes=9_000)
+    for version, i in itertools.product(range(3), range(40)):
+        store.append(features(version, i))
+    store.flush()
+    assert len(store.shards()) > 5
+    one, again, other = (store.sample(30, seed) for seed in (1, 1, 2))
+    assert all(map(same, one, again)) and not all(map(same, one, other))
+    everything = store.sample(10_000, 3)
+    keys = {(f.policy_version, tuple(f.token_ids_T.tolist())) for f in everything}
+    assert len(keys) == len(everything) == store.num_sequences(False)
+    assert {f.policy_version for f in store.sample(5, 0, versions=[2])} == {2}
+    assert store.sample(5, 0, versions=[9]) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), min_size=1, max_size=40))
+@settings(max_examples=40)
+def test_the_oldest_versions_go_first_and_the_bound_holds(appended: list[tuple[int, int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = FeatureStore(Path(folder), MAX_BYTES, SOURCE)
+        for version, i, flush in appended:
+            store.append(features(version, i))
+            if flush:
+                store.flush()
+            assert sum(p.stat().st_size for p in Path(folder).glob("shard-*")) <= MAX_BYTES
+        store.close()
+        kept = [f.policy_version for f in assert_whole(Path(folder))]
+        versions = sorted((v for v, _, _ in appended), reverse=True)
+        # Whole shards go: what is kept is the newest, but that a version may be kept in part.
+        assert sorted(kept, reverse=True) == versions[: len(kept)]
+        assert len(kept) == len(versions) or len(kept) >= 8
+        assert {p.name for p in Path(folder).glob("shard-*")} == {s.name for s in store.shards()}
+
+
+def test_the_hash_names_the_contents(tmp_path: Path) -> None:
+    def hash_of(name: str, versions: list[int]) -> str:
+        store = FeatureStore(tmp_path / name, 1 << 20, SOURCE)
+        for version in versions:
+            store.append(features(version, 0))
+            store.flush()
+        store.close()
+        return store.data_hash()
+
+    assert hash_of("a", [1, 2]) == hash_of("b", [2, 1]) != hash_of("c", [1, 3])
+    assert FeatureReader(tmp_path / "a").data_hash({1}) == FeatureReader(tmp_path / "c").data_hash({1})
+
+
+@pytest.mark.parametrize(
+    "change", [{"layer_ids": (1, 2, 4)}, {"hidden_size": 8}, {"vocab_size": 999}, {"tokenizer_hash": "x"}]
+)
+def test_other_features_are_refused_by_name(tmp_path: Path, change: dict) -> None:
+    FeatureStore(tmp_path, 1 << 20, SOURCE).close()
+    with pytest.raises(ValueError, match=next(iter(change))):
+        FeatureStore(tmp_path, 1 << 20, dataclasses.replace(SOURCE, **change))
+    FeatureStore(tmp_path, 1 << 20, dataclasses.replace(SOURCE, policy_name="the same, from elsewhere")).close()
+    with pytest.raises(ValueError, match="held_out_share"):
+        FeatureStore(tmp_path, 1 << 20, SOURCE, held_out_share=0.2)
+    assert FeatureReader(tmp_path).index().source == SOURCE
+
+
+def test_unfit_sequences_are_refused(tmp_path: Path) -> None:
+    store, good = FeatureStore(tmp_path, MAX_BYTES, SOURCE), features(0, 0)
+    unfit = {
+        "shapes": dataclasses.replace(good, aux_TF=good.aux_TF[:, :8]),
+        "float32 or bfloat16": dataclasses.replace(good, final_TH=good.final_TH.double()),
+        "int32": dataclasses.replace(good, token_ids_T=good.token_ids_T.long()),
+        "vocabulary": dataclasses.replace(good, token_ids_T=good.token_ids_T + 990),
+        "store_bytes": features(0, 0, num_tokens=300),
+        "no tokens": dataclasses.replace(
+            good, token_ids_T=good.token_ids_T[:0], aux_TF=good.aux_TF[:0], final_TH=good.final_TH[:0]
+        ),
+    }
+    for message, sequence in unfit.items():
+        with pytest.raises(ValueError, match=message):
+            store.append(sequence)
+    store.flush()
+    assert stored(store) == []
+
+
+def test_one_process_writes(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE)
+    with pytest.raises(BlockingIOError, match="another process"):
+        FeatureStore(tmp_path, 1 << 20, SOURCE)
+    store.close()
+    FeatureStore(tmp_path, 1 << 20, SOURCE).close()
+
+
+def test_what_is_no_store_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(ValueError, match="not the index of a feature store"):
+        FeatureStore(tmp_path, 1 << 20, SOURCE)
+    (tmp_path / "index.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match="another version"):
+        FeatureReader(tmp_path).index()
+
+
+def test_a_shard_that_vanishes_is_passed_over_and_one_that_is_lost_is_not(tmp_path: Path) -> None:
+    store, reader = FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0), FeatureReader(tmp_path)
+    for version in range(5):
+        store.append(features(version, 0))
+        store.flush()
+    reading = reader.sequences(False)
+    assert next(reading).policy_version == 4
+    for version in range(5, 12):
+        store.append(features(version, 0))
+        store.flush()
+    assert 0 < len(list(reading)) < 4
+    (tmp_path / store.shards()[0].name).unlink()
+    with pytest.raises(FileNotFoundError):
+        list(reader.sequences(False))
+    num_listed = len(store.shards())
+    store.close()
+    assert len(FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0).shards()) == num_listed - 1
+
+
+def test_a_full_disk_at_any_moment_is_said_and_leaves_the_store_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To make room, to write the shard, to list it: a file each, whose folder may fail to be synced without harm.
+    fatal = {*(("replace", step) for step in range(3)), *(("fsync", step) for step in (0, 2, 4))}
+    for function, step in itertools.product(("fsync", "replace"), range(7)):
+        folder = tmp_path / f"{function}{step}"
+        store = FeatureStore(folder, MAX_BYTES, SOURCE)
+        for version in range(12):
+            store.append(features(version, 0))
+            store.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, failing_after(step, getattr(os, function)))
+            store.append(features(12, 0))
+            if (function, step) in fatal:
+                with pytest.raises(OSError, match="store_bytes") as error:
+                    store.flush()
+                assert error.value.errno == errno.ENOSPC
+            else:
+                store.flush()
+        found = [f.policy_version for f in assert_whole(folder)]
+        assert len(found) >= 7 and {p.name for p in folder.glob("*shard-*")} == {s.name for s in store.shards()}
+        store.append(features(13, 0))
+        store.close()
+        assert assert_whole(folder)[0].policy_version == 13
+
+
+def failing_after(num_calls: int, function: Callable) -> Callable:
+    calls = itertools.count()
+
+    def failing(*arguments: object) -> object:
+        if next(calls) == num_calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(*arguments)
+
+    return failing
+
+
+def test_files_are_replaced_or_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "one")
+    assert path.read_bytes() == b"one"
+    write_atomically(path, b"\xff")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing_after(0, os.fsync))
+        with pytest.raises(OSError):
+            write_atomically(path, "three")
+    assert path.read_bytes() == b"\xff" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def in_a_process_of_its_own(function: str, folder: Path) -> None:
+    """Forking is safe only where no thread runs."""
+    code = f"import sys, pathlib, test_feature_store as t; t.{function}(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=environment, timeout=300)
+
+
+def test_a_crash_before_any_file_operation_leaves_the_store_whole(tmp_path: Path) -> None:
+    in_a_process_of_its_own("crash_everywhere", tmp_path)
+
+
+def test_kills_at_random_moments_leave_the_store_whole(tmp_path: Path) -> None:
+    in_a_process_of_its_own("kill_often", tmp_path)
+
+
+def write_some(folder: Path, progress: Path) -> None:
+    """Opens a store of two shards twice, and writes four; `progress` grows by a byte after each flush."""
+    for first in (0, 2):
+        store = FeatureStore(folder, MAX_BYTES // 4, SOURCE)
+        for version in range(first, first + 2):
+            store.append(features(version, version))
+            store.flush()
+            with progress.open("ab") as file:
+                file.write(b".")
+        store.close()
+
+
+def crash_everywhere(tmp_path: Path) -> None:
+    os.fsync = lambda _: None  # slow, and a kill loses nothing that was written
+    events = {"open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir"}
+    for crash_at in itertools.count():
+        folder, progress = tmp_path / f"store{crash_at}", tmp_path / f"progress{crash_at}"
+        child = os.fork()
+        if child == 0:
+            calls = itertools.count()
+
+            def hook(event: str, arguments: tuple) -> None:
+                if event in events and str(folder) in str(arguments) and next(calls) == crash_at:  # noqa: B023
+                    os._exit(9)
+
+            sys.addaudithook(hook)
+            write_some(folder, progress)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = [f.policy_version for f in assert_whole(folder)]
+        num_flushed = progress.stat().st_size if progress.exists() else 0
+        # What a finished flush wrote is there, unless newer data took its place.
+        assert num_flushed == 0 or max(found) >= num_flushed - 1
+        assert len(found) >= min(num_flushed, 1)
+        assert sum(p.stat().st_size for p in folder.glob("*shard-*")) <= MAX_BYTES // 4
+        store = FeatureStore(folder, MAX_BYTES // 4, SOURCE)
+        assert {p.name for p in folder.iterdir()} == {"index.json", ".lock", *(s.name for s in store.shards())}
+        store.append(features(50, 3))
+        store.close()
+        assert 50 in {f.policy_version for f in assert_whole(folder)}
+        if status == 0:
+            print(f"{crash_at} crashes")
+            assert crash_at > 50
+            return
+        assert status == 9
+
+
+def kill_often(tmp_path: Path) -> None:
+    """One store, killed many times while it writes and is read."""
+    rng, seen = random.Random(0), 0
+    for round_ in range(25):
+        child = os.fork()
+        if child == 0:
+            store = FeatureStore(tmp_path, 40 * MAX_BYTES, SOURCE)
+            for i in itertools.count():
+                store.append(features(round_, i, num_tokens=PROMPT_LENGTH + 4 + rng.randrange(900)))
+                store.flush()
+        time.sleep(rng.uniform(0.0, 0.06))
+        assert_whole(tmp_path)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        seen = max(seen, len(assert_whole(tmp_path)))
+    assert seen > 10
+    FeatureStore(tmp_path, 40 * MAX_BYTES, SOURCE).close()

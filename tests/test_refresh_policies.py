@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure policies of a refresh: when to train a head, whether to publish it, and whether it lives."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.scheduling.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
+from nemo_specrollout.scheduling.publish_gate import PublishGate, student_quantile
+from nemo_specrollout.scheduling.refresh_trigger import (
+    AutoTrigger,
+    DecodeCosts,
+    EveryStep,
+    FixedInterval,
+    Never,
+    RefreshObservation,
+    RefreshOutlook,
+    RefreshTrigger,
+    build_trigger,
+)
+
+pytestmark = pytest.mark.unit
+
+OBSERVED = RefreshObservation(
+    2.62, 2.91, 14_000, 40, 12, DecodeCosts(1.2e-3, 2e-3), RefreshOutlook(6.0, surplus=0.0), run_s=400.0
+)  # fmt: skip
+
+
+def decide_for(trigger: RefreshTrigger, num_steps: int, **changes: object) -> list[bool]:
+    observed = dataclasses.replace(OBSERVED, **changes)
+    return [trigger.decide(dataclasses.replace(observed, steps_since_refresh=i + 1)).refresh for i in range(num_steps)]
+
+
+def run_seconds(trigger: RefreshTrigger, fall: float, refresh_s: float, num_steps: int = 200) -> float:
+    """A run whose acceptance falls by `fall` a step, and is 3.0 right after a refresh."""
+    length, since, seconds, waited, costs = 3.0, 0, 0.0, 0.0, DecodeCosts(1.2e-3, 2e-3)
+    for step in range(num_steps):
+        seconds, since = seconds + 14_000 * costs.token_s(length), since + 1
+        length -= fall
+        outlook = RefreshOutlook(refresh_s, surplus=0.0)
+        observed = RefreshObservation(
+            length, 3.0, 14_000, num_steps - step - 1, since, costs, outlook, seconds, waited
+        )  # fmt: skip
+        if trigger.decide(observed).refresh:
+            seconds, waited, length, since = seconds + refresh_s, waited + refresh_s, 3.0, 0
+    return seconds
+
+
+@pytest.mark.parametrize("fall", [0.0, 0.002, 0.01, 0.05])
+@pytest.mark.parametrize("refresh_s", [0.2, 2.0, 40.0])
+def test_the_automatic_trigger_is_near_the_best_interval_for_any_rate_of_decline(fall: float, refresh_s: float) -> None:
+    best = min(run_seconds(FixedInterval(n), fall, refresh_s) for n in (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 999))
+    assert run_seconds(AutoTrigger(1.0, 0.25, 1), fall, refresh_s) <= 1.03 * best
+
+
+def test_the_reason_says_what_was_weighed() -> None:
+    trigger = AutoTrigger(1.0)
+    decisions = [trigger.decide(dataclasses.replace(OBSERVED, steps_since_refresh=i)) for i in range(2, 12)]
+    assert not decisions[0].refresh and "too early" in decisions[0].reason
+    (first,) = [d for d in decisions if d.refresh][:1]
+    assert first.reason.startswith(
+        "refreshed: acceptance length fell from 2.91 to 2.62; at 14,000 tokens a step the 40 "
+    )
+    assert first.reason.endswith("s for 6 s of training") and first.gain_s > 6.0
+
+
+def test_no_refresh_without_a_gain_nor_at_the_end_nor_where_drafts_do_not_pay() -> None:
+    assert not any(decide_for(AutoTrigger(1.0), 50, acceptance_length=2.91))
+    assert not any(decide_for(AutoTrigger(1.0), 50, steps_to_come=2))
+    assert not any(decide_for(AutoTrigger(1.0), 50, costs=DecodeCosts(1e-4, 2e-3)))
+    assert any(decide_for(AutoTrigger(1.0), 50))
+
+
+def test_training_in_idle_time_costs_nothing_and_a_gap_is_kept() -> None:
+    decisions = decide_for(AutoTrigger(1.0, min_gap=4), 6, cost_weight=0.0, steps_to_come=1)
+    assert decisions == [False, False, False, True, True, True]
+
+
+def test_heads_that_were_refused_are_tried_less_and_less() -> None:
+    outlook, firsts = RefreshOutlook(0.01, surplus=0.0), []
+    for _ in range(4):
+        firsts.append(decide_for(AutoTrigger(1.0), 200, outlook=outlook).index(True))
+        outlook = outlook.after_rejection(0.01)
+    assert firsts == sorted(set(firsts)) and firsts[3] >= 15
+    assert outlook.after_publish(2.5, 3.0, 3.0, 0.01).num_rejected == 0
+
+
+def test_the_outlook_learns_what_refreshes_win_back() -> None:
+    outlook = RefreshOutlook(1.0)
+    for _ in range(12):
+        outlook = outlook.after_publish(2.5, 3.0, 2.7, seconds=5.0)
+    assert outlook.recovery == pytest.approx(0.4, abs=0.01) and outlook.refresh_s == pytest.approx(5.0, abs=0.01)
+    assert outlook.surplus == 0.0
+    hopeful = RefreshOutlook(1.0).after_publish(2.0, 2.0, 2.6, 1.0)
+    assert hopeful.surplus == pytest.approx(0.35) and hopeful.recovery == 1.0
+
+
+def test_a_share_of_the_run_bounds_all_triggers() -> None:
+    late = {"run_s": 100.0, "waited_s": 18.0}
+    for trigger in (EveryStep(0.2), FixedInterval(2, 0.2), AutoTrigger(0.2)):
+        assert not any(decide_for(trigger, 20, **late))
+        assert any(decide_for(trigger, 20, run_s=1000.0))
+    assert "more than the share 0.2" in EveryStep(0.2).decide(dataclasses.replace(OBSERVED, **late)).reason
+
+
+def test_the_plain_triggers() -> None:
+    assert decide_for(FixedInterval(3), 4) == [False, False, True, True]
+    assert all(decide_for(EveryStep(), 4)) and not any(decide_for(EveryStep(), 4, steps_to_come=0))
+    assert not any(decide_for(Never(), 4))
+    names = {"auto": AutoTrigger, "interval": FixedInterval, "every_step": EveryStep, "never": Never}
+    for name, kind in names.items():
+        assert type(build_trigger(DraftRefreshConfig(trigger=name))) is kind
+
+
+def test_the_block_is_strict() -> None:
+    assert build(DraftRefreshConfig, {}, "draft_refresh") == DraftRefreshConfig()
+    for wrong in ({"triger": "auto"}, {"trigger": "often"}, {"confidence": 1.0}, {"rollout_capture_share": 0.0}):
+        with pytest.raises(ConfigError, match="draft_refresh"):
+            build(DraftRefreshConfig, wrong, "draft_refresh")
+
+
+@given(st.floats(0.5, 0.999), st.integers(1, 20_000))
+def test_student_s_quantile(confidence: float, degrees: int) -> None:
+    assert student_quantile(confidence, degrees) == pytest.approx(stats.t.ppf(confidence, degrees), rel=1e-3, abs=1e-4)
+
+
+def publish_rate(shift: float, num_pairs: int, num_sequences: int, confidence: float = 0.95, seed: int = 0) -> float:
+    """How often a head passes that is better by `shift`: sequences of 100 to 2000 tokens, each easy or hard to draft for."""
+    rng, gate, num_published = np.random.default_rng(seed), PublishGate(confidence), 0
+    for _ in range(num_pairs):
+        tokens_N = rng.integers(100, 2000, num_sequences).astype(float)
+        level_N = rng.uniform(1.8, 3.4, num_sequences)
+        noise_N = rng.normal(size=(2, num_sequences)) * 0.6 * level_N / np.sqrt(tokens_N / level_N)
+        candidate_N = level_N + shift + noise_N[0] + 0.05 * rng.normal(size=num_sequences)
+        num_published += gate.decide(candidate_N, level_N + noise_N[1], tokens_N).published
+    return num_published / num_pairs
+
+
+@pytest.mark.parametrize("num_sequences", [8, 40])
+def test_a_head_that_is_no_better_passes_no_more_often_than_stated(num_sequences: int) -> None:
+    assert publish_rate(0.0, 5_000, num_sequences) < 0.057  # 0.05, and chance
+    assert publish_rate(-0.05, 1_000, num_sequences) < 0.03
+    assert publish_rate(0.0, 1_000, num_sequences, confidence=0.8) < 0.24
+
+
+def test_a_better_head_passes() -> None:
+    assert publish_rate(0.2, 500, 40) > 0.99
+    assert publish_rate(0.5, 500, 8) > 0.95
+
+
+def test_siblings_count_as_one() -> None:
+    rng, gate, num_published = np.random.default_rng(1), PublishGate(), 0
+    groups_N = np.repeat(np.arange(20), 8)
+    for _ in range(2000):
+        differences_N = rng.normal(size=20)[groups_N] * 0.2 + 0.02 * rng.normal(size=160)
+        num_published += gate.decide(2.5 + differences_N, np.full(160, 2.5), np.ones(160), groups_N).published
+    assert num_published / 2000 < 0.06
+    assert not gate.decide(np.full(160, 3.0), np.full(160, 2.5), np.ones(160), groups_N % 7).published
+
+
+def test_the_gate_refuses_what_it_cannot_judge() -> None:
+    gate, good, weights = PublishGate(), np.linspace(2.0, 3.0, 10), np.ones(10)
+    for bad in (np.nan, np.inf):
+        broken = np.where(np.arange(10) == 3, bad, good)
+        assert "not numbers" in gate.decide(broken, good, weights).reason
+        assert not gate.decide(good + 1, broken, weights).published
+    assert "too few" in gate.decide(good[:7] + 1, good[:7], weights[:7]).reason
+    with pytest.raises(ValueError, match="weights"):
+        gate.decide(good, good, 0 * weights)
+    with pytest.raises(ValueError, match="same sequences"):
+        gate.decide(good, good, weights[:5])
+    with pytest.raises(ValueError, match="confidence"):
+        PublishGate(1.0)
+
+
+def test_a_first_head_must_beat_drafting_nothing_and_tolerance_is_kept() -> None:
+    gate, weights = PublishGate(), np.ones(20)
+    spread = np.linspace(-0.05, 0.05, 20)
+    assert gate.decide(1.5 + spread, None, weights).published
+    assert not gate.decide(1.05 + spread, None, weights).published
+    assert not gate.decide(2.45 + spread, np.full(20, 2.5), weights).published
+    tolerant = PublishGate(tolerance=0.1).decide(2.45 + spread, np.full(20, 2.5), weights)
+    assert tolerant.published and tolerant.bound < tolerant.difference < 0.0 and "published" in tolerant.reason
+
+
+def rollout(
+    rng: np.random.Generator, canary: Canary, right: float, drafted: int, health: HeadHealth, spread: float = 30.0
+) -> tuple[Alarm | None, int]:
+    """A rollout of 64 requests, ever fewer, each with its own chance of a draft being right; returns the draft tokens seen."""
+    chances, seen = rng.beta(right * spread, (1 - right) * spread, 64), 0
+    while seen < drafted:
+        alive = max(4, int(64 * (1 - seen / drafted)))
+        accepted_BK = np.cumprod(rng.random((alive, 3)) < chances[:alive, None], axis=1)
+        alarm = canary.observe(np.full(3, alive), accepted_BK.sum(axis=0), health)
+        seen += 3 * alive
+        if alarm is not None:
+            return alarm, seen
+    return None, seen
+
+
+def test_a_healthy_drafter_is_never_accused() -> None:
+    rng, canary, right = np.random.default_rng(0), Canary(), 0.7
+    for _ in range(200):
+        canary.begin("refit")
+        right = float(np.clip(right * (1 + 0.04 * rng.normal()), 0.3, 0.9))
+        assert rollout(rng, canary, right, 10_000, HeadHealth())[0] is None
+
+
+@pytest.mark.parametrize("right", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_a_collapse_is_seen_within_hundreds_of_drafts(right: float, is_zero: bool) -> None:
+    # A third of the accepted drafts, as a geometric chain would have them.
+    third = geometric_rates(1.0 + geometric_sum(right) / 3.0, 3)[0]
+    needed = []
+    for seed in range(10):
+        rng, canary = np.random.default_rng(seed), Canary()
+        assert rollout(rng, canary, right, 8000, HeadHealth())[0] is None
+        canary.begin("wake")
+        alarm, seen = rollout(rng, canary, 1e-6 if is_zero else third, 8000, HeadHealth(all_zero=is_zero), 1e3)
+        assert alarm is not None and alarm.event == "wake" and alarm.seen < 0.5 * alarm.expected
+        assert alarm.cause == ("all_zero" if is_zero else "unknown") and "after a wake" in alarm.sentence
+        needed.append(seen)
+    print(f"right {right}, zero {is_zero}: {np.median(needed):.0f} drafts, at most {max(needed)}")
+    assert np.median(needed) <= (600 if is_zero or right > 0.5 else 1200)
+
+
+def geometric_sum(right: float) -> float:
+    return right + right**2 + right**3
+
+
+def test_a_few_requests_alone_accuse_nobody_but_do_over_several_rollouts() -> None:
+    canary = Canary()
+    canary.observe(np.full(3, 4000), np.array([2800, 1960, 1372]))
+    alarms = []
+    for _ in range(12):
+        canary.begin("refit")
+        alarms.append(next(filter(None, (canary.observe(np.full(3, 2), np.zeros(3)) for _ in range(40))), None))
+    assert not any(alarms[:6]) and any(alarms)
+
+
+def test_a_published_head_is_held_to_the_gate_s_figure() -> None:
+    canary = Canary()
+    canary.begin("publish", expected_length=2.5, num_positions=3)
+    alarm = next(filter(None, (canary.observe(np.full(3, 32), np.array([2, 0, 0])) for _ in range(20))))
+    assert alarm.event == "publish" and alarm.expected == pytest.approx(0.5, abs=0.04)
+    assert canary.observe(np.full(3, 3200), np.zeros(3)) is None  # said once
+    with pytest.raises(ValueError, match="unknown event"):
+        canary.begin("sleep")
+
+
+def test_a_slow_decline_is_a_stale_head_once_and_only_if_it_is_old() -> None:
+    for age in (0, 5):
+        canary, alarms, rng = Canary(), [], np.random.default_rng(0)
+        for step in range(30):
+            canary.begin("refit")
+            right = 0.75 - 0.012 * step
+            alarms.append(rollout(rng, canary, right, 10_000, HeadHealth(age_in_versions=age))[0])
+        causes = [a.cause for a in alarms if a is not None]
+        assert causes == (["stale"] if age else [])
+
+
+def test_age_alone_alarms_if_asked() -> None:
+    rng = np.random.default_rng(0)
+    for max_age, expected in ((None, 0), (10, 1)):
+        canary = Canary(max_age=max_age)
+        alarms = [rollout(rng, canary, 0.7, 6000, HeadHealth(age_in_versions=age))[0] for age in range(20)]
+        assert sum(a is not None for a in alarms) == expected
+
+
+def test_causes_in_order_of_certainty() -> None:
+    everything = HeadHealth(True, True, ("lm_head.weight",), True, True, True, 0.6, 0.1, 4096, 3)
+    blank = HeadHealth()
+    order = []
+    for change in (
+        {}, {"non_finite": False}, {"all_zero": False}, {"shares_target_tensors": ()}, {"differs_from_published": False},
+        {"layer_ids_wrong": False}, {"qkv_interleaved": False}, {"acceptance_long": 0.5}, {"age_in_versions": 0},
+    ):  # fmt: skip
+        everything = dataclasses.replace(everything, **change)
+        order.append(likely_cause(everything)[0])
+    names = ["non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "context", "stale", "unknown"]
+    assert order == names and likely_cause(blank)[0] == "unknown"
+    alarm = Alarm("wake", 0.1, 0.6, 300, "unknown", "")
+    assert alarm.explained_by(HeadHealth(all_zero=True)).cause == "all_zero"
+    assert "4096 tokens" in likely_cause(HeadHealth(acceptance_short=0.6, acceptance_long=0.1, head_context=4096))[1]

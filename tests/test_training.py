@@ -1,0 +1,622 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft heads: what a folder must be, packing, training, and the acceptance that is expected of a head."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import STEP_ADDER
+from safetensors.torch import load_file, save_file
+
+from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
+from nemo_specrollout.training.features import SequenceFeatures, default_layer_ids
+from nemo_specrollout.training.head_facts import LAYER_IDS_FIELD, check_head
+from nemo_specrollout.training.packing import PADDING, Piece, pack, plan_batches, waste_rate
+
+pytestmark = pytest.mark.integration
+
+LAYER_IDS = default_layer_ids(4)
+HIDDEN, VOCAB = 256, 96
+TTT_STEPS = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[list[int], int]]:
+    """Texts of the shipped policy's task: (ids, length of the prompt)."""
+    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.warm_start_data import _make_examples
+
+    return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=6, has_quick=False)
+
+
+@pytest.fixture(scope="module")
+def sequences(texts: list[tuple[list[int], int]]) -> list[SequenceFeatures]:
+    from nemo_specrollout.training.hf_features import hf_features, load_policy
+
+    return hf_features(load_policy(STEP_ADDER), texts, LAYER_IDS, max_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    save_head(create_head(STEP_ADDER, LAYER_IDS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that drafts only the even token ids."""
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path_factory.mktemp("heads") / "small"
+    save_head(create_head(STEP_ADDER, LAYER_IDS, draft_token_ids=range(0, VOCAB, 2)), folder)
+    return folder
+
+
+def small_settings(**changes: object):
+    from nemo_specrollout.training.trainer import TrainingSettings
+
+    values = {"ttt_steps": TTT_STEPS, "batch_tokens": 128, "warmup_steps": 2, "learning_rate": 3e-3}
+    return TrainingSettings(**{**values, **changes})
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def edit_config(folder: Path, edit: Callable[[dict], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# A head's folder
+
+
+def test_a_saved_head_is_loaded_again_by_us_and_by_speculators(head_folder: Path, small_head_folder: Path) -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from nemo_specrollout.training.head import load_head
+
+    for folder in (head_folder, small_head_folder):
+        ours = load_head(folder, STEP_ADDER).model.state_dict()
+        theirs = Eagle3DraftModel.from_pretrained(folder).state_dict()
+        assert ours.keys() == theirs.keys() - {"verifier_norm.weight"}
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def test_the_layer_ids_and_the_policys_context_are_always_written(head_folder: Path) -> None:
+    config = json.loads((head_folder / "config.json").read_text())
+    policy = json.loads((STEP_ADDER / "config.json").read_text())
+    assert config[LAYER_IDS_FIELD] == list(LAYER_IDS)
+    assert config["transformer_layer_config"]["max_position_embeddings"] == policy["max_position_embeddings"]
+
+
+def test_saving_replaces_a_head_and_leaves_nothing_else(head_folder: Path, tmp_path: Path) -> None:
+    from nemo_specrollout.training.head import load_head, save_head
+
+    head = load_head(head_folder, STEP_ADDER)
+    save_head(head, tmp_path / "head")
+    with torch.no_grad():
+        head.model.fc.weight.add_(1.0)
+    save_head(head, tmp_path / "head")
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    assert torch.equal(load_head(tmp_path / "head", STEP_ADDER).model.fc.weight, head.model.fc.weight)
+
+
+def test_a_save_that_fails_leaves_the_old_head(
+    head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_specrollout.training import head as module
+
+    head = module.load_head(head_folder, STEP_ADDER)
+    module.save_head(head, tmp_path / "head")
+    monkeypatch.setattr(module, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        module.save_head(head, tmp_path / "head")
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+    check_head(tmp_path / "head", STEP_ADDER)
+
+
+def test_the_same_seed_makes_the_same_head() -> None:
+    from nemo_specrollout.training.head import create_head
+
+    weights = [create_head(STEP_ADDER, LAYER_IDS, seed=seed).model.fc.weight for seed in (0, 0, 1)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def flatten(folder: Path) -> None:
+    """Rewrites a head as vLLM's own and ModelOpt's layout has it."""
+    config = json.loads((folder / "config.json").read_text())
+    flat = config["transformer_layer_config"] | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "eagle_config": {LAYER_IDS_FIELD: list(LAYER_IDS), "use_aux_hidden_state": True},
+    }
+    (folder / "config.json").write_text(json.dumps(flat))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file({n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}, folder / "model.safetensors")
+
+
+def test_a_head_in_the_flat_layout_is_loaded(small_head_folder: Path, tmp_path: Path) -> None:
+    from nemo_specrollout.training.head import load_head, save_head
+
+    folder = copied(small_head_folder, tmp_path)
+    flatten(folder)
+    head, original = load_head(folder, STEP_ADDER), load_head(small_head_folder, STEP_ADDER)
+    save_head(head, tmp_path / "again")
+    check_head(tmp_path / "again", STEP_ADDER)
+    for name, tensor in original.model.state_dict().items():
+        assert torch.equal(tensor, head.model.state_dict()[name]), name
+
+
+def layer(config: dict) -> dict:
+    return config["transformer_layer_config"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: layer(c).update(hidden_size=128), "hidden_size 128, the policy's is 256"),
+        (lambda c: layer(c).update(vocab_size=100), "vocab_size 100, the policy's is 96"),
+        (lambda c: layer(c).update(max_position_embeddings=512), "max_position_embeddings 512 is less"),
+        (lambda c: layer(c).update(model_type="gpt2"), "model_type 'gpt2'"),
+        (lambda c: layer(c).pop("hidden_size"), "hidden_size is None"),
+        (lambda c: c.update({LAYER_IDS_FIELD: [1, 2, 4]}), "name distinct layers of the policy, 0 to 3"),
+        (lambda c: c.update({LAYER_IDS_FIELD: [1, 2, 2]}), "name distinct layers"),
+        (lambda c: c.update({LAYER_IDS_FIELD: [1, 2]}), "fc.weight uses 3 layers; name 3 ids"),
+        (lambda c: c.update({LAYER_IDS_FIELD: None}), f"{LAYER_IDS_FIELD} is absent"),
+        (lambda c: c.update(draft_vocab_size=97), "draft_vocab_size 97; it must be 1 to 96"),
+        (lambda c: c.update(draft_vocab_size=64), r"missing \['d2t'\]"),
+        (lambda c: layer(c).update(num_hidden_layers=2), "missing"),
+        (lambda c: c.update(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    head_folder: Path, tmp_path: Path, edit: Callable[[dict], object], message: str
+) -> None:
+    folder = copied(head_folder, tmp_path)
+    edit_config(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        check_head(folder, STEP_ADDER)
+
+
+def fill(name: str, value: float) -> Callable[[dict], object]:
+    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("norm.weight"), r"missing \['norm.weight'\]"),
+        (lambda t: t.update({"more.weight": torch.ones(1)}), r"surplus \['more.weight'\]"),
+        (lambda t: t.update({"norm.weight": torch.ones(7)}), r"norm.weight is \[7\], its config asks for \[256\]"),
+        (fill("fc.weight", float("nan")), "fc.weight has NaN or infinite"),
+        (fill("lm_head.weight", float("inf")), "lm_head.weight has NaN or infinite"),
+        (lambda t: t["fc.weight"].zero_(), "fc.weight is all zero"),
+        (lambda t: t["d2t"].add_(1), "must be distinct ids below 96|name different tokens"),
+        (lambda t: t["d2t"].fill_(500), "must be distinct ids below 96"),
+    ],
+)
+def test_tensors_that_cannot_be_a_heads_are_refused(
+    small_head_folder: Path, tmp_path: Path, edit: Callable[[dict], object], message: str
+) -> None:
+    folder = copied(small_head_folder, tmp_path)
+    edit_tensors(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        check_head(folder, STEP_ADDER)
+
+
+def test_a_truncated_file_and_folders_that_are_no_heads_are_refused(head_folder: Path, tmp_path: Path) -> None:
+    folder = copied(head_folder, tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        check_head(folder, STEP_ADDER)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        check_head(folder, STEP_ADDER)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        check_head(folder, STEP_ADDER)
+    with pytest.raises(ValueError, match="no head folder"):
+        check_head(tmp_path / "nothing", STEP_ADDER)
+
+
+def test_new_heads_refuse_what_the_policy_has_not() -> None:
+    from nemo_specrollout.training.head import create_head
+
+    with pytest.raises(ValueError, match="name distinct layers of the policy"):
+        create_head(STEP_ADDER, (1, 2, 9))
+    with pytest.raises(ValueError, match="name tokens of the policy"):
+        create_head(STEP_ADDER, LAYER_IDS, draft_token_ids=[1, 96])
+
+
+def test_the_teacher_and_the_embedding_follow_the_policy(small_head_folder: Path) -> None:
+    from nemo_specrollout.training.head import load_head
+
+    head = load_head(small_head_folder, STEP_ADDER)
+    learned = {name: tensor.clone() for name, tensor in head.learned().items()}
+    lm_head, embedding = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    head.set_policy_weights({"lm_head.weight": lm_head, "model.embed_tokens.weight": embedding, "other": torch.ones(1)})
+    assert torch.equal(head.model.verifier_lm_head.weight, lm_head[::2])
+    assert torch.equal(head.teacher_VH, lm_head)
+    assert torch.equal(head.model.embed_tokens.weight, embedding)
+    for name, tensor in head.learned().items():
+        assert torch.equal(tensor, learned[name])
+    with pytest.raises(ValueError, match="the head's policy has"):
+        head.set_policy_weights({"lm_head.weight": torch.ones(2, 2)})
+
+
+def test_a_tied_policys_embedding_is_the_teacher(tmp_path: Path) -> None:
+    from nemo_specrollout.training.head import create_head
+
+    folder = copied(STEP_ADDER, tmp_path)
+    edit_config(folder, lambda c: c.update(tie_word_embeddings=True))
+    edit_tensors(folder, lambda t: t.pop("lm_head.weight"))
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].float()
+    head = create_head(folder, LAYER_IDS)
+    assert torch.equal(head.teacher_VH, embedding)
+    head.set_policy_weights({"model.embed_tokens.weight": 2 * embedding})
+    assert torch.equal(head.model.verifier_lm_head.weight, 2 * embedding)
+
+
+# Features
+
+
+def test_features_are_the_policys(texts: list[tuple[list[int], int]], sequences: list[SequenceFeatures]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(STEP_ADDER, dtype=torch.float32)
+    head = policy.lm_head.weight
+    for i in (0, 5, 100):
+        ids, prompt_length = texts[i]
+        with torch.no_grad():
+            output = policy(torch.tensor([ids]), output_hidden_states=True)
+        features = sequences[i]
+        assert features.token_ids_T.tolist() == ids
+        assert features.prompt_length == prompt_length
+        expected = torch.cat([output.hidden_states[layer] for layer in LAYER_IDS], dim=-1)[0]
+        torch.testing.assert_close(features.aux_TF, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(features.final_TH @ head.T, output.logits[0], atol=2e-4, rtol=1e-4)
+
+
+def test_features_refuse_layers_and_texts_that_are_not_there() -> None:
+    from nemo_specrollout.training.hf_features import hf_features, load_policy
+
+    policy = load_policy(STEP_ADDER)
+    with pytest.raises(ValueError, match="the policy has layers 0 to 3"):
+        hf_features(policy, [([1, 2, 3], 1)], (1, 4))
+    with pytest.raises(ValueError, match="nothing was generated"):
+        hf_features(policy, [([1, 2, 3], 3)], LAYER_IDS)
+
+
+# Packing
+
+
+def random_features(length: int, prompt_length: int, first_position: int = 0, seed: int = 0) -> SequenceFeatures:
+    generator = torch.Generator().manual_seed(seed)
+    return SequenceFeatures(
+        torch.randint(VOCAB, (length,), generator=generator, dtype=torch.int32),
+        torch.randn(length, len(LAYER_IDS) * HIDDEN, generator=generator),
+        torch.randn(length, HIDDEN, generator=generator),
+        prompt_length, 0, first_position,
+    )  # fmt: skip
+
+
+def test_a_row_has_the_token_after_the_states_that_it_reads() -> None:
+    features = random_features(length=8, prompt_length=4, first_position=0)
+    batch = pack([features], [Piece(0, 0, 8)], ttt_steps=1)
+    assert torch.equal(batch.input_ids_1S[0], features.token_ids_T[1:].long())
+    assert torch.equal(batch.hidden_states_1SF[0], features.aux_TF[:-1])
+    assert torch.equal(batch.final_1SH[0], features.final_TH[1:])
+    assert batch.position_ids_1S.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    # From the first generated token on; not what would follow the last.
+    assert batch.loss_mask_1S.tolist() == [[False, False, False, True, True, True, False]]
+
+
+def test_a_window_keeps_its_positions_and_loses_only_what_drafts_from_before_it_would_need() -> None:
+    batch = pack([random_features(length=8, prompt_length=4, first_position=10)], [Piece(0, 0, 8)], ttt_steps=3)
+    assert batch.position_ids_1S.tolist() == [list(range(11, 18))]
+    assert batch.loss_mask_1S.tolist() == [[False, False, True, True, True, True, False]]
+
+
+def test_every_row_is_packed_once_and_little_is_wasted() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(2, 300) for _ in range(500)] + [5000]
+    batches = plan_batches(lengths, 512, torch.Generator().manual_seed(0))
+    rows = sorted((p.sequence, t) for batch in batches for p in batch for t in range(p.start, p.stop - 1))
+    assert rows == sorted((i, t) for i, length in enumerate(lengths) for t in range(length - 1))
+    assert max(sum(p.num_rows for p in batch) for batch in batches) <= 512
+    assert waste_rate(batches, 512) < 0.03
+    assert plan_batches(lengths, 512, torch.Generator().manual_seed(0)) == batches
+    assert plan_batches(lengths, 512, torch.Generator().manual_seed(1)) != batches
+
+
+def test_padding_belongs_to_no_document() -> None:
+    batch = pack([random_features(8, 2)], [Piece(0, 0, 8)], ttt_steps=1, num_rows=16)
+    assert batch.num_rows == 16
+    assert batch.document_ids_1S[0, 7:].tolist() == [PADDING] * 9
+    assert batch.num_targets == 5
+
+
+def test_packed_sequences_have_the_losses_that_they_have_alone(
+    head_folder: Path, sequences: list[SequenceFeatures]
+) -> None:
+    from speculators.losses.utils import resolve_loss_config
+
+    from nemo_specrollout.training.head import load_head
+
+    model = load_head(head_folder, STEP_ADDER).model
+    # The second begins amid its response: its first targets must not be compared with drafts of the first.
+    cut = sequences[1]
+    window = replace(
+        cut, token_ids_T=cut.token_ids_T[30:], aux_TF=cut.aux_TF[30:], final_TH=cut.final_TH[30:], first_position=30
+    )
+    chosen = [sequences[0], window, sequences[2]]
+    pieces = [Piece(i, 0, s.num_tokens) for i, s in enumerate(chosen)]
+
+    def total_loss(pieces: list[Piece], num_rows: int | None = None) -> float:
+        batch = pack(chosen, pieces, TTT_STEPS, num_rows)
+        with torch.no_grad():
+            _, loss, _ = model(
+                **batch.arguments(), ttt_steps=TTT_STEPS, loss_config=resolve_loss_config("kl_div", "eager")
+            )
+        return loss.item() * batch.num_targets
+
+    alone = sum(total_loss([piece]) for piece in pieces)
+    assert total_loss(pieces) == pytest.approx(alone, rel=1e-4)
+    assert total_loss(pieces[::-1]) == pytest.approx(alone, rel=1e-4)
+    assert total_loss(pieces, num_rows=512) == pytest.approx(alone, rel=1e-4)
+
+
+# Acceptance
+
+
+def test_gumbel_acceptance_is_what_shared_noise_gives() -> None:
+    from nemo_specrollout.training.acceptance import gumbel_acceptance
+
+    torch.manual_seed(0)
+    p_RV, q_RV = (torch.softmax(2 * torch.randn(4, 12), -1) for _ in range(2))
+    q_RV[1] = p_RV[1]
+    q_RV[2, :6] = 0.0
+    q_RV[2] /= q_RV[2].sum()
+    num = 20_000
+    noise_NV = gumbel_noise(row_keys(torch.arange(num), torch.zeros(num, dtype=torch.int64)), 12)
+    exact_R, tv_R = gumbel_acceptance(p_RV, q_RV), 0.5 * (p_RV - q_RV).abs().sum(-1)
+    for p_V, q_V, exact in zip(p_RV, q_RV, exact_R, strict=True):
+        same = (p_V.log() + noise_NV).argmax(-1) == (q_V.log() + noise_NV).argmax(-1)
+        assert same.float().mean().item() == pytest.approx(exact.item(), abs=0.015)
+    assert torch.all(exact_R <= 1 - tv_R + 1e-6)
+    assert torch.all(exact_R >= (1 - tv_R) / (1 + tv_R) - 1e-6)
+
+
+def test_overlap_counts_what_the_head_cannot_draft_as_lost() -> None:
+    from nemo_specrollout.training.acceptance import overlap
+
+    teacher_RV = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
+    head_RD = torch.log(torch.tensor([[0.6, 0.4]]))
+    ids = torch.tensor([0, 2])
+    assert overlap(teacher_RV, head_RD, ids, 1.0).item() == pytest.approx(0.7)
+    assert overlap(teacher_RV, head_RD, ids, 0.0).item() == 1.0
+    assert overlap(teacher_RV, head_RD.flip(-1), ids, 0.0).item() == 0.0
+    p, q = (torch.softmax(t / 0.5, -1) for t in (teacher_RV, torch.log(torch.tensor([[0.2, 0.2, 0.6]]))))
+    got = overlap(teacher_RV, torch.log(torch.tensor([[0.2, 0.2, 0.6]])), None, 0.5)
+    assert got.item() == pytest.approx(torch.minimum(p, q).sum().item())
+
+
+def test_drafts_are_those_of_the_training_forward_in_chunks_of_any_size(
+    head_folder: Path, sequences: list[SequenceFeatures]
+) -> None:
+    from nemo_specrollout.training.acceptance import draft_logits
+    from nemo_specrollout.training.head import load_head
+
+    head, features, num_drafts = load_head(head_folder, STEP_ADDER), sequences[3], 4
+    steps: list[torch.Tensor] = []
+    hook = head.model.lm_head.register_forward_hook(lambda module, inputs, output: steps.append(output[0]))
+    batch = pack([features], [Piece(0, 0, features.num_tokens)], ttt_steps=1)
+    with torch.no_grad():
+        head.model(**batch.arguments(), ttt_steps=num_drafts, loss_config={})
+        hook.remove()
+        for chunk in (7, 16, 1000):
+            for start, k, logits in draft_logits(head, features, num_drafts, chunk):
+                # The last k rows draft after tokens that do not exist.
+                stop = min(start + len(logits), batch.num_rows - k)
+                torch.testing.assert_close(
+                    logits[: max(0, stop - start)], steps[k][start : max(start, stop)], atol=1e-4, rtol=1e-4
+                )
+
+
+def test_acceptance_of_a_sequence_is_the_sum_over_its_starts(
+    small_head_folder: Path, sequences: list[SequenceFeatures]
+) -> None:
+    from nemo_specrollout.training.acceptance import draft_logits, expected_length, measure_acceptance, overlap
+    from nemo_specrollout.training.head import load_head
+
+    head, features, num_drafts = load_head(small_head_folder, STEP_ADDER), sequences[4], 3
+    measured = measure_acceptance(head, [features, sequences[5]], num_drafts, temperature=0.8)
+    with torch.no_grad():
+        logits = {k: x for _, k, x in draft_logits(head, features, num_drafts, 1000)}
+    teacher_TV = features.final_TH @ head.teacher_VH.T
+    counts, survived = [0] * num_drafts, [0.0] * num_drafts
+    for row in range(features.prompt_length - 1, features.num_tokens - 1):
+        survival = 1.0
+        for k in range(min(num_drafts, features.num_tokens - 2 - row)):
+            ids, position = head.draft_token_ids, row + 1 + k
+            with torch.no_grad():
+                accepted = overlap(teacher_TV[position : position + 1], logits[k][row : row + 1], ids, 0.8)
+            survival *= accepted.item()
+            counts[k] += 1
+            survived[k] += survival
+    assert measured.sequences[0].count_K == tuple(counts)
+    assert measured.sequences[0].survived_K == pytest.approx(survived, rel=1e-4)
+    assert measured.sequences[0].expected_length == pytest.approx(expected_length(counts, survived), rel=1e-4)
+    assert measured.count_K[0] == sum(s.count_K[0] for s in measured.sequences)
+    for bad in ({"num_drafts": 0}, {"temperature": -1.0}):
+        with pytest.raises(ValueError, match="give"):
+            measure_acceptance(head, [features], **bad)
+
+
+# Training
+
+
+def learned_of(trainer: object) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.head.learned().items()}
+
+
+def new_trainer(folder: Path, **changes: object):
+    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.trainer import HeadTrainer
+
+    return HeadTrainer(load_head(folder, STEP_ADDER), small_settings(**changes))
+
+
+def test_a_little_training_raises_the_acceptance_on_texts_not_seen(
+    head_folder: Path, sequences: list[SequenceFeatures]
+) -> None:
+    from nemo_specrollout.training.acceptance import measure_acceptance
+    from nemo_specrollout.training.trainer import Budget
+
+    trainer = new_trainer(head_folder, loss="kl_div")
+    held_out = sequences[:20]
+    before = measure_acceptance(trainer.head, held_out, TTT_STEPS)
+    result = trainer.train(sequences[20:], Budget(steps=60))
+    after = measure_acceptance(trainer.head, held_out, TTT_STEPS)
+    assert result.steps == trainer.num_steps == 60
+    assert after.acceptance_rate_K[0] > before.acceptance_rate_K[0] + 0.1
+    better = [a.expected_length > b.expected_length for a, b in zip(after.sequences, before.sequences, strict=True)]
+    assert sum(better) >= 18
+
+
+def test_the_policys_tensors_never_change(small_head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    trainer = new_trainer(small_head_folder)
+    model = trainer.head.model
+    frozen = {"embed_tokens.weight", "verifier_lm_head.weight"}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    teacher = trainer.head.teacher_VH.clone()
+    trainer.train(sequences, Budget(steps=2))
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (name in frozen | {"t2d", "d2t"}), name
+    assert torch.equal(trainer.head.teacher_VH, teacher)
+    assert all(model.get_parameter(name).grad is None for name in frozen)
+
+
+def test_an_lm_head_that_is_not_trained_stays(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    trainer = new_trainer(head_folder, train_lm_head=False)
+    trainer.train(sequences, Budget(steps=2))
+    assert torch.equal(trainer.head.model.lm_head.weight, trainer.head.teacher_VH)
+
+
+@pytest.mark.parametrize("killed_at", [1, 6])
+def test_killed_and_resumed_is_the_same_as_never_killed(
+    head_folder: Path, sequences: list[SequenceFeatures], tmp_path: Path, killed_at: int
+) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    few, budget, state = sequences[:8], Budget(steps=8), tmp_path / "state.pt"
+    losses: list[list[float]] = [[], []]
+    whole = new_trainer(head_folder)
+    whole.train(few, budget, lambda step, total, loss: losses[0].append(loss))
+
+    def kill(step: int, total: int, loss: float) -> None:
+        assert total == 8
+        losses[1].append(loss)
+        if step == killed_at:
+            killed.save(state)
+            raise KeyboardInterrupt
+
+    killed = new_trainer(head_folder)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train(few, budget, kill)
+    resumed = new_trainer(head_folder)
+    resumed.load(state)
+    result = resumed.train(few, budget, lambda step, total, loss: losses[1].append(loss))
+    assert result.steps == 8
+    assert losses[0] == losses[1]
+    expected = learned_of(whole)
+    for name, tensor in learned_of(resumed).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_second_run_starts_anew_but_keeps_the_optimizer(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    trainer = new_trainer(head_folder)
+    trainer.train(sequences[:8], Budget(steps=2))
+    result = trainer.train(sequences[8:16], Budget(tokens=300))
+    assert trainer.num_steps == 2 + result.steps
+    assert 300 <= result.tokens < 300 + 128
+
+
+def test_a_state_of_other_settings_is_refused(head_folder: Path, tmp_path: Path) -> None:
+    new_trainer(head_folder).save(tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=r"its learning_rate is 0.003, not 0.5"):
+        new_trainer(head_folder, learning_rate=0.5).load(tmp_path / "state.pt")
+
+
+def test_a_step_that_is_not_finite_is_not_taken(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    trainer = new_trainer(head_folder)
+    trainer.train(sequences[:4], Budget(steps=1))
+    before = learned_of(trainer)
+    broken = replace(sequences[0], aux_TF=torch.full_like(sequences[0].aux_TF, torch.nan))
+    with pytest.raises(FloatingPointError, match="not taken"):
+        trainer.train([broken], Budget(steps=1))
+    assert trainer.num_steps == 1
+    for name, tensor in learned_of(trainer).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("loss", ["kl_div", "tv", "nla", "lk_hybrid", '{"kl_div": 0.5, "tv": 0.5}'])
+def test_every_loss_falls(head_folder: Path, sequences: list[SequenceFeatures], loss: str) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    losses: list[float] = []
+    new_trainer(head_folder, loss=loss).train(sequences[:3], Budget(steps=8), lambda s, n, value: losses.append(value))
+    assert losses[-1] < losses[0]
+
+
+def test_settings_and_budgets_that_cannot_be_are_refused(head_folder: Path) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    for changes, message in [
+        ({"loss": "mse"}, "Unknown loss"),
+        ({"schedule": "linear"}, "choose cosine or constant"),
+        ({"ttt_steps": 0}, "ttt_steps is 0; it must be positive"),
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            small_settings(**changes)
+    for limits in ({}, {"steps": 0}):
+        with pytest.raises(ValueError, match="give a positive number"):
+            Budget(**limits)
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        new_trainer(head_folder).train([], Budget(steps=1))
