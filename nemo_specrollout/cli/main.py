@@ -8,6 +8,8 @@ from pathlib import Path
 
 from nemo_specrollout.cli.launch import add_arguments, launch
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
+from nemo_specrollout.cli.refresh_draft import refresh_draft
+from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
@@ -41,6 +43,8 @@ def _command(parsed: argparse.Namespace) -> int:
         return bench(parsed.config, parsed.overrides)
     if parsed.command == "launch":
         return launch(parsed)
+    if parsed.command == "refresh-draft":
+        return refresh_draft(parsed)
     from nemo_specrollout.cli.check import check
 
     return check(parsed.config, parsed.overrides)
@@ -50,9 +54,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     """Flags may stand between CONFIG and key=value."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    if unknown := [r for r in rest if r.startswith("-")]:
+    if unknown := [r for r in rest if r.startswith("-") or "overrides" not in parsed]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    parsed.overrides += rest
+    if rest:
+        parsed.overrides += rest
     return parsed
 
 
@@ -72,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. grpo.max_num_steps=3")
         if name == "launch":
             add_arguments(command)
+    text = "trains an EAGLE-3 draft head for a policy, or refreshes one"
+    command = commands.add_parser("refresh-draft", help=text, description=text, allow_abbrev=False)
+    add_refresh_arguments(command)
     return parser
 
 

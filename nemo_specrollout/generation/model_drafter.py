@@ -21,6 +21,8 @@ from nemo_specrollout.scheduling.draft_time import DraftTimes
 
 # By how many nats a draft token beat the runner-up, in as many levels of evidence, and the rates believed of them at first.
 MARGIN_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, 5.5])
+UNREAD_BYTES = 64 << 20
+"""Room for what a drafter has not read: tokens beyond are read without being asked."""
 MODEL_LEVEL_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
 
 
@@ -71,8 +73,9 @@ class ModelDrafter:
         self._runner, self._proposer = runner, proposer
         self._sampling = CoupledDraftSampling(proposer, greedy)
         proposer._sample_draft_tokens = self._sampling
-        capacity = proposer.max_num_tokens - num_lanes * proposer.net_num_new_slots_per_request
-        self.unread = RowBuffer(capacity, num_lanes)
+        self._most_rows = proposer.max_num_tokens - num_lanes * proposer.net_num_new_slots_per_request
+        row_bytes = proposer.hidden_size * proposer.dtype.itemsize * (3 if runner.use_aux_hidden_state_outputs else 1)
+        self.unread = RowBuffer(max(2 * self._most_rows, UNREAD_BYTES // row_bytes), num_lanes)
         self._reads_prompts_at_once = bool(runner.cache_config.enable_prefix_caching)
         self.times = DraftTimes()
         self._seconds = 0.0
@@ -84,10 +87,14 @@ class ModelDrafter:
         return seconds
 
     def keep(self, step: StepOutput, new: AcceptedRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit."""
+        """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit or one
+        request's could not be read in one pass."""
         self._step = step
+        unread_B = self.unread.counts(lanes_B)
         if len(new.requests_N) > self.unread.room:
-            self._read(np.flatnonzero(self.unread.counts(lanes_B)), lanes_B, token_ids_BL)
+            self._read(np.flatnonzero(unread_B), lanes_B, token_ids_BL)
+        elif int(unread_B.max()) + int(step.num_rows_B.max()) > self._most_rows:
+            self._read(np.flatnonzero(unread_B + step.num_rows_B > self._most_rows), lanes_B, token_ids_BL)
         self.unread.append(step.hidden_parts, new.rows_N, lanes_B[new.requests_N], new.positions_N, new.token_ids_N)
 
     def read_prompts(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
@@ -101,6 +108,13 @@ class ModelDrafter:
         self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """`depth` draft tokens for the batch's requests `rows_b`: token ids and evidence levels, [b, depth]."""
+        parts = [self._draft(rows, lanes_B, token_ids_BL, keys, depth) for rows in self._groups(rows_b, lanes_B)]
+        tokens, levels = zip(*parts, strict=True)
+        return np.concatenate(tokens), np.concatenate(levels)
+
+    def _draft(
+        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         num_unread = int(self.unread.counts(lanes_B[rows_b]).sum())
         started = time.perf_counter()
         tokens_bK = self._run(rows_b, lanes_B, token_ids_BL, depth, keys)
@@ -110,8 +124,22 @@ class ModelDrafter:
         return tokens_bK, levels_bK
 
     def _read(self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        if len(rows_b):
-            self._run(rows_b, lanes_B, token_ids_BL, 0, None)
+        for rows in self._groups(rows_b, lanes_B):
+            self._run(rows, lanes_B, token_ids_BL, 0, None)
+
+    def _groups(self, rows_b: np.ndarray, lanes_B: np.ndarray) -> list[np.ndarray]:
+        """The requests, parted so that what is unread of each group fits into one pass: usually all in one."""
+        if len(rows_b) == 0:
+            return []
+        ends_b = np.cumsum(self.unread.counts(lanes_B[rows_b]))
+        if ends_b[-1] <= self._most_rows:
+            return [rows_b]
+        groups, start, done = [], 0, 0
+        for i, end in enumerate(ends_b.tolist()):
+            if end - done > self._most_rows:
+                groups.append(rows_b[start:i])
+                start, done = i, int(ends_b[i - 1])
+        return [*groups, rows_b[start:]]
 
     def _run(
         self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, depth: int, keys: BatchKeys | None

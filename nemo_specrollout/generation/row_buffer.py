@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+_GAP = -1
+
 
 @dataclass(frozen=True)
 class AcceptedRows:
@@ -59,23 +61,24 @@ class Rows:
 class RowBuffer:
     """At most `capacity` rows in the order in which they came; owns that memory, on the device that they come from.
 
-    Invariant: a lane's rows are of consecutive positions, oldest first.
-    Example: `append([h1_NF, h2_NF], None, lanes_N, positions_N, token_ids_N)`, later `take(lanes_B).hidden_NF`.
+    Rows that were taken or forgotten leave gaps, which are closed when room is needed. Invariant: a lane's rows are of
+    consecutive positions, oldest first. Example: `append([h1, h2], None, lanes_N, positions_N, token_ids_N)`, later
+    `take(lanes_B).hidden_NF`.
     """
 
     def __init__(self, capacity: int, num_lanes: int) -> None:
         self.capacity = capacity
         self._hidden: torch.Tensor | None = None
-        self._lanes = np.zeros(capacity, np.int64)
+        self._lanes = np.full(capacity, _GAP, np.int64)
         self._positions = np.zeros(capacity, np.int64)
         self._token_ids = np.zeros(capacity, np.int32)
-        self._count = 0
+        self._end = 0
         self._count_of_lane = np.zeros(num_lanes, np.int64)
 
     @property
     def room(self) -> int:
         """Rows that still fit."""
-        return self.capacity - self._count
+        return self.capacity - int(self._count_of_lane.sum())
 
     def counts(self, lanes_B: np.ndarray) -> np.ndarray:
         """Rows of each lane, int64 [B]."""
@@ -90,7 +93,9 @@ class RowBuffer:
         token_ids_N: np.ndarray,
     ) -> None:
         """Adds rows `rows_N` (None: the first N) of hidden states that come in parts, [rows, F_i] each, and must fit."""
-        new = slice(self._count, self._count + len(lanes_N))
+        if self._end + len(lanes_N) > self.capacity:
+            self._close_gaps()
+        new = slice(self._end, self._end + len(lanes_N))
         if self._hidden is None:
             width = sum(p.shape[1] for p in parts)
             self._hidden = torch.empty(self.capacity, width, dtype=parts[0].dtype, device=parts[0].device)
@@ -101,39 +106,44 @@ class RowBuffer:
             parts = [p[index] for p in parts]
         torch.cat(parts, dim=1, out=self._hidden[new])
         self._lanes[new], self._positions[new], self._token_ids[new] = lanes_N, positions_N, token_ids_N
-        np.add.at(self._count_of_lane, lanes_N, 1)
-        self._count = new.stop
+        self._count_of_lane += np.bincount(lanes_N, minlength=len(self._count_of_lane))
+        self._end = new.stop
 
     def take(self, lanes_B: np.ndarray) -> Rows:
         """Removes all rows of `lanes_B` and returns them, in the order of `lanes_B`. Copy them before the next `append`."""
         assert self._hidden is not None
-        order_of_lane = np.full(len(self._count_of_lane), -1, np.int64)
+        counts_B = self.counts(lanes_B)
+        order_of_lane = np.full(len(self._count_of_lane) + 1, -1, np.int64)  # the last is that of gaps
         order_of_lane[lanes_B] = np.arange(len(lanes_B))
-        order_N = order_of_lane[self._lanes[: self._count]]
+        order_N = order_of_lane[self._lanes[: self._end]]
         taken = np.flatnonzero(order_N >= 0)
         taken = taken[np.argsort(order_N[taken], kind="stable")]
-        is_all_in_order = len(taken) == self._count and bool((np.diff(taken) == 1).all())
-        hidden_NF = self._hidden[: self._count] if is_all_in_order else self._hidden[self._index(taken)]
-        rows = Rows(self.counts(lanes_B), self._positions[taken], self._token_ids[taken], hidden_NF)
-        self._count_of_lane[lanes_B] = 0
-        self._keep(np.flatnonzero(order_N < 0))
+        is_all_in_order = len(taken) == self._end and bool((np.diff(taken) == 1).all())
+        hidden_NF = self._hidden[: self._end] if is_all_in_order else self._hidden[self._index(taken)]
+        rows = Rows(counts_B, self._positions[taken], self._token_ids[taken], hidden_NF)
+        self._lanes[taken] = _GAP
+        self._emptied(lanes_B)
         return rows
 
     def forget(self, lanes: list[int]) -> None:
         """The requests of `lanes` are gone."""
         if lanes and self._count_of_lane[lanes].any():
-            self._count_of_lane[lanes] = 0
-            self._keep(np.flatnonzero(self._count_of_lane[self._lanes[: self._count]] > 0))
+            self._lanes[: self._end][np.isin(self._lanes[: self._end], lanes)] = _GAP
+            self._emptied(lanes)
 
-    def _keep(self, kept: np.ndarray) -> None:
-        """Moves the rows `kept`, in rising order, to the front."""
-        if 0 < len(kept) < self._count:
-            assert self._hidden is not None
-            front = slice(0, len(kept))
-            self._hidden[front] = self._hidden[self._index(kept)]
-            for array in (self._lanes, self._positions, self._token_ids):
-                array[front] = array[kept]
-        self._count = len(kept)
+    def _emptied(self, lanes: np.ndarray | list[int]) -> None:
+        self._count_of_lane[lanes] = 0
+        if not self._count_of_lane.any():
+            self._end = 0
+
+    def _close_gaps(self) -> None:
+        kept = np.flatnonzero(self._lanes[: self._end] != _GAP)
+        assert self._hidden is not None
+        front = slice(0, len(kept))
+        self._hidden[front] = self._hidden[self._index(kept)]
+        for array in (self._lanes, self._positions, self._token_ids):
+            array[front] = array[kept]
+        self._end = len(kept)
 
     def _index(self, rows_N: np.ndarray) -> torch.Tensor:
         assert self._hidden is not None

@@ -5,6 +5,7 @@ Shapes: H hidden size, V vocabulary.
 """
 
 import errno
+import hashlib
 import json
 import os
 import time
@@ -35,8 +36,10 @@ from nemo_specrollout.training.refresh import Refresh
 from nemo_specrollout.training.refresh_state import RefreshState
 from nemo_specrollout.training.rollout_checks import check_surprise, measure_surprise
 from nemo_specrollout.training.rollout_files import RolloutText
-from nemo_specrollout.training.trainer import Budget, HeadTrainer, OnStep, TrainingResult
+from nemo_specrollout.training.trainer import Budget, HeadTrainer, TrainingResult
 
+OnTrained = Callable[[int, int, float, int], None]
+"""Told the step, the (estimated) total of steps, the loss, and the tokens trained on so far."""
 SAVE_EVERY_S = 15.0
 CHUNK_TEXTS = 64
 """Texts whose features are computed together. A text is always in the same chunk, so that a run that was killed ends with
@@ -50,19 +53,20 @@ def feature_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def stored_bytes(texts: Sequence[RolloutText], hidden_size: int, num_layers: int, dtype: torch.dtype) -> int:
-    """Disk space of the features of `texts`, at most."""
+def stored_bytes(num_tokens: int, num_texts: int, hidden_size: int, num_layers: int, dtype: torch.dtype) -> int:
+    """Disk space of the features of so many tokens in so many texts, at most."""
     per_token = 4 + (num_layers + 1) * hidden_size * dtype.itemsize
-    per_text = SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES
-    return sum(len(t.token_ids) * per_token + per_text for t in texts)
+    return num_tokens * per_token + num_texts * (SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES)
 
 
-def newest_within(texts: Sequence[RolloutText], max_tokens: int) -> list[RolloutText]:
-    """The last texts that have at most so many tokens together, in their order."""
-    kept, total = 0, 0
+def newest_within(
+    texts: Sequence[RolloutText], max_bytes: int, size_of: Callable[[int, int], int]
+) -> list[RolloutText]:
+    """The last texts that `size_of` (tokens, texts) finds to be at most `max_bytes`, in their order."""
+    num_tokens = kept = 0
     for text in reversed(texts):
-        total += len(text.token_ids)
-        if total > max_tokens:
+        num_tokens += len(text.token_ids)
+        if size_of(num_tokens, kept + 1) > max_bytes:
             break
         kept += 1
     return list(texts[len(texts) - kept :])
@@ -106,21 +110,22 @@ def capture_features(
         found = hf_features(policy, [t.text for t in chunk], layer_ids, max_tokens)
         if start == 0:
             warning = check_surprise(measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES]), vocab_size)
-        for i, features in enumerate(found, start):
-            if i >= done:
-                store.append(features, texts[i].first_prompt)
-        if time.monotonic() - flushed > SAVE_EVERY_S:
-            store.flush()
-            flushed = time.monotonic()
+        with _no_room_for_features(store):
+            for i, features in enumerate(found, start):
+                if i >= done:
+                    store.append(features, texts[i].first_prompt)
+            if time.monotonic() - flushed > SAVE_EVERY_S or start + len(chunk) == len(texts):
+                store.flush()
+                flushed = time.monotonic()
         on_progress(start + len(chunk))
-    store.flush()
     return warning
 
 
 def stored_sequences(reader: FeatureReader, held_out: bool, max_tokens: int | None = None) -> list[SequenceFeatures]:
-    """Half of a store, in an order that does not depend on how it was cut into shards; at most so many tokens."""
-    found = sorted(reader.sequences(held_out), key=lambda f: (f.token_ids_T.numpy().tobytes(), f.prompt_length))
-    total, kept = 0, []
+    """Half of a store, in a random order that does not depend on how it was cut into shards; at most so many tokens."""
+    found = sorted(reader.sequences(held_out), key=_shuffling_key)
+    total = 0
+    kept: list[SequenceFeatures] = []
     for features in found:
         total += features.num_tokens
         if max_tokens is not None and total > max_tokens and kept:
@@ -129,12 +134,17 @@ def stored_sequences(reader: FeatureReader, held_out: bool, max_tokens: int | No
     return kept
 
 
+def _shuffling_key(features: SequenceFeatures) -> tuple[bytes, int]:
+    ids = features.token_ids_T.numpy().tobytes()
+    return hashlib.blake2b(ids, digest_size=16).digest(), features.prompt_length
+
+
 def train(
     trainer: HeadTrainer,
     sequences: Sequence[SequenceFeatures],
     budget: Budget,
     state: RefreshState,
-    on_step: OnStep = lambda step, total, loss: None,
+    on_step: OnTrained,
     verifier: str | None = None,
 ) -> TrainingResult:
     """Trains and saves the candidate in `state`, going on from what is there; the trainer is saved every 15 s.
@@ -151,7 +161,7 @@ def train(
             with disk_errors(state.folder):
                 trainer.save(state.trainer)
             saved = time.monotonic()
-        on_step(step, total, loss)
+        on_step(step, total, loss, trainer._run.tokens)
 
     result = trainer.train(sequences, budget, stepped)
     save_candidate(trainer.head, state, verifier)
@@ -184,7 +194,7 @@ def conclude(
     policy_version: int,
     data: dict[str, Any],
 ) -> Path:
-    """Writes the candidate's card and moves it to its place, DIR or DIR.refused; returns that. `policy`: as the user named it."""
+    """Writes the candidate's card and moves it to DIR or DIR.refused, which is returned. `policy`: as named by the user."""
     with disk_errors(state.folder):
         card = write_card(
             state.candidate, policy_folder, refresh, trainer.settings, policy_version=policy_version, data=data
@@ -203,12 +213,25 @@ def source_of(head: DraftHead, policy: Path, tokenizer: str) -> FeatureSource:
 
 
 @contextmanager
+def _no_room_for_features(store: FeatureStore) -> Iterator[None]:
+    """The store's own sentence names a config key that this command has not."""
+    try:
+        yield
+    except OSError as error:
+        fix = "free some space and repeat the command, or lower --store-gb"
+        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {fix}", str(store.folder)) from error
+
+
+@contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """torch.save and safetensors have errors of their own for a disk that is full; here it is OSError."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        if not any(part in text for part in ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")):
+        if not any(
+            part in text for part in ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")
+        ):
             raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        reason = f"{os.strerror(errno.ENOSPC)}; free some and repeat the command"
+        raise OSError(errno.ENOSPC, reason, str(folder)) from error

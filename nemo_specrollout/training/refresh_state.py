@@ -51,7 +51,9 @@ class RefreshState:
         if out.exists() and not is_head(out):
             raise ValueError(f"--out {out} exists and is not a draft head; name a folder that does not exist")
         if out.exists() and not replace:
-            raise ValueError(f"--out {out} holds a head; give --replace to put the new one there, or name another folder")
+            raise ValueError(
+                f"--out {out} holds a head; give --replace to put the new one there, or name another folder"
+            )
         if self.refused.exists() and not is_head(self.refused):
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
 
@@ -60,7 +62,7 @@ class RefreshState:
 
         Raises ValueError if that was asked for something else, or its input files changed since; `restart` throws it away.
         """
-        wanted = {"format": _FORMAT, "arguments": dict(arguments), "inputs": _fingerprint(inputs)}
+        wanted = {"format": _FORMAT, "arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}
         wanted = json.loads(json.dumps(wanted))
         was_there = self.folder.exists()
         if was_there and not self.arguments.is_file() and any(p.name != ".lock" for p in self.folder.iterdir()):
@@ -81,11 +83,13 @@ class RefreshState:
         return goes_on
 
     def put(self, head: Path, place: Path) -> None:
-        """Moves a head of this folder to `place`; the one that is there goes. At any moment a whole head is at `place`, or,
-        for the time of one rename, in `replaced/`, from where the next `open` takes it back."""
-        if place.exists():
-            _remove(self.replaced)
+        """Moves a head of this folder to `place`, `out` or `refused`; the one that is there goes. At any moment a whole head
+        is at `out`, or, for the time of one rename, in `replaced/`, from where the next `open` takes it back."""
+        _remove(self.replaced)
+        if place == self.out and place.exists():
             os.rename(place, self.replaced)
+        elif place.exists():
+            _remove(place)
         os.rename(head, place)
         _remove(self.replaced)
 
@@ -106,10 +110,6 @@ class RefreshState:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def has_work(self) -> bool:
-        """Whether there is something in it that took time."""
-        return any(p.exists() for p in (self.policy, self.rollouts, self.features))
 
     def _put_back(self) -> None:
         if self.replaced.is_dir() and not self.out.exists():
@@ -153,10 +153,12 @@ def is_head(folder: Path) -> bool:
     return isinstance(config, dict) and any(mark in config for mark in _HEAD_MARKS)
 
 
-def _fingerprint(inputs: Iterable[Path]) -> dict[str, list[int]]:
-    """Size and time of every file named, or in a folder named."""
+def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:
+    """Size and time of every file named, or in a folder named; not of what this refresh writes there."""
     files = [f for path in inputs for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
-    return {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.name != ".lock"}
+    own = f"{out}.partial{os.sep}"
+    named = [f for f in files if f.name != ".lock" and not str(f).startswith(own)]
+    return {str(f): [f.stat().st_size, f.stat().st_mtime_ns] for f in named}
 
 
 def _remove(path: Path) -> None:

@@ -20,9 +20,7 @@ from nemo_specrollout.training.feature_store import is_held_out
 from nemo_specrollout.training.hf_features import Text
 
 MIN_PROMPTS, MIN_HELD_OUT_PROMPTS = 16, 8
-FORMS = (
-    "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
-)
+FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
 _TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json")
 
 Encode = Callable[[str, bool], list[int]]
@@ -144,6 +142,7 @@ def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[
     first = next((line for _, line in _lines(file)), "")
     records = _records(file) if first.lstrip().startswith("{") else ((w, {"prompt": line}) for w, line in _lines(file))
     for where, record in records:
+        ids: Any
         if isinstance(record.get("prompt"), str):
             ids = encode(record["prompt"], True)
         elif "prompt_token_ids" in record:
@@ -241,7 +240,9 @@ def _logged(record: Mapping[str, Any], where: str) -> Iterator[RolloutText]:
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]
     if not len(rows) == len(masks) == len(lengths) or any(len(r) != len(m) for r, m in zip(rows, masks, strict=False)):
-        raise ValueError(f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again")
+        raise ValueError(
+            f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
+        )
     for row, mask, length in zip(rows, masks, lengths, strict=True):
         yield from _turns(row[:length], mask[:length])
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts for a refresh where none were stored: the policy answers prompts, in our engine; resumable."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nemo_specrollout.cli.refresh_draft_options import RefreshOptions
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import unsupported_version, vllm_version
+
+MAX_NUM_SEQS = 64
+CHUNK_REQUESTS = 256
+KV_CACHE_BYTES = 1 << 30
+
+
+def generate_rollouts(
+    options: RefreshOptions,
+    policy_folder: Path,
+    prompts: Sequence[Sequence[int]],
+    max_length: int,
+    file: Path,
+    on_finished: Callable[[int], None],
+) -> None:
+    """Appends to `file` a line for each sample that it has not yet: what a request yields depends on its prompt, number and
+    seed alone, so that a run which was killed ends with the same rollouts. Raises ConfigError for what vLLM refuses."""
+    done = _keep_whole_lines(file)
+    total = len(prompts) * options.samples_per_prompt
+    if done >= total:
+        return
+    _check_vllm()
+    from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+    from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+
+    longest = min(max_length, max(map(len, prompts)) + options.max_new_tokens)
+    block = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")))
+    kwargs = {"max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    generation = GenerationConfig(
+        VllmConfig(max_model_len=longest),
+        options.max_new_tokens,
+        options.temperature,
+        vllm_kwargs=kwargs,
+        specrollout=block,
+    )
+    engine = RolloutEngine(policy_folder, generation, seed=options.seed)
+    try:
+        for start in range(done, total, CHUNK_REQUESTS):
+            numbers = range(start, min(start + CHUNK_REQUESTS, total))
+            samples = [divmod(n, options.samples_per_prompt) for n in numbers]
+            requests = [RolloutRequest(prompts[p], p, s, options.policy_version) for p, s in samples]
+            rollouts = engine.generate(requests, lambda n, start=start: on_finished(start + n))  # type: ignore[misc]
+            _append(file, [(prompts[p], r.token_ids) for (p, _), r in zip(samples, rollouts, strict=True)])
+    finally:
+        engine.close()
+
+
+def _append(file: Path, rollouts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    with file.open("a") as opened:
+        for prompt, response in rollouts:
+            opened.write(json.dumps({"prompt_token_ids": list(prompt), "response_token_ids": list(response)}) + "\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _keep_whole_lines(file: Path) -> int:
+    """Cuts off what a killed process did not finish; the number of lines that are left."""
+    if not file.is_file():
+        return 0
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with file.open("rb+") as opened:
+            opened.truncate(len(whole))
+    return whole.count(b"\n")
+
+
+def _check_vllm() -> None:
+    version = vllm_version()
+    if version is None:
+        raise ConfigError("--prompts needs vLLM, which is not installed here; give --rollouts instead")
+    if (message := unsupported_version(version)) is not None:
+        raise ConfigError(message)
+    import torch
+
+    if torch.cuda.is_available():
+        raise ConfigError("--prompts generates on a CPU only so far; give --rollouts instead")

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`refresh-draft` from the command line: a head is made, refreshed, refused, killed and gone on with; bad input is a sentence."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import STEP_ADDER
+from safetensors.torch import load_file, save_file
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.training.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
+
+pytestmark = pytest.mark.integration
+
+Refused = Callable[..., str]
+SMALL = ["--batch-tokens", "128", "--ttt-steps", "2", "--num-drafts", "2", "--max-length", "64"]
+"""Quick to train; the texts are cut, which costs a head nothing."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[tuple[list[int], int]]:
+    """Texts as the shipped policy writes them: (ids, length of the prompt)."""
+    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.warm_start_data import _make_examples
+
+    return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=4, has_quick=False)[:96]
+
+
+@pytest.fixture(scope="module")
+def rollouts(examples: list[tuple[list[int], int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    write_lines(file, [as_ids(ids, given) for ids, given in examples])
+    return file
+
+
+@pytest.fixture(scope="module")
+def head(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head that the command made from scratch."""
+    out = tmp_path_factory.mktemp("heads") / "head"
+    assert refresh(out, rollouts, "--steps", "45") == 0
+    return out
+
+
+def as_ids(ids: list[int], prompt_length: int) -> dict[str, Any]:
+    return {"prompt_token_ids": ids[:prompt_length], "response_token_ids": ids[prompt_length:]}
+
+
+def write_lines(file: Path, records: list[Any]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def arguments(out: Path, rollouts: Path, *more: str) -> list[str]:
+    return [
+        "refresh-draft", "--policy", str(STEP_ADDER), "--out", str(out), "--rollouts", str(rollouts), *SMALL, *more
+    ]  # fmt: skip
+
+
+def refresh(out: Path, rollouts: Path, *more: str) -> int:
+    return main(arguments(out, rollouts, *more))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "head_card.json").read_text())
+
+
+# What the command makes
+
+
+def test_a_head_from_scratch(head: Path) -> None:
+    from nemo_specrollout.training.head_facts import check_head
+
+    check_head(head, STEP_ADDER)
+    card = card_of(head)
+    assert card["gate"]["published"] and card["held_out"]["before"] is None
+    assert card["held_out"]["after"]["acceptance_length"] > 1.1
+    assert card["policy"]["folder"] == str(STEP_ADDER)
+    assert card["data"]["held_out_prompts"] >= 8 and card["training"]["steps"] == 45
+    assert [p.name for p in head.parent.iterdir()] == ["head"]
+
+
+def test_a_refresh_in_place_begins_with_the_head(
+    head: Path, rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(head, tmp_path / "head"))
+    assert refresh(folder, rollouts, "--draft", str(folder), "--replace", "--keep-features", "--steps", "25") == 0
+    held_out = card_of(folder)["held_out"]
+    assert held_out["before"] == card_of(head)["held_out"]["after"]
+    assert held_out["after"]["acceptance_length"] > held_out["before"]["acceptance_length"]
+    printed = capsys.readouterr().out
+    assert "before" in printed and "at confidence 0.95" in printed
+    assert {p.name for p in tmp_path.iterdir()} == {"head", "head.features"}
+    # The features serve as rollouts, and a smaller vocabulary drafts the commonest tokens.
+    small = tmp_path / "small"
+    assert refresh(small, tmp_path / "head.features", "--draft-vocab", "40", "--steps", "1") in (0, 3)
+    made = small if small.exists() else tmp_path / "small.refused"
+    assert card_of(made)["layout"]["draft_vocab_size"] == 40
+
+
+def test_a_worse_head_is_refused_and_the_old_one_stays(
+    head: Path, rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(head, tmp_path / "head"))
+    assert refresh(folder, rollouts, "--draft", str(folder), "--replace", "--lr", "0.9", "--steps", "4") == 3
+    assert contents(folder) == contents(head)
+    card = card_of(tmp_path / "head.refused")
+    assert not card["gate"]["published"]
+    assert card["gate"]["reason"].startswith("refused: ")
+    assert "".join(card["gate"]["reason"].split()) in "".join(capsys.readouterr().out.split())
+    assert {p.name for p in tmp_path.iterdir()} == {"head", "head.refused", "head.features"}
+
+
+# Killed, and gone on with
+
+KILLED = """
+import os, signal, sys
+from nemo_specrollout.training import offline_refresh as work
+from nemo_specrollout.training.trainer import HeadTrainer
+name, count = sys.argv[1], int(sys.argv[2])
+work.SAVE_EVERY_S, work.CHUNK_TEXTS = 0.0, 16
+owner, kept = (work, work.hf_features) if name == "hf_features" else (HeadTrainer, HeadTrainer._step)
+
+def killed(*args, **kwargs):
+    global count
+    count -= 1
+    if count < 0:
+        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+    return kept(*args, **kwargs)
+
+setattr(owner, name, killed)
+from nemo_specrollout.cli.main import main
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+def run_killed(name: str, count: int, kill: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command in a process that gets the signal at the so-many-th call of `name`."""
+    code = [sys.executable, "-c", KILLED, name, str(count), kill, *command]
+    return subprocess.run(code, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_a_killed_refresh_goes_on_and_ends_the_same(
+    rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nemo_specrollout.training import offline_refresh as work
+
+    monkeypatch.setattr(work, "CHUNK_TEXTS", 16)
+    command = arguments(tmp_path / "killed", rollouts, "--steps", "6")
+    assert run_killed("hf_features", 2, "SIGKILL", command).returncode == -signal.SIGKILL
+    assert [p.name for p in tmp_path.iterdir()] == ["killed.partial"]
+    assert list((tmp_path / "killed.partial" / "features").glob("shard-*"))
+    stopped = run_killed("_step", 3, "SIGINT", command)
+    assert stopped.returncode == 130 and "the same command goes on" in stopped.stderr
+    assert "going on with" in stopped.stdout and (tmp_path / "killed.partial" / "trainer.pt").is_file()
+    capsys.readouterr()
+    assert main([*command, "--seed", "5"]) == 2
+    assert "unfinished refresh with --seed 0; repeat the same command" in capsys.readouterr().err
+    codes = main(command), refresh(tmp_path / "whole", rollouts, "--steps", "6")
+    assert codes[0] == codes[1]
+    killed, whole = (next(tmp_path.glob(f"{name}*/model.safetensors")) for name in ("killed", "whole"))
+    ours, theirs = load_file(killed), load_file(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+    held_out = card_of(killed.parent)["held_out"], card_of(whole.parent)["held_out"]
+    assert held_out[0] == held_out[1]
+
+
+def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nemo_specrollout.training.refresh_state import RefreshState
+
+    state = RefreshState(tmp_path / "head", replace=False)
+    state.open({"steps": 1}, [], restart=False)
+    (tmp_path / "head.partial" / "trainer.pt").write_bytes(b"of another head")
+    state.release()
+    assert refresh(tmp_path / "head", rollouts, "--steps", "1", "--restart") in (0, 3)
+    assert "going on" not in capsys.readouterr().out
+
+
+def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
+    rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nemo_specrollout.training import head as module
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed")
+
+    out, save = tmp_path / "head", module.save_file
+    monkeypatch.setattr(module, "save_file", full)
+    assert refresh(out, rollouts, "--steps", "1") == 2
+    error = capsys.readouterr().err
+    assert "No space left on device; free some and repeat the command" in error and error.count("\n") == 1
+    assert not out.exists()
+    monkeypatch.setattr(module, "save_file", save)
+    assert refresh(out, rollouts, "--steps", "1") in (0, 3)
+
+
+# Bad input
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs the command, which must fail; returns its sentence, after checking that it is all that happened."""
+
+    def refused(*given: str) -> str:
+        before = contents(tmp_path)
+        assert main(["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), *given]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("nemo-specrollout: ") and error.count("\n") == 1 and "Traceback" not in error
+        assert contents(tmp_path) == before, "something was written"
+        return error
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "give --rollouts PATH, or --prompts FILE"),
+        (["--rollouts", "no/such.jsonl"], "--rollouts no/such.jsonl: no such file or folder"),
+        (["--prompts", "no/such.txt"], "--prompts no/such.txt: no such file"),
+        (["--rollouts", "x", "--prompts", "y"], "leave out one of them"),
+        (["--rollouts", "{rollouts}", "--policy", "no/policy"], "--policy no/policy is not a folder"),
+        (["--rollouts", "{rollouts}", "--draft", "no/head"], "--draft no/head is not a folder"),
+        (["--rollouts", "{rollouts}", "--steps", "0"], "--steps: 0 is out of range; it must be at least 1"),
+        (["--rollouts", "{rollouts}", "--steps", "many"], "--steps: expected int, got 'many'"),
+        (["--rollouts", "{rollouts}", "--steps", "5", "--minutes", "1"], "--steps and --minutes are both given"),
+        (["--rollouts", "{rollouts}", "--lr", "nan"], "--lr: nan is out of range"),
+        (["--rollouts", "{rollouts}", "--confidence", "1"], "--confidence: 1.0 is out of range"),
+        (["--rollouts", "{rollouts}", "--layer-ids", "1,2,9"], "name distinct layers of the policy, 0 to 3"),
+        (["--rollouts", "{rollouts}", "--layer-ids", "1,x"], "--layer-ids[1]: expected int, got 'x'"),
+        (["--rollouts", "{rollouts}", "--draft-vocab", "97"], "--draft-vocab 97: the policy has 96 tokens"),
+        (["--rollouts", "{rollouts}", "--loss", "nlla"], "nlla"),
+        (["--rollouts", "{rollouts}", "--hf-config", "x"], "has a config.json of its own"),
+        (["--rollouts", "{rollouts}", "--out", "{rollouts}"], "exists and is not a draft head"),
+        (["--rollouts", "{rollouts}", "--out", "{rollouts}/x"], "cannot be written to"),
+        (["--rollouts", "{rollouts}", "--out", "{head}"], "give --replace"),
+        (["--rollouts", "{rollouts}", "--device", "tpu"], "choose auto, cpu or cuda"),
+        (["--rollouts", "{rollouts}", "--max-length", "8"], "prompts fill the context of 8 tokens"),
+        (["--rollouts", "{rollouts}", "--store-gb", "0.0001"], "are too few to train and judge a head"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    refused: Refused, rollouts: Path, head: Path, flags: list[str], words: str
+) -> None:
+    assert words in refused(*(flag.format(rollouts=rollouts, head=head) for flag in flags))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", "nothing to learn from"),
+        ("{", "line 1: not JSON"),
+        ("[1, 2]", "line 1: list, not an object"),
+        ('{"question": "a", "answer": "b"}', "line 1: keys answer, question; a rollout has prompt_token_ids"),
+        (
+            '{"prompt_token_ids": [1], "response_token_ids": [2, 96]}',
+            "token id 96 is not of the policy's vocabulary of 96",
+        ),
+        ('{"prompt_token_ids": [1], "response_token_ids": [0.5]}', "must be a list of whole numbers"),
+        ('{"prompt_token_ids": [], "response_token_ids": [1]}', "line 1: the prompt is empty"),
+        ('{"prompt_token_ids": [1], "response_token_ids": []}', "1 responses are empty"),
+        ('{"prompt": "add 1 + 2", "response": "3"}', "1 different prompts are too few"),
+        ('{"token_ids": [[1, 2]], "token_loss_mask": [[0]], "input_lengths": [2]}', "differ in length"),
+    ],
+)
+def test_lines_that_are_not_rollouts_are_refused(refused: Refused, tmp_path: Path, lines: str, words: str) -> None:
+    (tmp_path / "rollouts.jsonl").write_text(lines + "\n")
+    assert words in refused("--rollouts", str(tmp_path))
+
+
+def test_a_file_that_is_not_text_and_a_folder_without_files_are_refused(refused: Refused, tmp_path: Path) -> None:
+    assert "holds no *.jsonl file" in refused("--rollouts", str(tmp_path))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read (it is not UTF-8 text)" in refused("--rollouts", str(tmp_path))
+
+
+def test_rollouts_of_another_policy_are_refused(
+    refused: Refused, examples: list[tuple[list[int], int]], tmp_path: Path
+) -> None:
+    ids_of = torch.randperm(96, generator=torch.Generator().manual_seed(0)).tolist()
+    other = [as_ids([ids_of[i] for i in ids], given) for ids, given in examples]
+    message = refused("--rollouts", str(write_lines(tmp_path / "other.jsonl", other)))
+    assert "worse than -4.56 of guessing: the rollouts are of another tokenizer or policy" in message
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: edit_tensor(f, "fc.weight", lambda t: t.fill_(torch.nan)), "has NaN or infinite values"),
+        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]), "not a whole"),
+        (lambda f: edit_layer(f, hidden_size=128), "hidden_size 128, the policy's is 256"),
+        (lambda f: edit_layer(f, vocab_size=128), "vocab_size 128, the policy's is 96"),
+        (lambda f: edit_layer(f, max_position_embeddings=64), "max_position_embeddings 64 is less"),
+        (lambda f: (f / "config.json").unlink(), "no head folder"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    refused: Refused, rollouts: Path, head: Path, tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    folder = Path(shutil.copytree(head, tmp_path / "draft"))
+    damage(folder)
+    assert words in refused("--rollouts", str(rollouts), "--draft", str(folder))
+
+
+def edit_tensor(folder: Path, name: str, edit: Callable[[torch.Tensor], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_layer(folder: Path, **changes: int) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# Files
+
+
+def test_all_forms_of_rollouts_say_the_same(examples: list[tuple[list[int], int]], tmp_path: Path) -> None:
+    from nemo_specrollout.local.rollout import load_tokenizer
+
+    ids, given = examples[0]
+    tokenizer = load_tokenizer(STEP_ADDER)
+    texts = {"prompt": tokenizer.decode(ids[1:given]), "response": tokenizer.decode(ids[given:])}
+    padded = {
+        "token_ids": [[*ids, 0, 0]],
+        "token_loss_mask": [[0.0] * given + [1.0] * (len(ids) - given) + [0.0, 0.0]],
+        "input_lengths": [len(ids)],
+        "rewards": [1.0],
+    }
+    (tmp_path / "exp_001").mkdir()
+    write_lines(tmp_path / "exp_001" / "train_data_step10.jsonl", [padded])
+    write_lines(tmp_path / "exp_001" / "train_data_step9.jsonl", [as_ids(ids, given)])
+    (tmp_path / "exp_001" / "val_data_step9.jsonl").write_text('{"content": []}\n')
+    file = write_lines(tmp_path / "texts.jsonl", [texts])
+    read = read_rollouts([tmp_path / "exp_001", file], STEP_ADDER, 96, 1024)
+    assert read.num_files == 3 and read.num_tokens == 3 * len(ids)
+    assert all((t.token_ids, t.prompt_length) == (ids, given) for t in read.texts)
+
+
+def test_a_conversation_is_a_text_for_each_turn(tmp_path: Path) -> None:
+    line = {"token_ids": [[1, 5, 6, 7, 8, 9, 10]], "token_loss_mask": [[0, 1, 1, 0, 1, 1, 0]], "input_lengths": [7]}
+    read = read_rollouts([write_lines(tmp_path / "train_data_step1.jsonl", [line])], STEP_ADDER, 96, 6)
+    assert [(t.token_ids, t.prompt_length) for t in read.texts] == [([1, 5, 6], 1), ([1, 5, 6, 7, 8, 9], 4)]
+    assert [t.is_first_turn for t in read.texts] == [True, False]
+    assert {tuple(t.first_prompt) for t in read.texts} == {(1,)}
+
+
+def test_long_texts_are_cut_and_prompts_without_room_skipped(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "r.jsonl", [as_ids([1] * 10, given) for given in (2, 6, 8)])
+    read = read_rollouts([file], STEP_ADDER, 96, 6)
+    assert [len(t.token_ids) for t in read.texts] == [6]
+    assert (read.num_cut, read.num_too_long) == (1, 2)
+
+
+def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("please add 1 + 2\n\nplease add 1 + 2\nplease add 3 + 4\n")
+    plain = read_prompts(tmp_path / "p.txt", STEP_ADDER, 96)
+    file = write_lines(tmp_path / "p.jsonl", [{"prompt": "please add 1 + 2"}, {"prompt_token_ids": plain[1]}])
+    assert read_prompts(file, STEP_ADDER, 96) == plain and len(plain) == 2
+    with pytest.raises(ValueError, match="a prompt has prompt"):
+        read_prompts(write_lines(tmp_path / "q.jsonl", [{"text": "x"}]), STEP_ADDER, 96)
+
+
+def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:
+    from nemo_specrollout.training.feature_store import is_held_out
+
+    prompts = [[i, i + 1, i + 2] for i in range(20)]
+    share = held_out_share(prompts, 0.1)
+    assert 8 <= sum(is_held_out(p, share) for p in prompts) < 16
+    assert held_out_share([[i] for i in range(500)], 0.1) == 0.1
+    with pytest.raises(ValueError, match="15 different prompts are too few"):
+        held_out_share(prompts[:15] * 9, 0.1)
+
+
+def test_the_tokenizer_hash_is_of_its_content(tmp_path: Path) -> None:
+    shutil.copy(STEP_ADDER / "tokenizer.json", tmp_path)
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {"padding": None}, indent=7))
+    assert tokenizer_hash(tmp_path) == tokenizer_hash(STEP_ADDER)
+    tree["model"]["vocab"]["quite new"] = 95
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    assert tokenizer_hash(tmp_path) != tokenizer_hash(STEP_ADDER)
+    (tmp_path / "tokenizer.json").unlink()
+    assert tokenizer_hash(tmp_path) == "none"
+
+
+# In the engine
+
+
+@pytest.mark.slow
+def test_the_policy_answers_prompts_and_the_engine_accepts_what_the_head_drafts(
+    start_engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    from test_equality import requests
+
+    from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.local.task import make_problems
+
+    (tmp_path / "prompts.txt").write_text("\n".join(p.prompt for p in make_problems(3, 64, 0, 5)))
+    command = ["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), "--steps", "150"]
+    assert main([*command, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "200"]) == 0
+    drafter = DrafterConfig("eagle3", model=str(tmp_path / "head"))
+    block = SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3))
+    engine = start_engine(STEP_ADDER, block, max_new_tokens=200)
+    engine.generate(requests(8, 4, first=500))
+    report = engine.report()
+    proposed, accepted = (sum(report[name][0]) for name in ("proposed", "accepted"))
+    expected = card_of(tmp_path / "head")["held_out"]["after"]["acceptance_by_position"][0]
+    assert proposed > 300
+    assert accepted / proposed > 0.5 * expected
