@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`refresh-draft` from the command line: a head is made, refreshed, refused, killed and gone on with; bad input is a sentence."""
+"""`refresh-draft` from the command line: a head is made, refreshed, refused, killed and gone on with."""
 
 import json
 import os
@@ -134,52 +134,57 @@ KILLED = """
 import os, signal, sys
 from nemo_specrollout.training import offline_refresh as work
 from nemo_specrollout.training.trainer import HeadTrainer
-name, count = sys.argv[1], int(sys.argv[2])
-work.SAVE_EVERY_S, work.CHUNK_TEXTS = 0.0, 16
-owner, kept = (work, work.hf_features) if name == "hf_features" else (HeadTrainer, HeadTrainer._step)
 
-def killed(*args, **kwargs):
-    global count
-    count -= 1
-    if count < 0:
-        os.kill(os.getpid(), getattr(signal, sys.argv[3]))
-    return kept(*args, **kwargs)
+work.SAVE_EVERY_S, work.CHUNK_TEXTS, step = 0.0, 16, HeadTrainer._step
 
-setattr(owner, name, killed)
+def killed(trainer, *args):
+    if trainer.num_steps == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, *args)
+
+HeadTrainer._step = killed
 from nemo_specrollout.cli.main import main
-sys.exit(main(sys.argv[4:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 
-def run_killed(name: str, count: int, kill: str, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command in a process that gets the signal at the so-many-th call of `name`."""
-    code = [sys.executable, "-c", KILLED, name, str(count), kill, *command]
-    return subprocess.run(code, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def test_a_killed_refresh_goes_on_and_ends_the_same(
+def test_an_interrupted_and_killed_refresh_goes_on_and_ends_the_same(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from nemo_specrollout.training import offline_refresh as work
 
     monkeypatch.setattr(work, "CHUNK_TEXTS", 16)
+    monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
     command = arguments(tmp_path / "killed", rollouts, "--steps", "6")
-    assert run_killed("hf_features", 2, "SIGKILL", command).returncode == -signal.SIGKILL
+    # Ctrl-C while features are computed
+    with monkeypatch.context() as patched:
+        chunks = iter([work.hf_features, work.hf_features])
+
+        def interrupted(*given: Any) -> Any:
+            compute = next(chunks, None)
+            return compute(*given) if compute else signal.raise_signal(signal.SIGINT)
+
+        patched.setattr(work, "hf_features", interrupted)
+        assert main(command) == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["killed.partial"]
-    assert list((tmp_path / "killed.partial" / "features").glob("shard-*"))
-    stopped = run_killed("_step", 3, "SIGINT", command)
-    assert stopped.returncode == 130 and "the same command goes on" in stopped.stderr
-    assert "going on with" in stopped.stdout and (tmp_path / "killed.partial" / "trainer.pt").is_file()
-    capsys.readouterr()
+    assert len(list((tmp_path / "killed.partial" / "features").glob("shard-*"))) == 2
+    # SIGKILL while the head is trained
+    code = [sys.executable, "-c", KILLED, *command]
+    killed = subprocess.run(
+        code, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "killed.partial" / "trainer.pt").is_file()
     assert main([*command, "--seed", "5"]) == 2
     assert "unfinished refresh with --seed 0; repeat the same command" in capsys.readouterr().err
     codes = main(command), refresh(tmp_path / "whole", rollouts, "--steps", "6")
     assert codes[0] == codes[1]
-    killed, whole = (next(tmp_path.glob(f"{name}*/model.safetensors")) for name in ("killed", "whole"))
-    ours, theirs = load_file(killed), load_file(whole)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
-    held_out = card_of(killed.parent)["held_out"], card_of(whole.parent)["held_out"]
-    assert held_out[0] == held_out[1]
+    assert f"going on with {tmp_path / 'killed.partial'}" in capsys.readouterr().out
+    ours, theirs = (next(tmp_path.glob(f"{name}*/model.safetensors")).parent for name in ("killed", "whole"))
+    tensors = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0] | tensors[1])
+    assert card_of(ours)["held_out"] == card_of(theirs)["held_out"]
 
 
 def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +214,41 @@ def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
     assert not out.exists()
     monkeypatch.setattr(module, "save_file", save)
     assert refresh(out, rollouts, "--steps", "1") in (0, 3)
+
+
+def test_a_kill_after_the_head_is_in_its_place_leaves_only_the_cleaning(
+    head: Path, rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nemo_specrollout.training.refresh_state import RefreshState
+
+    command = arguments(tmp_path / "head", rollouts, "--draft", str(head), "--steps", "12", "--tolerance", "9")
+    with monkeypatch.context() as patched:
+        patched.setattr(RefreshState, "close", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        assert main(command) == 130
+    made = contents(tmp_path / "head")
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("published: held-out acceptance length")
+    assert contents(tmp_path / "head") == made
+    assert [p.name for p in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_head_that_stepped_aside_comes_back(head: Path, tmp_path: Path) -> None:
+    from nemo_specrollout.training.refresh_state import RefreshState
+
+    folder = tmp_path / "head"
+    shutil.copytree(head, folder)
+    state = RefreshState(folder, replace=True)
+    state.open({}, [folder], restart=False)
+    folder.rename(state.replaced)
+    again = RefreshState(folder, replace=True)
+    with pytest.raises(ValueError, match="another process works in"):
+        again.recover()
+    state.release()
+    again.recover()
+    assert contents(folder) == contents(head)
+    assert again.open({}, [folder], restart=False)
+    again.discard()
 
 
 # Bad input
@@ -308,6 +348,7 @@ def test_rollouts_of_another_policy_are_refused(
         (lambda f: edit_layer(f, hidden_size=128), "hidden_size 128, the policy's is 256"),
         (lambda f: edit_layer(f, vocab_size=128), "vocab_size 128, the policy's is 96"),
         (lambda f: edit_layer(f, max_position_embeddings=64), "max_position_embeddings 64 is less"),
+        (lambda f: edit_config(f, eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "distinct layers of the policy, 0 to 3"),
         (lambda f: (f / "config.json").unlink(), "no head folder"),
     ],
 )
@@ -323,6 +364,11 @@ def edit_tensor(folder: Path, name: str, edit: Callable[[torch.Tensor], object])
     tensors = load_file(folder / "model.safetensors")
     edit(tensors[name])
     save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def edit_layer(folder: Path, **changes: int) -> None:
@@ -423,7 +469,7 @@ def test_the_policy_answers_prompts_and_the_engine_accepts_what_the_head_drafts(
     engine = start_engine(STEP_ADDER, block, max_new_tokens=200)
     engine.generate(requests(8, 4, first=500))
     report = engine.report()
-    proposed, accepted = (sum(report[name][0]) for name in ("proposed", "accepted"))
+    proposed, accepted = (report[name][0][0] for name in ("proposed", "accepted"))
     expected = card_of(tmp_path / "head")["held_out"]["after"]["acceptance_by_position"][0]
-    assert proposed > 300
-    assert accepted / proposed > 0.5 * expected
+    assert proposed > 100
+    assert accepted / proposed > 0.6 * expected

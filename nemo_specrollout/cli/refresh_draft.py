@@ -12,19 +12,13 @@ from nemo_specrollout.config.strict import ConfigError
 
 EXIT_REFUSED = 3
 EXIT_INTERRUPTED = 130
-_QUIET_AND_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
     """Makes the head; 0 if it is at --out, 3 if the gate refused it, 130 if interrupted. Raises ConfigError."""
     options = options_of(parsed)
     use_one_thread()
-    for name, value in _QUIET_AND_OFFLINE.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from nemo_specrollout.cli.refresh_draft_run import DraftRefresh
         from nemo_specrollout.training.refresh_state import RefreshState

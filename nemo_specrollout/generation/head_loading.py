@@ -13,6 +13,7 @@ from torch import nn
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.shared_tensors import part, shared_modules
 from nemo_specrollout.scheduling.canary import HeadHealth
+from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 _NOT_LEARNED = ("t2d", "d2t")
@@ -33,10 +34,12 @@ def own_lm_head(target: nn.Module, draft: nn.Module) -> bool:
 
 
 def load_head(runner: Any, folder: Path) -> None:
-    """Replaces the weights of the runner's head by those in `folder`, which `training.head_facts.check_head` has accepted.
+    """Replaces the weights of the runner's head by those in `folder`.
 
-    Raises ValueError if the folder's head does not have the tensors that the engine's has; the engine keeps its own then.
+    Raises ValueError if they are broken, or not of a head like the engine's; the engine keeps its own then.
     """
+    facts = read_head_facts(folder)
+    check_values(facts, read_head_tensors(facts))
     tensors = _read(folder)
     draft = runner.drafter.model
     shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, draft)}
@@ -56,21 +59,26 @@ def load_head(runner: Any, folder: Path) -> None:
     compat.reload_draft_weights(runner, tensors)
 
 
-def head_health(runner: Any, folder: Path | None, age_in_versions: int) -> HeadHealth:
-    """What can be seen of the engine's head, which should be that of `folder`, without drafting: slow, so only when
-    something is wrong."""
+def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_versions: int) -> HeadHealth:
+    """What can be seen of the engine's head, which should be that of `folder` and came after that of `previous`, without
+    drafting: slow, so only when something is wrong.
+
+    A kernel may have repacked a weight, which leaves nothing to see of it in the engine; the files tell then.
+    """
     draft = runner.drafter.model
     owned = {id(p) for p in runner.model.parameters()}
-    # What a kernel has repacked is empty here.
     own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
-    floats = [t for t in own.values() if t.is_floating_point()]
+    published = {} if folder is None else _read(folder)
+    floats = [t for t in (*own.values(), *published.values()) if t.is_floating_point()]
     in_use, meant = compat.aux_layer_ids(runner), None if folder is None else _layer_ids(folder)
+    before = {} if previous is None else _read(previous)
     return HeadHealth(
         non_finite=any(not bool(torch.isfinite(t).all()) for t in floats),
         all_zero=any(not bool(t.any()) for t in floats),
         shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(EMBEDDING)),
-        differs_from_published=folder is not None and not _are_those_of(own, _read(folder)),
-        layer_ids_wrong=None not in (in_use, meant) and in_use != meant,
+        differs_from_published=not _are_those_of(own, published),
+        layer_ids_wrong=(None not in (in_use, meant) and in_use != meant) or _are_layers_swapped(published, before),
+        qkv_interleaved=_is_interleaved(published, before),
         age_in_versions=age_in_versions,
     )
 
@@ -91,3 +99,36 @@ def _are_those_of(own: Mapping[str, torch.Tensor], published: Mapping[str, torch
         if mine is not None and not torch.equal(mine.cpu(), tensor.to(mine.dtype)):
             return False
     return True
+
+
+def _are_layers_swapped(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the parts of `fc` that read each auxiliary layer are more like another layer's of the head before."""
+    new, old = (_weight(tensors, "fc.weight") for tensors in (now, before))
+    if new is None or old is None or new.shape != old.shape or new.shape[1] % new.shape[0]:
+        return False
+    new_A, old_A = (t.float().split(t.shape[0], dim=1) for t in (new, old))
+    nearest = [max(range(len(old_A)), key=lambda i, part=part: _cosine(part, old_A[i])) for part in new_A]  # type: ignore[misc]
+    return nearest != list(range(len(old_A)))
+
+
+def _is_interleaved(now: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the rows of a projection are more like those of the head before once their heads change places with the
+    elements of a head, which is how Megatron's layout looks when read as Hugging Face's."""
+    for projection in ("q_proj.weight", "k_proj.weight"):
+        new, old = (_weight(tensors, projection) for tensors in (now, before))
+        if new is None or old is None or new.shape != old.shape:
+            continue
+        as_it_is = _cosine(new, old)
+        sizes = [n for n in range(2, len(new) // 2 + 1) if len(new) % n == 0]
+        turned = (new.view(n, -1, new.shape[1]).transpose(0, 1).reshape(new.shape) for n in sizes)
+        if as_it_is < 0.5 and any(_cosine(t, old) > max(as_it_is, 0.5) for t in turned):
+            return True
+    return False
+
+
+def _weight(tensors: Mapping[str, torch.Tensor], ending: str) -> torch.Tensor | None:
+    return next((t for name, t in tensors.items() if name.endswith(ending)), None)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0))

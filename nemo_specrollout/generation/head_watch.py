@@ -18,10 +18,11 @@ class HeadWatch:
     service learned from. A collapse turns the drafter off until the next head or wake; a mere decline does not.
     """
 
-    def __init__(self, runner: Any, router: Router, max_age: int | None) -> None:
+    def __init__(self, runner: Any, router: Router, folder: Path | None, max_age: int | None) -> None:
         self._runner, self._router = runner, router
         self._canary = Canary(max_age=max_age)
-        self._folder: Path | None = None
+        self._folder = folder
+        self._previous: Path | None = None
         self.policy_version = self.head_version = 0
         self.alarms: list[dict[str, Any]] = []
         router.on_model_outcome = self._observe
@@ -44,7 +45,7 @@ class HeadWatch:
 
     def published(self, folder: Path, head_version: int, expected_length: float | None, num_positions: int) -> None:
         """The head of `folder` is in service, made for the policy of `head_version`."""
-        self._folder, self.head_version = folder, head_version
+        self._previous, self._folder, self.head_version = self._folder, folder, head_version
         self.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ class HeadWatch:
         alarm = self._canary.observe(drafted_K, accepted_K, HeadHealth(age_in_versions=self.age))
         if alarm is None:
             return
-        alarm = alarm.explained_by(head_health(self._runner, self._folder, self.age))
+        alarm = alarm.explained_by(head_health(self._runner, self._folder, self._previous, self.age))
         is_collapse = self._canary.is_silent
         if is_collapse:
             self._router.may_ask_model = False

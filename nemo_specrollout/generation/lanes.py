@@ -41,8 +41,8 @@ class Lanes:
     def has(self, req_id: str) -> bool:
         return req_id in self._lane_of
 
-    def release_absent(self, req_ids: list[str], alive: Container[str]) -> list[int]:
-        """Frees the lanes of requests that left the batch, and returns them; parks those that are still `alive`."""
+    def release_absent(self, req_ids: list[str], alive: Container[str]) -> dict[str, int]:
+        """Frees the lanes of requests that left the batch, and returns them by request; parks those still `alive`."""
         present = set(req_ids)
         gone = [r for r in self._lane_of if r not in present]
         for req_id in gone:
@@ -50,9 +50,13 @@ class Lanes:
             if req_id in alive:
                 self._parked[req_id] = int(self._seen[lane])
         self._parked = {r: n for r, n in self._parked.items() if r in alive}
-        lanes = [self._lane_of.pop(r) for r in gone]
-        self._free.extend(lanes)
+        lanes = {r: self._lane_of.pop(r) for r in gone}
+        self._free.extend(lanes.values())
         return lanes
+
+    def is_parked(self, req_id: str) -> bool:
+        """Whether the request is out of the batch, but will be back."""
+        return req_id in self._parked
 
     def assign(self, req_id: str, prompt_length: int, max_tokens: int | None, speculate: bool) -> int:
         """A free lane for a request; one that must not speculate gets a length limit that leaves no room for drafts."""

@@ -6,6 +6,7 @@ that they need not run while nobody asks them. Shapes: B requests of the batch, 
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import StepOutput
-from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer
+from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer, Rows
 from nemo_specrollout.generation.sampler import BatchKeys
 from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
 from nemo_specrollout.scheduling.draft_time import DraftTimes
@@ -80,11 +81,29 @@ class ModelDrafter:
         self.times = DraftTimes()
         self._seconds = 0.0
         self._step: StepOutput | None = None
+        self._parked: dict[str, Rows] = {}
 
     def take_seconds(self) -> float:
         """Seconds of drafting and reading since last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def open(self, lane: int, req_id: str, num_computed: int) -> None:
+        """A request takes `lane`, of which the target has computed so many tokens already; what was unread of them when it
+        was put aside still is."""
+        rows = self._parked.pop(req_id, None)
+        if rows is not None and (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
+            lanes_N = np.full(count, lane)
+            self.unread.append([rows.hidden_NF], None, lanes_N, rows.positions_N[:count], rows.token_ids_N[:count])
+
+    def close(self, lane: int, req_id: str, *, is_parked: bool) -> None:
+        """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back."""
+        if is_parked and self.unread.counts(np.array([lane]))[0]:
+            rows = self.unread.take(np.array([lane]))
+            self._parked[req_id] = replace(rows, hidden_NF=rows.hidden_NF.clone())
+        else:
+            self._parked.pop(req_id, None)
+            self.unread.forget([lane])
 
     def keep(self, step: StepOutput, new: AcceptedRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
         """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit or one

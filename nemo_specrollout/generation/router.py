@@ -220,13 +220,13 @@ class Router:
         if self._lanes.matches(req_ids):
             return
         released = self._lanes.release_absent(req_ids, self._runner.requests)
-        for lane in released:
+        for req_id, lane in released.items():
             for drafter in self._drafters.values():
                 drafter.close(lane)
-        if self.model is not None:
-            self.model.unread.forget(released)
+            if self.model is not None:
+                self.model.close(lane, req_id, is_parked=self._lanes.is_parked(req_id))
         if self.capture is not None:
-            self.capture.close(released)
+            self.capture.close(list(released.values()))
         for row, req_id in enumerate(req_ids):
             if not self._lanes.has(req_id):
                 self._open(req_id, row, token_ids)
@@ -238,6 +238,8 @@ class Router:
         prompt_length = len(state.prompt_token_ids)
         lane = self._lanes.assign(req_id, prompt_length, state.sampling_params.max_tokens, identity.speculate)
         self._estimator.reset(lane)
+        if self.model is not None:
+            self.model.open(lane, req_id, int(self._runner.input_batch.num_computed_tokens_cpu[row]))
         if self.capture is not None:
             self.capture.open(lane, identity.seed, prompt_length)
         for drafter in self._drafters.values():

@@ -66,7 +66,11 @@ class SpecrolloutWorkerMixin:
         if router is None or router.model is None:
             return
         refresh = router.config.draft_refresh
-        self.specrollout_head = HeadWatch(self.model_runner, router, None if refresh is None else refresh.max_age_alarm)
+        drafter = router.config.model_drafter
+        is_head = drafter is not None and drafter.type == "eagle3" and drafter.model is not None
+        folder = Path(str(drafter.model)) if drafter is not None and is_head else None
+        max_age = None if refresh is None else refresh.max_age_alarm
+        self.specrollout_head = HeadWatch(self.model_runner, router, folder, max_age)
         if refresh is not None and compat.is_output_rank():
             model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
             row_bytes = 4 * model.get_hidden_size() * model.dtype.itemsize

@@ -74,7 +74,7 @@ class GrpoRunner:
         with self.progress.rollout(step, len(prompts.requests)) as on_finished:
             rollout = roll_out(self.engine, prompts, self.config, on_finished)
         if self.refresher is not None:
-            self.refresher.policy_moves(self.policy.hf_tensors())
+            self.refresher.policy_moves(step, self.policy.hf_tensors())
         with self.progress.phase(f"step {step}: log-probs"):
             scored = self.score(rollout)
         with self.progress.phase(f"step {step}: training"):

@@ -93,6 +93,7 @@ def capture_features(
     lm_head_VH: torch.Tensor,
     device: torch.device,
     on_progress: Callable[[int], None],
+    temperature: float = 1.0,
     max_tokens: int = 8192,
 ) -> str | None:
     """Stores the features of `texts` that the store has not yet; returns a warning about the rollouts, or None.
@@ -109,7 +110,7 @@ def capture_features(
         chunk = texts[start : start + CHUNK_TEXTS]
         found = hf_features(policy, [t.text for t in chunk], layer_ids, max_tokens)
         if start == 0:
-            warning = check_surprise(measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES]), vocab_size)
+            warning = check_surprise(measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES], temperature), vocab_size)
         with _no_room_for_features(store):
             for i, features in enumerate(found, start):
                 if i >= done:
@@ -201,9 +202,9 @@ def conclude(
         )
     card["policy"]["folder"] = str(policy)
     write_atomically(state.candidate / CARD, json.dumps(card, indent=1) + "\n")
-    place = state.out if refresh.published else state.refused
-    state.put(state.candidate, place)
-    return place
+    for file in state.candidate.iterdir():  # safetensors makes files that only their owner can read
+        file.chmod(0o644)
+    return state.put(refresh.published, refresh.reason)
 
 
 def source_of(head: DraftHead, policy: Path, tokenizer: str) -> FeatureSource:

@@ -15,6 +15,8 @@ from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead
 from nemo_specrollout.training.trainer import Budget, HeadTrainer, OnStep, TrainingResult, TrainingSettings
 
+SMALLEST_LENGTH = 0.05
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -38,6 +40,15 @@ class Refresh:
     @property
     def published(self) -> bool:
         return self.judgement is not None and self.judgement.decision.published
+
+
+def gain_of(refresh: Refresh) -> float | None:
+    """How many times as many draft tokens of a published head are right as of the one before; None of a refused one."""
+    judgement = refresh.judgement
+    if not refresh.published or judgement is None:
+        return None
+    before = 1.0 if judgement.before is None else judgement.before.expected_length
+    return (judgement.after.expected_length - 1.0) / max(before - 1.0, SMALLEST_LENGTH)
 
 
 def refresh_head(

@@ -19,12 +19,12 @@ class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
     Holds `arguments.json` (what was asked, and the sizes and times of the files that were named), `policy/` (where it was
-    converted), `rollouts.jsonl` (what the policy generated), `features/`, `trainer.pt`, `candidate/` and `trained.json`, in
-    the order in which they appear. Each is whole or not there. Example:
+    converted), `rollouts.jsonl` (what the policy generated), `features/`, `trainer.pt`, `candidate/`, `trained.json` and
+    `verdict.json`, in the order in which they appear. Each is whole or not there. Example:
 
         state = RefreshState(Path("head"), replace=False)
         went_on = state.open({"steps": 500}, [policy], restart=False)
-        state.put(state.candidate, state.out)
+        state.put(True, "published: ...")
         state.close(keep_features=False)
     """
 
@@ -38,6 +38,7 @@ class RefreshState:
         self.rollouts, self.features = self.folder / "rollouts.jsonl", self.folder / "features"
         self.trainer, self.candidate = self.folder / "trainer.pt", self.folder / "candidate"
         self.trained, self.replaced = self.folder / "trained.json", self.folder / "replaced"
+        self._verdict = self.folder / "verdict.json"
         self._lock: TextIO | None = None
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
@@ -50,12 +51,21 @@ class RefreshState:
             raise ValueError(f"--out {out}: {above} cannot be written to; name another folder")
         if out.exists() and not is_head(out):
             raise ValueError(f"--out {out} exists and is not a draft head; name a folder that does not exist")
-        if out.exists() and not replace:
+        if out.exists() and not replace and self.verdict() is None:
             raise ValueError(
                 f"--out {out} holds a head; give --replace to put the new one there, or name another folder"
             )
         if self.refused.exists() and not is_head(self.refused):
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
+        if self.kept_features.exists() and not (self.kept_features / "index.json").is_file():
+            raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
+
+    def recover(self) -> None:
+        """First of all: if an earlier process died while it exchanged two heads, puts the old one back. Raises ValueError if
+        another process works in the folder."""
+        if self.folder.is_dir():
+            self._take_lock()
+            self._put_back()
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
         """Begins, or goes on with what an earlier process left; True for the latter.
@@ -69,29 +79,38 @@ class RefreshState:
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
+        self._put_back()
         if restart:
-            self._put_back()
             for path in self.folder.iterdir():
                 if path.name != ".lock":
                     _remove(path)
         goes_on = self.arguments.is_file()
         if goes_on:
             self._check_same(wanted)
-            self._put_back()
         else:
             write_atomically(self.arguments, json.dumps(wanted, indent=1) + "\n")
         return goes_on
 
-    def put(self, head: Path, place: Path) -> None:
-        """Moves a head of this folder to `place`, `out` or `refused`; the one that is there goes. At any moment a whole head
-        is at `out`, or, for the time of one rename, in `replaced/`, from where the next `open` takes it back."""
+    def verdict(self) -> tuple[bool, str] | None:
+        """Whether the candidate was published and why, if it is in its place and only the folder is left to be removed."""
+        if self.candidate.exists() or not self._verdict.is_file():
+            return None
+        published, reason = json.loads(self._verdict.read_text())
+        return bool(published), str(reason)
+
+    def put(self, published: bool, reason: str) -> Path:
+        """Moves the candidate to `out`, or to `refused`, which is returned; the head that is there goes. At any moment a whole
+        head is at `out`, or, for the time of one rename, in `replaced/`, from where the next `open` takes it back."""
+        place = self.out if published else self.refused
+        write_atomically(self._verdict, json.dumps([published, reason]) + "\n")
         _remove(self.replaced)
         if place == self.out and place.exists():
             os.rename(place, self.replaced)
         elif place.exists():
             _remove(place)
-        os.rename(head, place)
+        os.rename(self.candidate, place)
         _remove(self.replaced)
+        return place
 
     def close(self, keep_features: bool) -> None:
         """All is done: removes the folder; the features may be kept beside the head, for another refresh."""
@@ -124,13 +143,17 @@ class RefreshState:
         names = [n for n in {**before, **wanted["arguments"]} if before.get(n) != wanted["arguments"].get(n)]
         fix = "repeat the same command, name another --out, or give --restart to begin anew"
         if names:
-            old = ", ".join(f"--{n.replace('_', '-')} {before.get(n)}" for n in names)
+            old = ", ".join(_flag(n, before.get(n)) for n in names)
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
+        if self.verdict() is not None:  # all is done, and the head that it began with may be the one that it replaced
+            return
         changed = sorted(n for n in {**inputs, **wanted["inputs"]} if inputs.get(n) != wanted["inputs"].get(n))
         if changed:
             raise ValueError(f"{changed[0]} changed since {self.folder} was begun; give --restart to begin anew")
 
     def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
         file = (self.folder / ".lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,6 +174,14 @@ def is_head(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and any(mark in config for mark in _HEAD_MARKS)
+
+
+def _flag(name: str, value: Any) -> str:
+    """As it was given on the command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value == []:
+        return f"no {flag}"
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:

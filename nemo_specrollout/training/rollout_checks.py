@@ -24,7 +24,7 @@ MAX_STATE_CHANGE, WARN_STATE_CHANGE = 0.5, 0.1
 @dataclass(frozen=True)
 class Surprise:
     """Of a policy by generated tokens, nats a token: `mean_logprob` of what came, `entropy` of what it expected. On its own
-    samples at temperature 1 the first is about minus the second."""
+    samples the first is about minus the second."""
 
     mean_logprob: float
     entropy: float
@@ -36,8 +36,10 @@ class Surprise:
 
 
 @torch.no_grad()
-def measure_surprise(lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatures]) -> Surprise:
-    """Over the generated tokens of `sequences`, by the policy's LM head."""
+def measure_surprise(
+    lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatures], temperature: float = 1.0
+) -> Surprise:
+    """Over the generated tokens of `sequences`, by the policy's LM head at `temperature`, where 0 counts as 1."""
     rows = max(1, CHUNK_ELEMENTS // len(lm_head_VH))
     logprob = entropy = 0.0
     num_tokens = 0
@@ -46,7 +48,7 @@ def measure_surprise(lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatu
         for start in range(first, features.num_tokens - 1, rows):
             stop = min(start + rows, features.num_tokens - 1)
             logits_RV = (features.final_TH[start:stop].to(lm_head_VH) @ lm_head_VH.T).float()
-            logprobs_RV = torch.log_softmax(logits_RV, -1)
+            logprobs_RV = torch.log_softmax(logits_RV / (temperature or 1.0), -1)
             tokens_R = features.token_ids_T[start + 1 : stop + 1].long().to(logprobs_RV.device)
             logprob += float(logprobs_RV.gather(1, tokens_R[:, None]).sum())
             entropy -= float((logprobs_RV.exp() * logprobs_RV).sum())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's refreshes, one after the other: what the trigger is told, and what is learned from how each went. Pure.
+
+Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
+"""
+
+from dataclasses import dataclass
+
+from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.scheduling.refresh_trigger import (
+    DecodeCosts,
+    RefreshDecision,
+    RefreshObservation,
+    RefreshOutlook,
+    build_trigger,
+)
+
+FIRST_REFRESH_S = 8.0
+"""Seconds that a refresh is thought to take before one was done."""
+SMOOTHING = 0.5
+SHORTEST_S = 0.5
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """An RL step: its acceptance length, generated tokens, seconds, steps to come, and what decoding costs."""
+
+    acceptance_length: float
+    num_tokens: int
+    seconds: float
+    steps_to_come: int
+    costs: DecodeCosts
+
+
+class RefreshSchedule:
+    """Decides after each RL step whether to refresh; owns the trigger and what it has seen of the run.
+
+    Example: `decision = schedule.after_step(facts)`; if it says refresh, train for `schedule.budget_s()` and tell
+    `schedule.refreshed(seconds, gain)`.
+    """
+
+    def __init__(self, config: DraftRefreshConfig) -> None:
+        self._config = config
+        self._trigger = build_trigger(config)
+        self._outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
+        self._length: float | None = None
+        self._published_length: float | None = None
+        self._steps_since = 0
+        self._run_s = self._waited_s = 0.0
+
+    def after_step(self, facts: StepFacts) -> RefreshDecision:
+        """The decision, with its reason; asked once an RL step."""
+        length = facts.acceptance_length
+        self._length = length if self._length is None else self._length + SMOOTHING * (length - self._length)
+        if self._published_length is None:
+            self._published_length = length
+        self._steps_since += 1
+        self._run_s += facts.seconds
+        return self._trigger.decide(
+            RefreshObservation(
+                acceptance_length=self._length,
+                published_length=self._published_length,
+                tokens_per_step=facts.num_tokens,
+                steps_to_come=facts.steps_to_come,
+                steps_since_refresh=self._steps_since,
+                costs=facts.costs,
+                outlook=self._outlook,
+                run_s=self._run_s,
+                waited_s=self._waited_s,
+            )
+        )
+
+    def budget_s(self) -> float:
+        """The longest that the next refresh may train: its share of the run so far, less what is used up."""
+        share, wanted = self._config.max_time_share, self._config.max_train_seconds or FIRST_REFRESH_S
+        if share >= 1.0:
+            return wanted
+        return max(SHORTEST_S, min(wanted, (share * self._run_s - self._waited_s) / (1.0 - share)))
+
+    def refreshed(self, seconds: float, gain: float | None) -> None:
+        """A refresh took so long; the head published makes `gain` times as many draft tokens right as the one before,
+        None if it was refused."""
+        self._run_s += seconds
+        self._waited_s += seconds
+        self._steps_since = 0
+        if gain is None or self._length is None:
+            self._outlook = self._outlook.after_rejection(seconds)
+            return
+        after = 1.0 + (self._length - 1.0) * gain
+        self._outlook = self._outlook.after_publish(
+            self._length, self._published_length or self._length, after, seconds
+        )
+        self._length = self._published_length = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that refreshes took."""
+        return self._waited_s
