@@ -159,6 +159,7 @@ def attention_of_rows(
     """vLLM's metadata for a pass over the last `counts_b` of the first `ends_b` tokens of a batch's requests `rows_b`.
 
     `batch` is the metadata of the whole batch, `positions_N` the positions of all those tokens, request by request.
+    vLLM counts lengths up in place while it drafts, on both sides: they must not share memory on a CPU.
     """
     device = positions_N.device
     starts_cpu = torch.zeros(len(rows_b) + 1, dtype=torch.int32)
@@ -170,7 +171,7 @@ def attention_of_rows(
     return CommonAttentionMetadata(
         query_start_loc=starts_cpu.to(device),
         query_start_loc_cpu=starts_cpu,
-        seq_lens=ends_cpu.to(device),
+        seq_lens=ends_cpu.to(device, copy=True),
         seq_lens_cpu_upper_bound=ends_cpu,
         num_reqs=len(rows_b),
         num_actual_tokens=len(positions_N),
