@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 MEASURE_EVERY_S = 20.0
 LIVE_TOKENS = 1_000
 """Of held-out sequences, by which acceptance is measured while training."""
-BATCH_TOKENS = {"cpu": 256, "cuda": 4096}
-SMALL_HIDDEN, SMALL_RATE, RATE_FALL = 256, 3e-3, 1.227
 
 
 class DraftRefresh:
@@ -180,7 +178,7 @@ class DraftRefresh:
         return PublishGate(self._options.confidence, self._options.tolerance)
 
     def _settings(self) -> "TrainingSettings":
-        from nemo_specrollout.training.trainer import TrainingSettings
+        from nemo_specrollout.training.trainer import BATCH_TOKENS, TrainingSettings, default_learning_rate
 
         options = self._options
         return TrainingSettings(
@@ -198,11 +196,6 @@ class DraftRefresh:
         if options.steps is not None:
             return Budget(steps=options.steps)
         return Budget(seconds=60.0 * (options.minutes or DEFAULT_MINUTES))
-
-
-def default_learning_rate(hidden_size: int) -> float:
-    """3e-3 up to a hidden size of 256, then falling as a power of it, to 1e-4 at 4096."""
-    return SMALL_RATE * min(1.0, (SMALL_HIDDEN / hidden_size) ** RATE_FALL)
 
 
 def _silence_transformers() -> None:

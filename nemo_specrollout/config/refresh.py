@@ -33,17 +33,17 @@ class DraftRefreshConfig:
     max_train_seconds: float | None = bounded(None, above=0.0)
     """The longest that one refresh may train; null is no limit of its own."""
 
-    loss: str = choice(*LOSSES, default="lk_hybrid")
-    """What the head minimizes: speculators' loss of that name, or the mean of two."""
+    loss: str = choice(*LOSSES, default="tv+kl_div")
+    """What the head minimizes: speculators' loss of that name, or the mean of two (docs/benchmarks.md compares them)."""
 
-    learning_rate: float = bounded(1e-4, above=0.0, high=1.0)
-    """Of the head's optimizer, AdamW, constant."""
+    learning_rate: float | None = bounded(None, above=0.0, high=1.0)
+    """Of the head's optimizer, AdamW, constant; null: 1e-3 up to a hidden size of 256, falling to 3e-5 at 4096."""
 
-    ttt_steps: int = bounded(3, low=1, high=16)
+    ttt_steps: int = bounded(5, low=1, high=16)
     """Positions ahead that the head is trained to draft on its own features."""
 
-    tokens_per_batch: int = bounded(8192, low=1)
-    """Tokens of an optimizer step."""
+    tokens_per_batch: int | None = bounded(None, low=8)
+    """Tokens of an optimizer step; null: 256 on a CPU, 4096 on a GPU."""
 
     rollout_capture_share: float = bounded(0.1, above=0.0, high=1.0)
     """Share of requests whose features are kept as they are generated. What capturing costs grows with it."""

@@ -2,7 +2,7 @@
 """Online refresh in a local run: the head learns between two steps, in the trainer's process, when that pays."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from nemo_specrollout.training.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.training.head import DraftHead, load_head, save_head
 from nemo_specrollout.training.head_card import write_card
 from nemo_specrollout.training.refresh import Refresh, gain_of, refresh_head
-from nemo_specrollout.training.trainer import Budget, TrainingSettings
+from nemo_specrollout.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
 
 # Tokens of the newest features that a refresh learns from, and those that judge it, at most.
 TRAINING_TOKENS, HELD_OUT_TOKENS = 60_000, 12_000
@@ -83,7 +83,7 @@ class LocalRefresher:
         if not training or not held_out:
             return {"decision": "skipped: nothing was captured yet", "published": False}
         self._head.set_policy_weights(self._policy_tensors)
-        settings = settings_of(self._block)
+        settings = settings_of(self._block, self._head)
         refresh = refresh_head(
             self._head, training, held_out, settings, Budget(seconds=self._schedule.budget_s()),
             self._gate,
@@ -139,14 +139,14 @@ def teacher_file(heads: Path, version: int) -> Path:
     return folder / f"policy_{version}.safetensors"
 
 
-def settings_of(block: DraftRefreshConfig) -> TrainingSettings:
-    """The trainer's settings, from the block's."""
-    loss: Mapping[str, str] = {"tv+kl_div": '{"tv": 0.5, "kl_div": 0.5}'}
+def settings_of(block: DraftRefreshConfig, head: DraftHead) -> TrainingSettings:
+    """The trainer's settings, from the block's. A head that is refreshed learns at a third of a new one's rate."""
+    mixed = {"tv+kl_div": '{"tv": 0.5, "kl_div": 0.5}'}
     return TrainingSettings(
-        loss=loss.get(block.loss, block.loss),
-        learning_rate=block.learning_rate,
+        loss=mixed.get(block.loss, block.loss),
+        learning_rate=block.learning_rate or default_learning_rate(head.model.hidden_size) / 3,
         schedule="constant",
         warmup_steps=4,
         ttt_steps=block.ttt_steps,
-        batch_tokens=block.tokens_per_batch,
+        batch_tokens=block.tokens_per_batch or BATCH_TOKENS[head.device.type],
     )

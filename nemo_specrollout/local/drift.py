@@ -10,7 +10,7 @@ head could have learned from, and every trigger can be tried on the very same po
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def replay(
     """A line for each step: held-out acceptance of the head in service, and what the trigger did."""
     schedule = RefreshSchedule(trigger)
     gate = PublishGate(trigger.confidence, trigger.tolerance)
-    training = settings_of(replace(settings.refresh, trigger=trigger.trigger))
+    training = settings_of(settings.refresh, head)
     lines, training_s = [], 0.0
     for step in recording.steps:
         version = step["step"]
@@ -177,14 +177,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each refresh")
     parser.add_argument("--num-drafts", type=int, default=5)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--only", nargs="*", default=list(TRIGGERS), choices=list(TRIGGERS))
     args = parser.parse_args()
     recording = Recording.read(args.run)
     policy = Path(recording.config.policy.model_name)
-    refresh = DraftRefreshConfig(
-        loss="tv+kl_div", learning_rate=args.learning_rate, tokens_per_batch=256, ttt_steps=args.num_drafts
-    )
+    refresh = DraftRefreshConfig(learning_rate=args.learning_rate, ttt_steps=args.num_drafts)
     settings = Settings(refresh, args.steps, args.num_drafts)
     args.out.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[dict[str, Any]]] = {}
