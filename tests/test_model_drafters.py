@@ -11,7 +11,8 @@ from conftest import STEP_ADDER
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine
+from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
 
 pytestmark = pytest.mark.integration
 
@@ -199,6 +200,105 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
             engine.load_head(folder)
     engine.generate(requests(2, 2), **LONG)
     assert sum(engine.report()["proposed"][0]) > 100
+
+
+def test_features_of_the_rollout_are_those_of_a_hugging_face_policy(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """And a refit cuts them: each sequence has one version of the policy."""
+    import torch
+
+    from nemo_specrollout.training.hf_features import hf_features, load_policy
+
+    refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=0.5)
+    block = SpecrolloutConfig(drafters=(head, NGRAM), budget=BudgetConfig("random"), draft_refresh=refresh)
+    engine = start_engine(STEP_ADDER, block, 128)
+    asked = requests(6, 4, first=50)
+    rollouts = engine.generate(asked, **LONG)
+    engine.generate(requests(1, 1), max_tokens=1)  # the batch must change for the last ones to be closed
+    captured = engine.take_features()
+    assert 4 <= len(captured) <= 20
+    wanted = {(*r.prompt_token_ids, *o.token_ids[:-1]): r for r, o in zip(asked, rollouts, strict=True)}
+    texts = [(f.token_ids_T.tolist(), f.prompt_length) for f in captured]
+    assert all(tuple(ids) in wanted and length == len(wanted[tuple(ids)].prompt_token_ids) for ids, length in texts)
+    for mine, theirs in zip(captured, hf_features(load_policy(STEP_ADDER), texts, (1, 2, 3)), strict=True):
+        torch.testing.assert_close(mine.aux_TF, theirs.aux_TF, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(mine.final_TH, theirs.final_TH, rtol=1e-4, atol=1e-3)
+    assert {f.policy_version for f in captured} == {0}
+    engine.load_weights(policy_tensors())
+    assert {f.policy_version for f in engine.take_features()} <= {0}
+    engine.generate(asked, **LONG)
+    assert {f.policy_version for f in engine.take_features()} == {1}
+
+
+def policy_tensors(scale: float = 1.0) -> list[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(STEP_ADDER / "model.safetensors")
+    return [(name, t.float() * (scale if "layers.1.mlp" in name else 1.0)) for name, t in tensors.items()]
+
+
+def test_a_drafter_that_the_policy_leaves_behind_raises_an_alarm_and_is_turned_off(
+    start_engine: Callable[..., RolloutEngine],
+) -> None:
+    """After a refit that changes little there is no alarm; tokens are exact throughout."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), 128)
+    asked = requests(6, 4, first=50)
+    for scale in (1.0, 1.001, -1.0):
+        for each in (engine, plain):
+            each.load_weights(policy_tensors(scale))
+        assert_equal(engine.generate(asked, **LONG), plain.generate(asked, **LONG))
+        alarms = engine.take_alarms()
+        assert len(alarms) == (scale < 0)
+    assert alarms[0]["event"] == "refit" and alarms[0]["cause"] == "stale" and alarms[0]["drafter_off"]
+    proposed = engine.report()["proposed"]
+    engine.generate(asked, **LONG)
+    assert engine.report()["proposed"] == proposed
+
+
+def test_a_head_that_loses_its_weights_raises_an_alarm(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """As when a wake does not bring them back."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
+    engine.generate(requests(6, 4, first=50), **LONG)
+    draft = router_of(engine)._runner.drafter.model
+    draft.model.norm.weight.data.zero_()
+    engine.generate(requests(6, 4, first=60), **LONG)
+    (alarm,) = engine.take_alarms()
+    assert alarm["cause"] == "all_zero" and alarm["seen"] < 0.2 and alarm["expected"] > 0.8
+
+
+def test_samples_tell_their_versions_and_drafts_and_are_exact_for_each_span(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """The policy gets new weights in the middle of requests: with drafts and without, tokens are the same."""
+    asked = requests(3, 2, first=50)
+    engines = [
+        start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")), 96)
+        for drafters in ((head, NGRAM), (NGRAM,))
+    ]
+    outputs = []
+    for engine in engines:
+        generation = Generation(engine, asked, sampling={**LONG, "max_tokens": 96})
+        while not generation.is_done and engine.num_steps < 14:
+            generation.advance(0.0)
+        engine.load_weights(policy_tensors(1.5))
+        generation.advance()
+        stamps = engine.take_stamps(asked)
+        outputs.append((generation.rollouts, stamps))
+        for request, rollout, stamp in zip(asked, generation.rollouts, stamps, strict=True):
+            assert stamp is not None and 0 < stamp["num_accepted"] + 1 <= stamp["num_drafted"] + 1
+            (first, start), (second, change) = stamp["policy_spans"]
+            prompt = len(request.prompt_token_ids)
+            assert (first, second) == (0, 1) and prompt == start < change < prompt + len(rollout.token_ids)
+    changes = [[s["policy_spans"][1][1] for s in stamps if s] for _, stamps in outputs]
+    for row, (change_a, change_b) in enumerate(zip(*changes, strict=True)):
+        until = min(change_a, change_b) - len(asked[row].prompt_token_ids)
+        a, b = (rollouts[row].token_ids[:until] for rollouts, _ in outputs)
+        assert a == b and until > 5
+    assert all((s and s["head_versions"] == (0, 0)) or s["head_versions"] == [0, 0] for s in outputs[0][1])
 
 
 def test_the_router_stops_asking_a_head_that_is_never_right(

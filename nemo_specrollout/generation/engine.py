@@ -17,6 +17,7 @@ from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
+from nemo_specrollout.sampling.seeds import request_seed
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features import SequenceFeatures
@@ -87,6 +88,7 @@ class RolloutEngine:
         self.num_steps = 0
         self._num_requests = 0
         self._generation = generation
+        self._seed = seed
         self._stop_token_ids = _stop_token_ids(model)
         arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, generation.specrollout, "cpu")
         self._has_our_worker = "worker_cls" in arguments
@@ -166,6 +168,13 @@ class RolloutEngine:
         Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
         """
         self._llm.collective_rpc("specrollout_load_head", args=(str(folder), None, expected_length, num_positions))
+
+    def take_stamps(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
+        """What is written on the samples of finished requests (`stamps.py`); None where no router looked at one."""
+        if not self._has_our_worker:
+            return [None] * len(requests)
+        seeds = [request_seed(self._seed, r.prompt_index, r.sample_index, r.policy_version) for r in requests]
+        return self._llm.collective_rpc("specrollout_take_stamps", args=(seeds,))[0]
 
     def take_features(self) -> list["SequenceFeatures"]:
         """What was captured, since last asked, for the training of a head."""

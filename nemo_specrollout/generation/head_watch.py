@@ -46,6 +46,7 @@ class HeadWatch:
     def published(self, folder: Path, head_version: int, expected_length: float | None, num_positions: int) -> None:
         """The head of `folder` is in service, made for the policy of `head_version`."""
         self._previous, self._folder, self.head_version = self._folder, folder, head_version
+        self._router.stamps.head_version = head_version
         self.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def take_alarms(self) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from nemo_specrollout.generation.lanes import Lanes
 from nemo_specrollout.generation.model_drafter import MODEL_LEVEL_PRIORS, ModelDrafter
 from nemo_specrollout.generation.row_buffer import AcceptedRows
 from nemo_specrollout.generation.sampler import CoupledSampler
+from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
@@ -66,6 +67,7 @@ class Router:
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
         self.accepted_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
+        self.stamps = Stamps(num_lanes)
         self._last_step: tuple[int, int, float, int] | None = None
         self._runner: Any = None
         self.is_passive = False
@@ -91,6 +93,13 @@ class Router:
         """The drafter with weights has new ones: what was learned of it no longer holds, and it may draft again."""
         self._estimator.forget_drafter(self._model_index)
         self.may_ask_model = True
+
+    def policy_updated(self, version: int) -> None:
+        """The policy has new weights from now on; requests may be under way."""
+        batch, lanes_B = self._runner.input_batch, self._lanes.lanes_B
+        is_same_batch = self._lanes.matches(batch.req_ids)
+        lanes_B = lanes_B if is_same_batch else lanes_B[:0]
+        self.stamps.policy_updated(version, lanes_B, batch.num_tokens_no_spec[: len(lanes_B)])
 
     def take_has_drafts(self) -> bool:
         """Whether this step's proposal gave any request a draft; asked once a step.
@@ -220,6 +229,7 @@ class Router:
         if self._lanes.matches(req_ids):
             return
         released = self._lanes.release_absent(req_ids, self._runner.requests)
+        self.stamps.close(list(released.values()))
         for req_id, lane in released.items():
             for drafter in self._drafters.values():
                 drafter.close(lane)
@@ -238,6 +248,8 @@ class Router:
         prompt_length = len(state.prompt_token_ids)
         lane = self._lanes.assign(req_id, prompt_length, state.sampling_params.max_tokens, identity.speculate)
         self._estimator.reset(lane)
+        num_tokens = int(self._runner.input_batch.num_tokens_no_spec[row])
+        self.stamps.open(lane, identity.seed, prompt_length, num_tokens)
         if self.model is not None:
             self.model.open(lane, req_id, int(self._runner.input_batch.num_computed_tokens_cpu[row]))
         if self.capture is not None:
@@ -272,6 +284,7 @@ class Router:
         if submitted is None:
             return
         d, verified_B = self._model_index, self._sampler.num_drafts_B
+        self.stamps.count(self._lanes.lanes_B, np.minimum(submitted[1], verified_B), emitted_B)
         before = (self.proposed_DK[d].copy(), self.accepted_DK[d].copy())
         totals_D2 = count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
         self.trace.add_drafts(totals_D2)

@@ -167,6 +167,8 @@ class SpecrolloutWorkerMixin:
         """The engine has new weights; taking them kept it from steps for so long."""
         self.specrollout_num_weight_updates += 1
         self.specrollout_trace.stood_still(seconds)
+        if self.specrollout_router is not None:
+            self.specrollout_router.policy_updated(self.specrollout_num_weight_updates)
         if self.specrollout_head is not None:
             self.specrollout_head.refitted()
         capture = self.specrollout_router.capture if self.specrollout_router else None
@@ -177,6 +179,12 @@ class SpecrolloutWorkerMixin:
         """What was captured for the training of a head since last asked."""
         capture = self.specrollout_router.capture if self.specrollout_router else None
         return [] if capture is None else capture.take()
+
+    def specrollout_take_stamps(self, seeds: list[int]) -> list[dict[str, Any] | None]:
+        """`Stamp` of each request that ended, by its seed, as a dict; None of one that a router never saw."""
+        if self.specrollout_router is None:
+            return [None] * len(seeds)
+        return [None if s is None else s.wire() for s in self.specrollout_router.stamps.take(seeds)]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
         """What the canary raised since last asked."""

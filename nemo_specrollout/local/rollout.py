@@ -32,6 +32,8 @@ class StepRollout:
     tokens_checked: int
     tokens_equal: int
     verify_s: float
+    stamps: list[dict[str, Any] | None]
+    """What is written on each sample (`generation/stamps.py`)."""
 
 
 Encode = Callable[[Problem], list[int]]
@@ -64,12 +66,13 @@ def roll_out(
     measured = MeasuredRollout(engine, prompts.requests, on_finished)
     measured.advance()
     rollouts, stats = measured.result()
+    stamps = engine.take_stamps(prompts.requests)
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
     again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
     equal, total = count_equal([rollouts[i] for i in chosen], again)
-    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started)
+    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps)
 
 
 class MeasuredRollout:

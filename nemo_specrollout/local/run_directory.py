@@ -22,7 +22,8 @@ NUM_CHECKPOINTS_KEPT = 2
 
 
 class RunDirectory:
-    """`config.yaml`, `run.json`, `metrics.jsonl`, `trace.jsonl`, `summary.json`, `report.html`, `checkpoints/step_N`.
+    """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
+    `checkpoints/step_N`.
 
     Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
     of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing written), begun.
@@ -114,7 +115,7 @@ class RunDirectory:
         return max(self._checkpointed_steps(), default=-1)
 
     def _drop_unfinished_lines(self) -> None:
-        for name in ("metrics.jsonl", "trace.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "trace.jsonl"):
             if not (self.path / name).is_file():
                 continue
             kept = [r for r in read_lines(self.path / name) if r["step"] < self.next_step]

@@ -87,7 +87,7 @@ class GrpoRunner:
             with self.progress.phase(f"step {step}: draft head"):
                 elapsed_s = time.perf_counter() - started
                 record["draft_refresh"] = self.refresher.after_step(step, rollout.stats, elapsed_s)
-        self._keep(step, record, rollout)
+        self._keep(step, record, rollout, scored)
         return record
 
     def score(self, rollout: StepRollout) -> Scored:
@@ -162,9 +162,10 @@ class GrpoRunner:
     def _load_reference(self) -> MegatronPolicy | None:
         return self._load_policy() if self.config.loss_fn.reference_policy_kl_penalty > 0 else None
 
-    def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout) -> None:
+    def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
         """Records first, then the checkpoint that makes them count."""
         self.directory.append("metrics.jsonl", record)
+        self.directory.append("samples.jsonl", {"step": step, "samples": sample_lines(rollout, scored)})
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
         checkpointing = self.config.checkpointing
         is_last = step + 1 == self.config.grpo.max_num_steps
@@ -186,6 +187,18 @@ def generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor
         start = len(request.prompt_token_ids)
         result_BT[row, start : start + len(response.token_ids)] = torch.tensor(response.logprobs)
     return result_BT
+
+
+def sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
+    """What is known of each sample of a step; docs/metrics.md names every key."""
+    rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.stamps, strict=True)
+    return [
+        {
+            "prompt": request.prompt_index, "sample": request.sample_index, "reward": reward,
+            "tokens": len(response.token_ids), "finish": response.finish_reason, **(stamp or {}),
+        }
+        for request, response, reward, stamp in rows
+    ]  # fmt: skip
 
 
 def step_record(

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom a drafter with weights drafts for, what that costs, and the rows that it has not read: pure objects."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer
+from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
+from nemo_specrollout.scheduling.draft_plan import (
+    FIRST_TRIAL,
+    LAST_TRIAL,
+    TRIAL_DEPTH,
+    TRIAL_REQUESTS,
+    AutoPlanner,
+    DraftPlan,
+    PlanObservation,
+    build_planner,
+)
+from nemo_specrollout.scheduling.draft_time import ENOUGH, WARM_UP, DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.step_time import StepCosts
+
+pytestmark = pytest.mark.unit
+
+FLAT = StepCosts(np.full(400, 0.010))
+LINEAR = StepCosts(0.001 * np.arange(400))
+
+
+def observe(
+    found: float, forecast: float, costs: StepCosts, draft: DraftCosts | None, requests: int = 4
+) -> PlanObservation:
+    """`requests` alike: each next draft is right with those probabilities; K = 6."""
+    powers_K = np.arange(1, 7)
+    grid = [np.tile(p**powers_K, (requests, 1)) for p in (found, forecast)]
+    caps_B, unread_B = np.full(requests, 8), np.full(requests, 2)
+    return PlanObservation(grid[0], grid[1], caps_B, unread_B, costs, draft)
+
+
+def test_free_drafting_on_a_flat_step_is_as_deep_as_can_be() -> None:
+    plan = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts()))
+    assert plan.depth == 6 and plan.asked_B.all()
+
+
+def test_a_pass_that_takes_as_long_as_a_step_makes_drafts_shorter_or_none() -> None:
+    deep = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))).depth
+    short = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.006))).depth
+    none = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.060))).depth
+    assert deep > short > none == 0
+
+
+def test_where_rows_cost_as_much_as_requests_nothing_is_drafted() -> None:
+    assert AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(fixed_s=0.001))).depth == 0
+
+
+def test_a_model_no_better_than_what_was_found_is_not_asked() -> None:
+    assert AutoPlanner(0.03).plan(observe(0.8, 0.8, FLAT, DraftCosts())).depth == 0
+    assert AutoPlanner(0.03).plan(observe(0.3, 0.8, FLAT, DraftCosts(fixed_s=0.001))).depth > 0
+
+
+def test_only_requests_that_gain_are_asked() -> None:
+    observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))
+    observed.found_BK[0] = 0.97 ** np.arange(1, 7)
+    observed.caps_B[1] = 0
+    plan = AutoPlanner(0.03).plan(observed)
+    assert plan.asked_B.tolist() == [False, False, True, True]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=9),
+    st.floats(0, 0.02), st.floats(0, 0.02),
+)  # fmt: skip
+def test_a_plan_beats_what_there_was_by_its_own_reckoning(
+    requests: list[tuple[float, float, int, int]], fixed_s: float, pass_s: float
+) -> None:
+    powers_K = np.arange(1, 7)
+    found, forecast = (np.array([r[i] ** powers_K for r in requests]) for i in (0, 1))
+    caps_B, unread_B = (np.array([r[i] for r in requests]) for i in (2, 3))
+    costs, draft = StepCosts(0.005 + 0.0005 * np.arange(200)), DraftCosts(fixed_s, 1e-5, pass_s, 1e-5)
+    plan = AutoPlanner(0.0).plan(PlanObservation(found, forecast, caps_B, unread_B, costs, draft))
+    assert not (plan.asked_B & (caps_B == 0)).any()
+    assert (plan.depth > 0) == plan.asked_B.any()
+    if plan.depth:
+        chosen = np.where(plan.asked_B[:, None] & (np.arange(6) < plan.depth), forecast, 0.0)
+        chosen[~plan.asked_B] = found[~plan.asked_B]
+        draft_s = draft.draft_s(int(unread_B[plan.asked_B].sum()), int(plan.asked_B.sum()), plan.depth)
+        assert best_rate(chosen, caps_B, costs, draft_s) >= best_rate(found, caps_B, costs, 0.0) * 0.98
+
+
+def best_rate(survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, draft_s: float) -> float:
+    """Tokens a second, if the likeliest drafts are verified, as many as pay."""
+    allowed = np.where(np.arange(survival_BK.shape[1]) < caps_B[:, None], survival_BK, 0.0)
+    gains = np.sort(allowed[allowed > 0])[::-1]
+    tokens = len(caps_B) + np.concatenate([[0.0], np.cumsum(gains)])
+    return max(t / (costs.step_s(len(caps_B), n) + draft_s) for n, t in enumerate(tokens))
+
+
+def test_nothing_is_known_of_costs_at_first_so_all_are_asked_at_each_depth_in_turn() -> None:
+    planner = AutoPlanner(0.03)
+    plans = [planner.plan(observe(0.9, 0.1, FLAT, None)) for _ in range(6)]
+    assert {p.depth for p in plans} == set(range(1, 7)) and all(p.asked_B.all() for p in plans)
+
+
+def test_a_useless_model_goes_on_trial_ever_more_seldom() -> None:
+    planner, trials = AutoPlanner(0.03), []
+    for n in range(4 * LAST_TRIAL):
+        plan = planner.plan(observe(0.0, 0.01, FLAT, DraftCosts(fixed_s=0.05), requests=9))
+        if plan.depth:
+            assert plan.depth == TRIAL_DEPTH and plan.asked_B.sum() == TRIAL_REQUESTS
+            trials.append(n)
+    gaps = np.diff([-1, *trials])
+    assert gaps[0] == FIRST_TRIAL and (np.diff(gaps) >= 0).all() and gaps[-1] == LAST_TRIAL
+
+
+@pytest.mark.parametrize("policy", ["fixed", "random", "auto"])
+def test_nobody_without_room_is_asked(policy: str) -> None:
+    planner = build_planner(BudgetConfig(policy, k=3))
+    for _ in range(50):
+        observed = observe(0.0, 0.9, FLAT, DraftCosts())
+        observed.caps_B[:] = (0, 4, 0, 1)
+        plan = planner.plan(observed)
+        assert isinstance(plan, DraftPlan) and not plan.asked_B[[0, 2]].any()
+
+
+def test_costs_of_drafting_are_learned() -> None:
+    true, times, rng = DraftCosts(0.004, 2e-5, 0.003, 5e-5), DraftTimes(), np.random.default_rng(0)
+    assert times.costs() is None
+    for n in range(600):
+        rows, requests, depth = int(rng.integers(1, 400)), int(rng.integers(1, 64)), int(rng.integers(1, 7))
+        warm_up = 5.0 if n < WARM_UP else 1.0
+        times.observe(rows, requests, depth, warm_up * true.draft_s(rows, requests, depth) * rng.uniform(0.8, 1.2))
+    learned = times.costs()
+    assert learned is not None
+    for case in ((1, 1, 1), (64, 64, 3), (300, 8, 6)):
+        assert learned.draft_s(*case) == pytest.approx(true.draft_s(*case), rel=0.15)
+
+
+def test_costs_are_never_negative_and_a_stall_counts_for_little() -> None:
+    times = DraftTimes()
+    for n in range(10 * ENOUGH):
+        times.observe(8, 8, 1 + n % 4, 0.001 * (1 + n % 4))
+    for _ in range(ENOUGH):
+        times.observe(8, 8, 2, 30.0)
+    costs = times.costs()
+    assert costs is not None and costs.draft_s(8, 8, 2) < 0.01
+    assert min(costs.fixed_s, costs.row_s, costs.pass_s, costs.pass_request_s) >= 0.0
+
+
+def test_a_new_head_is_judged_anew() -> None:
+    estimator = AcceptanceEstimator(2, max_tokens=2, level_priors=np.full((2, 16), 0.5))
+    before = [estimator.forecast(np.array([0]), d) for d in (0, 1)]
+    text, wrong = np.full((1, 20), 7, np.int32), np.full((2, 1, 2), 9, np.int32)
+    for n in range(2, 18, 2):
+        proposals = (wrong, np.zeros((2, 1, 2), np.int8), np.full((2, 1), 2))
+        estimator.remember(np.array([0]), np.array([n]), proposals, np.array([0]), np.array([0]))
+        estimator.score(np.array([0]), text, np.array([n + 2]))
+    after = [estimator.forecast(np.array([0]), d) for d in (0, 1)]
+    assert all((a < b).all() for a, b in zip(after, before, strict=True))
+    estimator.forget_drafter(1)
+    assert (estimator.forecast(np.array([0]), 1) == before[1]).all()
+    assert (estimator.forecast(np.array([0]), 0) == after[0]).all()
+
+
+def test_rows_of_rejected_drafts_are_left_out() -> None:
+    """Three requests: 3 drafts of which 1 was right; a prompt of 4 tokens; no drafts."""
+    token_ids = np.arange(60, dtype=np.int32).reshape(3, 20)
+    new = AcceptedRows.of(
+        np.array([4, 4, 1]), np.array([3, 0, 0]), np.array([2, 0, 1]), np.array([10, 0, 7]), token_ids
+    )
+    assert new.rows_N is not None and new.rows_N.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert new.positions_N.tolist() == [10, 11, 0, 1, 2, 3, 7]
+    assert new.requests_N.tolist() == [0, 0, 1, 1, 1, 1, 2]
+    assert new.token_ids_N.tolist() == [10, 11, 20, 21, 22, 23, 47]
+    assert new.only(np.array([True, False, True])).rows_N.tolist() == [0, 1, 8]  # type: ignore[union-attr]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["append", "take", "forget"]), st.integers(0, 3), st.integers(1, 6)), max_size=60
+    )
+)
+def test_a_row_buffer_is_a_list_for_each_lane(operations: list[tuple[str, int, int]]) -> None:
+    buffer, model = RowBuffer(24, 4), {lane: [] for lane in range(4)}  # type: ignore[var-annotated]
+    stamp = 0
+    for operation, lane, count in operations:
+        if operation == "append" and sum(map(len, model.values())) + count <= buffer.capacity:
+            values = np.arange(stamp, stamp + count)
+            stamp += count
+            start = model[lane][-1][0] + 1 if model[lane] else 0
+            positions = np.arange(start, start + count)
+            parts = [torch.from_numpy(values[:, None].astype(np.float32)), torch.full((count, 2), float(lane))]
+            buffer.append(parts, None, np.full(count, lane), positions, values.astype(np.int32))
+            model[lane] += list(zip(positions.tolist(), values.tolist(), strict=True))
+        elif operation == "take" and stamp:
+            lanes = np.array([lane, (lane + 1) % 4])
+            rows = buffer.take(lanes)
+            wanted = [pair for each in lanes.tolist() for pair in model[each]]
+            assert list(zip(rows.positions_N.tolist(), rows.token_ids_N.tolist(), strict=True)) == wanted
+            assert rows.hidden_NF[:, 0].tolist() == [v for _, v in wanted]
+            assert rows.counts_B.tolist() == [len(model[each]) for each in lanes.tolist()]
+            model.update({each: [] for each in lanes.tolist()})
+        elif operation == "forget":
+            buffer.forget([lane])
+            model[lane] = []
+        assert buffer.counts(np.arange(4)).tolist() == [len(model[each]) for each in range(4)]
+        assert buffer.room == buffer.capacity - sum(map(len, model.values()))
