@@ -24,7 +24,7 @@ from nemo_specrollout.training.refresh import Refresh, gain_of, refresh_head
 from nemo_specrollout.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
 
 # Tokens of the newest features that a refresh learns from, and those that judge it, at most.
-TRAINING_TOKENS, HELD_OUT_TOKENS = 60_000, 12_000
+TRAINING_TOKENS, HELD_OUT_TOKENS = 60_000, 6_000
 POLICY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -48,6 +48,7 @@ class LocalRefresher:
         self._store = FeatureStore(
             self._folder / "features", self._block.store_bytes, self._source(), self._block.held_out_share
         )
+        self._start: DraftHead | None = None
         self._policy_tensors: dict[str, torch.Tensor] = {}
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -82,10 +83,12 @@ class LocalRefresher:
         held_out = list(self._store.sequences(held_out=True, max_tokens=HELD_OUT_TOKENS))
         if not training or not held_out:
             return {"decision": "skipped: nothing was captured yet", "published": False}
-        self._head.set_policy_weights(self._policy_tensors)
+        for head in (self._head, self._start):
+            if head is not None:
+                head.set_policy_weights(self._policy_tensors)
         settings = settings_of(self._block, self._head)
         refresh = refresh_head(
-            self._head, training, held_out, settings, Budget(seconds=self._schedule.budget_s()),
+            self._head, self._start or self._head, training, held_out, settings, Budget(seconds=self._schedule.budget_s()),
             self._gate,
             num_drafts=self._num_drafts, temperature=self._config.policy.generation.temperature,
         )  # fmt: skip
@@ -104,7 +107,9 @@ class LocalRefresher:
         }
 
     def _conclude(self, refresh: Refresh, folder: Path) -> None:
-        """Puts a head that passed into service, and learns from how it went."""
+        """Puts a head that passed into service, and learns from how it went. A promising one that did not pass is where the
+        next refresh begins."""
+        self._start = refresh.candidate if refresh.is_promising else None
         gain = gain_of(refresh)
         self._schedule.refreshed(refresh.seconds, gain)
         if gain is None or refresh.judgement is None:

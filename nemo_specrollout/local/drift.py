@@ -41,7 +41,7 @@ from nemo_specrollout.training.head import DraftHead, load_head
 from nemo_specrollout.training.refresh import gain_of, refresh_head
 from nemo_specrollout.training.trainer import Budget
 
-TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 8_000
+TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 5_000
 TRIGGERS: dict[str, DraftRefreshConfig] = {
     "frozen": DraftRefreshConfig("never"),
     "every step": DraftRefreshConfig("every_step", max_time_share=1.0),
@@ -94,11 +94,13 @@ def replay(
     schedule = RefreshSchedule(trigger)
     gate = PublishGate(trigger.confidence, trigger.tolerance)
     training = settings_of(settings.refresh, head)
-    lines, training_s = [], 0.0
+    lines: list[dict[str, Any]] = []
+    start, training_s = head, 0.0
     for step in recording.steps:
         version = step["step"]
         held_out = recording.sequences(version, held_out=True)
-        recording.teach(head, version)
+        for each in {id(h): h for h in (head, start)}.values():
+            recording.teach(each, version)
         length = measure_acceptance(head, held_out, settings.num_drafts).expected_length if held_out else float("nan")
         line = {"step": version, "acceptance_length": length, "refreshed": False, "published": False}
         if held_out:
@@ -106,11 +108,12 @@ def replay(
             line["decision"] = decision.reason
             if decision.refresh:
                 refresh = refresh_head(
-                    head, list(recording.newest(version)), _judges(recording, version), training,
+                    head, start, list(recording.newest(version)), _judges(recording, version), training,
                     Budget(steps=settings.steps), gate, num_drafts=settings.num_drafts,
                 )  # fmt: skip
                 schedule.refreshed(refresh.seconds, gain_of(refresh))
                 head = refresh.candidate if refresh.published else head
+                start = refresh.candidate if refresh.is_promising else head
                 training_s += refresh.seconds
                 line |= {"refreshed": True, "published": refresh.published, "gate": refresh.reason}
         lines.append({**line, "training_s": training_s})

@@ -122,7 +122,7 @@ def drill_refresh(
     )  # fmt: skip
     gate = PublishGate()
     refresh = refresh_head(
-        head, [damage(f) for f in material.training], material.held_out, settings, Budget(steps=8), gate,
+        head, head, [damage(f) for f in material.training], material.held_out, settings, Budget(steps=8), gate,
         num_drafts=NUM_DRAFTS,
     )  # fmt: skip
     published, reason = refresh.published, refresh.reason

@@ -38,6 +38,11 @@ class Refresh:
     seconds: float
 
     @property
+    def is_promising(self) -> bool:
+        """Whether a refused candidate looks better than the head in service, though not surely so: to be trained further."""
+        return self.judgement is not None and not self.published and self.judgement.decision.difference > 0.0
+
+    @property
     def published(self) -> bool:
         return self.judgement is not None and self.judgement.decision.published
 
@@ -53,6 +58,7 @@ def gain_of(refresh: Refresh) -> float | None:
 
 def refresh_head(
     current: DraftHead,
+    start: DraftHead,
     training: Sequence[SequenceFeatures],
     held_out: Sequence[SequenceFeatures],
     settings: TrainingSettings,
@@ -63,9 +69,10 @@ def refresh_head(
     temperature: float = 1.0,
     on_step: OnStep = lambda step, total, loss: None,
 ) -> Refresh:
-    """Trains a copy of `current`, which stays as it is, and judges it. Never raises for a training that goes wrong."""
+    """Trains a copy of `start` and judges it against `current`, the head in service, which it usually is; both stay as they
+    are. Never raises for a training that goes wrong."""
     started = time.perf_counter()
-    trainer = HeadTrainer(copy.deepcopy(current), settings)
+    trainer = HeadTrainer(copy.deepcopy(start), settings)
     try:
         trained = trainer.train(training, budget, on_step)
     except (FloatingPointError, ValueError) as error:

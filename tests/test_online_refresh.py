@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A head that learns while the policy does: in a whole run of the quickstart, made small, and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import QUICKSTART, STEP_ADDER
+from test_run import finish, metrics, overrides, start
+
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError
+
+pytestmark = pytest.mark.integration
+
+REFRESH = {
+    "grpo.num_prompts_per_step": 6,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.train_global_batch_size": 24,
+    "policy.generation.specrollout.budget.policy": "random",
+    "policy.generation.specrollout.draft_refresh.trigger": "every_step",
+    "policy.generation.specrollout.draft_refresh.rollout_capture_share": 1.0,
+    "policy.generation.specrollout.draft_refresh.held_out_share": 0.5,
+    "policy.generation.specrollout.draft_refresh.max_train_seconds": 4,
+    "policy.generation.specrollout.draft_refresh.max_time_share": 1.0,
+    "policy.generation.specrollout.draft_refresh.learning_rate": 3e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path_factory.mktemp("heads") / "untrained"
+    save_head(create_head(STEP_ADDER), folder)
+    return folder
+
+
+def with_head(head: Path) -> dict[str, object]:
+    return {**REFRESH, "policy.generation.specrollout.drafters": f"[{{type: eagle3, model: {head}}}, {{type: ngram}}]"}
+
+
+@pytest.mark.slow
+def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_path: Path) -> None:
+    """Five steps in two goes; all checked tokens are those of plain decoding, the policy that of a run without a head."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    finish(start(run, 4, **with_head(head)))
+    finish(start(run, 5, **with_head(head)))
+    finish(start(plain, 5, **{k: v for k, v in REFRESH.items() if "specrollout" not in k}))
+    steps = metrics(run)
+    assert [s["step"] for s in steps] == list(range(5))
+    assert all(s["tokens_checked"] == s["tokens_equal"] > 0 and not s["alarms"] for s in steps)
+    for mine, others in zip(steps, metrics(plain), strict=True):
+        assert (mine["reward"], mine["num_tokens"]) == (others["reward"], others["num_tokens"])
+    refreshes = [s["draft_refresh"] for s in steps]
+    assert all(r["decision"].startswith(("refreshed: ", "skipped: ")) for r in refreshes)
+    assert "too few" in refreshes[0].get("gate", "too few"), "six prompts cannot judge"
+    published = [n for n, r in enumerate(refreshes) if r.get("published")]
+    assert published and published[0] < 4, [r.get("gate") for r in refreshes]
+    named = json.loads((run / "heads" / "published.json").read_text())["head"]
+    assert named == f"step_{published[-1]}"
+    card = json.loads((run / "heads" / named / "head_card.json").read_text())
+    assert card["gate"]["published"] and card["policy"]["version"] == published[-1] + 1
+    assert card["held_out"]["after"]["acceptance_length"] > card["held_out"]["before"]["acceptance_length"]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [len(s["samples"]) for s in samples] == [24] * 5
+    assert any(s["num_accepted"] for line in samples for s in line["samples"])
+    last = max(n for n in published if n < 4)
+    assert samples[last + 1]["samples"][0]["head_versions"][0] > 0, "the head of a step drafts in the next"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"policy.generation.specrollout.drafters": "[{type: ngram}]"}, "there is no head to refresh"),
+        ({"policy.generation.specrollout.drafters": "[{type: eagle3}]"}, "name the folder of its weights"),
+        ({"policy.generation.specrollout.drafters": "[{type: mtp, model: x}]"}, "remove it"),
+        ({"policy.generation.specrollout.drafters": "[{type: mtp}, {type: eagle3, model: x}]"}, "one drafter with weights"),
+        ({"policy.generation.specrollout.drafters": "[{type: eagle3, model: nowhere}]"}, "no head folder"),
+        ({"policy.generation.specrollout.draft_refresh.trigger": "often"}, "is not available"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_at_the_start(
+    more: dict[str, str], sentence: str, head: Path, tmp_path: Path
+) -> None:
+    from nemo_specrollout.cli.prepare import prepare_local
+
+    tree = load_config(QUICKSTART, overrides(tmp_path / "run", **{**with_head(head), **more}))
+    with pytest.raises(ConfigError, match=sentence):
+        prepare_local(tree)
+
+
+def test_a_head_of_another_policy_is_refused_at_the_start(head: Path, tmp_path: Path) -> None:
+    from nemo_specrollout.cli.prepare import prepare_local
+
+    config = json.loads((head / "config.json").read_text())
+    config["transformer_layer_config"]["max_position_embeddings"] = 128
+    short = tmp_path / "short"
+    short.mkdir()
+    (short / "config.json").write_text(json.dumps(config))
+    (short / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="max_position_embeddings 128 is less than the policy's"):
+        prepare_local(load_config(QUICKSTART, overrides(tmp_path / "run", **with_head(short))))
+    assert not (tmp_path / "run").exists()
+    assert yaml.safe_load(QUICKSTART.read_text())["policy"]["generation"]["specrollout"]["enabled"]
