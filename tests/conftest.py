@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenMP's barriers spin: two threads beside another process crawl
+# OpenMP's barriers spin: two threads beside another process crawl. Numba's number of threads becomes OpenMP's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

@@ -14,6 +14,10 @@ EAGLE3 = [
     "num_speculative_tokens: 2, draft_tensor_parallel_size: 1}",
     "policy.generation.specrollout.num_speculative_tokens=8",
 ]
+ROUTED_HEAD = [
+    "policy.generation.specrollout.drafters=[{type: eagle3, model: '${oc.env:TINY}/eagle3'}, {type: ngram}]",
+    "policy.generation.specrollout.budget.policy=random",
+]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
@@ -40,6 +44,7 @@ VALIDATION = [
 SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_plain": {"overrides": SHORT + PLAIN},
     "sync_drafted": {"overrides": SHORT + DRAFTED},
+    "sync_routed_head": {"overrides": SHORT + ROUTED_HEAD},
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the engine's drafter with weights while it drafts: an alarm within the step, and the drafter off."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 from nemo_specrollout.generation.head_loading import head_health
 from nemo_specrollout.generation.router import Router
 from nemo_specrollout.scheduling.canary import Canary, HeadHealth
+
+logger = logging.getLogger(__name__)
 
 
 class HeadWatch:
@@ -62,6 +65,7 @@ class HeadWatch:
         is_collapse = self._canary.is_silent
         if is_collapse:
             self._router.may_ask_model = False
+        logger.warning("specrollout: %s", alarm.sentence)
         self.alarms.append(
             {
                 "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,

@@ -23,5 +23,8 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device)
+    if block.model_drafter is not None and arguments.get("load_format") == "dummy":
+        # No refit brings a drafter's weights: they come from its folder, as NeMo-RL does it for a drafter of its own.
+        arguments["load_format"] = "auto"
     arguments["worker_cls"] = _WORKER_OF[device, llm_kwargs["worker_extension_cls"].rpartition(".")[2]]
     return arguments

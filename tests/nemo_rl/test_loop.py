@@ -18,7 +18,7 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["sync_plain", "sync_drafted", "sync_eagle3", "sync_eagle3_native",
+    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_eagle3", "sync_eagle3_native",
      "dtensor_two_engines", "async_plain", "async_drafted", "async_eagle3"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
@@ -26,7 +26,7 @@ def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> N
     assert runs[name].result["actors"] == []
 
 
-@pytest.mark.parametrize("name", ["sync_drafted", "sync_eagle3"])
+@pytest.mark.parametrize("name", ["sync_drafted", "sync_routed_head", "sync_eagle3"])
 @pytest.mark.parametrize("step", STEPS)
 def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["sync_plain"], runs[name], step)
@@ -41,7 +41,12 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
 
 @pytest.mark.parametrize(
     ("plain", "drafted"),
-    [("sync_plain", "sync_drafted"), ("sync_plain", "sync_eagle3"), ("async_plain", "async_drafted")],
+    [
+        ("sync_plain", "sync_drafted"),
+        ("sync_plain", "sync_routed_head"),
+        ("sync_plain", "sync_eagle3"),
+        ("async_plain", "async_drafted"),
+    ],
 )
 def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, drafted: str) -> None:
     pairs = list(zip(runs[plain].metrics, runs[drafted].metrics, strict=True))
@@ -69,7 +74,9 @@ def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
     assert len(set(rows)) == len(rows) == 48
 
 
-@pytest.mark.parametrize("name", ["sync_plain", "sync_drafted", "sync_eagle3", "dtensor_two_engines"])
+@pytest.mark.parametrize(
+    "name", ["sync_plain", "sync_drafted", "sync_routed_head", "sync_eagle3", "dtensor_two_engines"]
+)
 def test_the_engine_serves_the_policy_that_was_trained(runs: dict[str, Run], name: str) -> None:
     for step in runs[name].metrics:
         assert abs(step["gen_kl_error"]) < SOUND
