@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: the environment of an in-process CPU engine, a tiny random model, the shipped policy."""
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -54,6 +55,8 @@ def start_engine() -> Iterator[Callable[..., Any]]:
     from nemo_specrollout.generation.engine import RolloutEngine
 
     engines = []
+    gc.collect()
+    gc.freeze()  # an engine that closes collects garbage three times, over all that tests have ever imported
 
     def start(model: Path, block: SpecrolloutConfig, max_new_tokens: int = 64, **vllm_kwargs: Any) -> RolloutEngine:
         kwargs = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, **vllm_kwargs}

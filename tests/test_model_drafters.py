@@ -125,8 +125,11 @@ def drafts_of_a_busy_head(start_engine: Callable[..., RolloutEngine], head: Draf
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"kv_cache_memory_bytes": 20 << 20}, {"max_num_batched_tokens": 96}, {"enable_prefix_caching": False}],
-    ids=["preempted", "read in bits", "no prefix caching"],
+    [
+        pytest.param({"kv_cache_memory_bytes": 20 << 20}, id="preempted"),
+        pytest.param({"max_num_batched_tokens": 96}, id="read in bits"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix caching", marks=pytest.mark.slow),
+    ],
 )
 def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
     start_engine: Callable[..., RolloutEngine],
@@ -151,7 +154,7 @@ def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
 
 
 def test_drafts_stop_at_the_end_of_the_context(start_engine: Callable[..., RolloutEngine]) -> None:
-    asked = requests(1, 4, first=80)
+    asked = requests(1, 2, first=80)
     sampling = {"max_tokens": 500, "ignore_eos": True, "stop_token_ids": []}
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), max_new_tokens=500)
     block = SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=8))

@@ -132,7 +132,7 @@ def test_another_speculative_config_is_refused(sampler_only: RolloutEngine, monk
     worker = worker_of(sampler_only)
     block = {**worker.vllm_config.additional_config["specrollout"], "drafters": [{"type": "suffix"}]}
     monkeypatch.setitem(worker.vllm_config.additional_config, "specrollout", block)
-    with pytest.raises(RuntimeError, match=r"router is not in force.*custom_class"):
+    with pytest.raises(RuntimeError, match=r"router is not in force.*with_specrollout"):
         worker._verify_in_force()
 
 
@@ -218,7 +218,7 @@ def test_the_shape_of_a_report(accounted: Accounted) -> None:
     assert after["drafters"] == ["suffix", "ngram"]
     assert np.shape(after["proposed"]) == np.shape(after["accepted"]) == (2, NUM_DRAFTS)
     assert after["num_steps"] - before["num_steps"] == len(after["trace"]["rows"]) > 0
-    expected = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s"]
+    expected = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s"]
     expected += ["drafted_suffix", "accepted_suffix", "drafted_ngram", "accepted_ngram"]
     assert after["trace"]["columns"] == expected
     assert (np.diff(column(after, "time_s")) > 0).all() and (column(after, "host_s") >= 0).all()
