@@ -26,7 +26,7 @@ test-slow: setup
 # The tests that meet vLLM, against the oldest supported version that runs with the same torch, laid over the same
 # environment.
 test-oldest: setup .vllm-$(VLLM_OLDEST)/.installed
-	PYTHONPATH=.vllm-$(VLLM_OLDEST) $(BIN)/python -m pytest $(VLLM_TESTS)
+	PYTHONPATH=.vllm-$(VLLM_OLDEST) $(BIN)/python -m pytest $(VLLM_TESTS) tests/test_model_drafters.py
 
 # The same tests against the vLLM that NeMo-RL pins, in an environment of its own: that version needs an older torch.
 test-nemo-rl-vllm: $(NEMO_RL_VENV)/.installed
