@@ -29,14 +29,14 @@ WELL_CONDITIONED = OptimizerConfig(lr=1e-2, adam_eps=1e-3)
 LOSS = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0)
 
 
-def write_model(folder: Path, tied: bool = False) -> Path:
+def write_model(folder: Path, tied: bool = False, num_layers: int = 2) -> Path:
     """A random Qwen3 with 4 heads in 2 groups; norms are random too, so that a mix-up shows."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=96,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

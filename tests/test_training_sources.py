@@ -27,8 +27,9 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
+from test_megatron import write_model as write_random_model
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from nemo_specrollout.config.run import OptimizerConfig
 from nemo_specrollout.local import megatron_host, megatron_model
@@ -235,24 +236,8 @@ def test_grouped_query_layout(
 
 
 def write_model(folder: Path, tied: bool = False) -> Path:
-    """A random Qwen3 of three layers with 4 heads in 2 groups."""
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=96,
-            hidden_size=48,
-            intermediate_size=80,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-        )
-    )
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
-    model.save_pretrained(folder)
+    """A random Qwen3 of three layers, with a tokenizer."""
+    write_random_model(folder, tied, num_layers=3)
     shutil.copy(STEP_ADDER / "tokenizer.json", folder)
     return folder
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
+from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
@@ -66,7 +66,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
-    _check_drafter(config.policy.generation.specrollout.model_drafter, Path(config.policy.model_name))
+    _check_head(config.policy.generation.specrollout.head, Path(config.policy.model_name))
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
 
@@ -106,12 +106,12 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _check_drafter(drafter: DrafterConfig | None, policy: Path) -> None:
-    """A head must have been made for the policy. A small model is vLLM's to check."""
-    if drafter is None or drafter.type != "eagle3" or drafter.model is None:
+def _check_head(head: str | None, policy: Path) -> None:
+    """It must have been made for the policy. A small model is vLLM's to check."""
+    if head is None:
         return
     try:
-        check_head(Path(drafter.model), policy, read_tensors=False)
+        check_head(Path(head), policy, read_tensors=False)
     except ValueError as error:
         raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
 

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.refresh import MIXED_LOSS
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 DEFAULT_MINUTES = 10.0
-DEFAULT_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
-"""That of `TrainingSettings`, which torch comes with."""
 
 
 def _flag(text: str, metavar: str, default: Any = dataclasses.MISSING, **bounds: float) -> Any:
@@ -45,7 +44,7 @@ class RefreshOptions:
         f"minutes of training; {DEFAULT_MINUTES:g} where --steps is not given", "M", None, above=0.0
     )
     loss: str = _flag(
-        "a loss of speculators: nla, kl_div, tv, lk_hybrid, or JSON of several with weights", "NAME", DEFAULT_LOSS
+        "a loss of speculators: nla, kl_div, tv, lk_hybrid, or JSON of several with weights", "NAME", MIXED_LOSS
     )
     lr: float | None = _flag(
         "learning rate; else 3e-3 up to hidden size 256, falling to 1e-4 at 4096", "X", None, above=0.0

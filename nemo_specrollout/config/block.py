@@ -95,6 +95,11 @@ class SpecrolloutConfig:
         """The drafter with weights, if there is one; there is one at most."""
         return next((d for d in self.drafters if d.type in MODEL_DRAFTERS), None)
 
+    @property
+    def head(self) -> str | None:
+        """The folder of the EAGLE-3 head that drafts, if one does."""
+        return next((d.model for d in self.drafters if d.type == "eagle3"), None)
+
     def check(self, path: str) -> None:
         """Raises ConfigError if a drafter is named twice, or two have weights."""
         types = [d.type for d in self.drafters]
@@ -108,7 +113,7 @@ class SpecrolloutConfig:
             raise ConfigError(
                 f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep one"
             )
-        if self.draft_refresh is not None and "eagle3" not in types:
+        if self.draft_refresh is not None and self.head is None:
             raise ConfigError(
                 f"{path}.draft_refresh: there is no head to refresh; name a drafter of type eagle3, or remove the block"
             )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from nemo_specrollout.config.strict import bounded, choice
 
 TRIGGERS = ("auto", "interval", "every_step", "never")
+MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
+"""Half KL, half TV, as `speculators` wants it: what a new head learns best by (docs/benchmarks.md)."""
 LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a published EAGLE-3 head into a running engine, and looks whether it is there: vLLM says nothing if it is not."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from nemo_specrollout.generation import compat
@@ -16,11 +14,10 @@ from nemo_specrollout.scheduling.canary import HeadHealth
 from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
-_NOT_LEARNED = ("t2d", "d2t")
 
 
-def own_lm_head(target: nn.Module, draft: nn.Module) -> bool:
-    """Gives a head an LM head of its own where vLLM let it share the policy's; returns whether it did.
+def own_lm_head(target: nn.Module, draft: nn.Module) -> None:
+    """Gives a head an LM head of its own where vLLM let it share the policy's.
 
     vLLM shares the two if they are equal at start, as they are of a head that was never trained. The next head that is
     loaded would then overwrite the policy's. The embedding stays shared: no head learns one.
@@ -30,7 +27,6 @@ def own_lm_head(target: nn.Module, draft: nn.Module) -> bool:
         original = draft.get_submodule(path)
         part(draft, path)
         compat.copy_reload_record(original, draft.get_submodule(path))
-    return bool(shared)
 
 
 def load_head(runner: Any, folder: Path) -> None:
@@ -39,8 +35,8 @@ def load_head(runner: Any, folder: Path) -> None:
     Raises ValueError if they are broken, or not of a head like the engine's; the engine keeps its own then.
     """
     facts = read_head_facts(folder)
-    check_values(facts, read_head_tensors(facts))
-    tensors = _read(folder)
+    tensors = read_head_tensors(facts)
+    check_values(facts, tensors)
     draft = runner.drafter.model
     shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, draft)}
     if LM_HEAD in shared:
@@ -68,28 +64,21 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
     draft = runner.drafter.model
     owned = {id(p) for p in runner.model.parameters()}
     own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
-    published = {} if folder is None else _read(folder)
+    facts = None if folder is None else read_head_facts(folder)
+    published = {} if facts is None else read_head_tensors(facts)
+    before = {} if previous is None else read_head_tensors(read_head_facts(previous))
     floats = [t for t in (*own.values(), *published.values()) if t.is_floating_point()]
-    in_use, meant = compat.aux_layer_ids(runner), None if folder is None else _layer_ids(folder)
-    before = {} if previous is None else _read(previous)
+    in_use, meant = compat.aux_layer_ids(runner), facts.layer_ids if facts else ()
     return HeadHealth(
         non_finite=any(not bool(torch.isfinite(t).all()) for t in floats),
         all_zero=any(not bool(t.any()) for t in floats),
         shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(EMBEDDING)),
         differs_from_published=not _are_those_of(own, published),
-        layer_ids_wrong=(None not in (in_use, meant) and in_use != meant) or _are_layers_swapped(published, before),
+        layer_ids_wrong=(in_use is not None and bool(meant) and in_use != meant)
+        or _are_layers_swapped(published, before),
         qkv_interleaved=_is_interleaved(published, before),
         age_in_versions=age_in_versions,
     )
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def _layer_ids(folder: Path) -> tuple[int, ...] | None:
-    ids = json.loads((folder / "config.json").read_text()).get("eagle_aux_hidden_state_layer_ids")
-    return None if ids is None else tuple(ids)
 
 
 def _are_those_of(own: Mapping[str, torch.Tensor], published: Mapping[str, torch.Tensor]) -> bool:

@@ -15,10 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class HeadWatch:
-    """Owns the canary of an engine, the versions of policy and head, and the alarms that were raised.
+    """Owns the canary of an engine and the alarms that were raised; the versions of policy and head are the router's stamps'.
 
-    `policy_version` counts weight updates of the engine, `head_version` is that of the policy whose features the head in
-    service learned from. A collapse turns the drafter off until the next head or wake; a mere decline does not.
+    A collapse turns the drafter off until the next head or wake; a mere decline does not.
     """
 
     def __init__(self, runner: Any, router: Router, folder: Path | None, max_age: int | None) -> None:
@@ -26,14 +25,13 @@ class HeadWatch:
         self._canary = Canary(max_age=max_age)
         self._folder = folder
         self._previous: Path | None = None
-        self.policy_version = self.head_version = 0
         self.alarms: list[dict[str, Any]] = []
         router.on_model_outcome = self._observe
 
     @property
     def age(self) -> int:
         """Weight updates since the head in service was made for the policy."""
-        return self.policy_version - self.head_version
+        return self._router.stamps.policy_version - self._router.stamps.head_version
 
     def began(self, event: str, **known: Any) -> None:
         """After a refit, publish or wake: acceptance should be what it was, or what the gate measured."""
@@ -41,14 +39,9 @@ class HeadWatch:
         if event != "refit":
             self._router.may_ask_model = True
 
-    def refitted(self) -> None:
-        """The policy has new weights; the head is one version older."""
-        self.policy_version += 1
-        self.began("refit")
-
     def published(self, folder: Path, head_version: int, expected_length: float | None, num_positions: int) -> None:
         """The head of `folder` is in service, made for the policy of `head_version`."""
-        self._previous, self._folder, self.head_version = self._folder, folder, head_version
+        self._previous, self._folder = self._folder, folder
         self._router.stamps.head_version = head_version
         self.began("publish", expected_length=expected_length, num_positions=num_positions)
 
@@ -70,6 +63,6 @@ class HeadWatch:
             {
                 "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
                 "drafted": alarm.num_drafted, "drafter_off": is_collapse, "sentence": alarm.sentence,
-                "policy_version": self.policy_version, "head_version": self.head_version,
+                "policy_version": self._router.stamps.policy_version, "head_version": self._router.stamps.head_version,
             }
         )  # fmt: skip

@@ -285,10 +285,10 @@ class Router:
             return
         d, verified_B = self._model_index, self._sampler.num_drafts_B
         self.stamps.count(self._lanes.lanes_B, np.minimum(submitted[1], verified_B), emitted_B)
-        before = (self.proposed_DK[d].copy(), self.accepted_DK[d].copy())
+        before = None if self.on_model_outcome is None else (self.proposed_DK[d].copy(), self.accepted_DK[d].copy())
         totals_D2 = count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
         self.trace.add_drafts(totals_D2)
-        if self.on_model_outcome is not None and totals_D2[d, 0] > 0:
+        if self.on_model_outcome is not None and before is not None and totals_D2[d, 0] > 0:
             self.on_model_outcome(self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1])
 
 

@@ -27,7 +27,11 @@ class Stamp:
 
 
 class Stamps:
-    """Counts for each request under way, and the stamps of those that ended, by the request's seed, until they are taken."""
+    """Counts for each request under way, and the stamps of those that ended, by the request's seed, until they are taken.
+
+    `policy_version` counts weight updates of the engine, `head_version` is that of the policy whose features the head in
+    service learned from.
+    """
 
     def __init__(self, num_lanes: int) -> None:
         self.policy_version = self.head_version = 0

@@ -66,9 +66,7 @@ class SpecrolloutWorkerMixin:
         if router is None or router.model is None:
             return
         refresh = router.config.draft_refresh
-        drafter = router.config.model_drafter
-        is_head = drafter is not None and drafter.type == "eagle3" and drafter.model is not None
-        folder = Path(str(drafter.model)) if drafter is not None and is_head else None
+        folder = None if router.config.head is None else Path(router.config.head)
         max_age = None if refresh is None else refresh.max_age_alarm
         self.specrollout_head = HeadWatch(self.model_runner, router, folder, max_age)
         if refresh is not None and compat.is_output_rank():
@@ -78,6 +76,10 @@ class SpecrolloutWorkerMixin:
             router.capture = FeatureCapture(
                 scheduler.max_num_seqs, capacity, refresh.rollout_capture_share, CAPTURE_TIME_SHARE, OUTBOX_BYTES
             )
+
+    @property
+    def _capture(self) -> FeatureCapture | None:
+        return None if self.specrollout_router is None else self.specrollout_router.capture
 
     def _router_of(self, runner: Any) -> Router | None:
         """The router that vLLM built as its proposer, or one of ours around vLLM's own drafter with weights."""
@@ -102,7 +104,7 @@ class SpecrolloutWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        if self.specrollout_router is not None and "eagle3" in self.specrollout_router.names:
+        if self.specrollout_router is not None and self.specrollout_router.config.head is not None:
             own_lm_head(self.model_runner.model, self.model_runner.drafter.model)
         self._verify_in_force()
 
@@ -144,11 +146,10 @@ class SpecrolloutWorkerMixin:
             report["plain_step_s"] = None if costs is None else costs.plain_s.tolist()
             report["draft_overhead_s"] = None if costs is None else costs.overhead_s
             report["draft_discount_s"] = None if costs is None else costs.discount_s
-        if self.specrollout_head is not None:
-            report["policy_version"] = self.specrollout_head.policy_version
-            report["head_version"] = self.specrollout_head.head_version
-            capture = self.specrollout_router.capture if self.specrollout_router else None
-            report["capture_s"] = 0.0 if capture is None else capture.seconds
+            if router.model is not None:
+                report["policy_version"] = router.stamps.policy_version
+                report["head_version"] = router.stamps.head_version
+                report["capture_s"] = 0.0 if router.capture is None else router.capture.seconds
         return report
 
     def specrollout_totals(self) -> dict[str, Any] | None:
@@ -170,15 +171,13 @@ class SpecrolloutWorkerMixin:
         if self.specrollout_router is not None:
             self.specrollout_router.policy_updated(self.specrollout_num_weight_updates)
         if self.specrollout_head is not None:
-            self.specrollout_head.refitted()
-        capture = self.specrollout_router.capture if self.specrollout_router else None
-        if capture is not None:
+            self.specrollout_head.began("refit")
+        if (capture := self._capture) is not None:
             capture.weights_updated(self.specrollout_num_weight_updates)
 
     def specrollout_take_features(self) -> list[SequenceFeatures]:
         """What was captured for the training of a head since last asked."""
-        capture = self.specrollout_router.capture if self.specrollout_router else None
-        return [] if capture is None else capture.take()
+        return [] if self._capture is None else self._capture.take()
 
     def specrollout_take_stamps(self, seeds: list[int]) -> list[dict[str, Any] | None]:
         """`Stamp` of each request that ended, by its seed, as a dict; None of one that a router never saw."""
@@ -212,7 +211,7 @@ class SpecrolloutWorkerMixin:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         load_head(self.model_runner, Path(folder))
         router.drafter_replaced()
-        version = head.policy_version if head_version is None else head_version
+        version = router.stamps.policy_version if head_version is None else head_version
         head.published(Path(folder), version, expected_length, num_positions)
 
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -43,7 +43,8 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
     for name, generation in _ways_of_vllm(config).items():
         engine = RolloutEngine(model, generation, config.grpo.seed, **STATS)
         engine.generate(requests)
-        rows.append({"drafting": name, **_figures(*engine.stock_acceptance()), "tokens_equal": None})
+        num_drafts, accepted_K = engine.stock_acceptance()
+        rows.append({"drafting": name, **_figures([a / num_drafts for a in accepted_K]), "tokens_equal": None})
         engine.close()
     return [*rows, _upper_bound(config, requests, expected)]
 
@@ -98,13 +99,10 @@ def _ours(engine: RolloutEngine) -> dict[str, Any]:
     report = engine.report()
     assert report is not None
     proposed, accepted = report["proposed"][0], report["accepted"][0]
-    length = 1.0 + sum(a / p for a, p in zip(accepted, proposed, strict=True) if p)
-    shares = [a / p for a, p in zip(accepted, proposed, strict=True) if p]
-    return {"accepted_by_position": shares, "acceptance_length": length}
+    return _figures([a / p for a, p in zip(accepted, proposed, strict=True) if p])
 
 
-def _figures(num_drafts: int, accepted_K: list[int]) -> dict[str, Any]:
-    shares = [a / num_drafts for a in accepted_K]
+def _figures(shares: list[float]) -> dict[str, Any]:
     return {"accepted_by_position": shares, "acceptance_length": 1.0 + sum(shares)}
 
 

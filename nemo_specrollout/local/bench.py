@@ -92,7 +92,7 @@ def _fixed_model_modes(
     probabilistic ones under vLLM's, which accepts by the ratio of the two models' probabilities."""
     found = {}
     for k in config.bench.fixed_k:
-        speculative = {**native_config(drafter, k)}
+        speculative = native_config(drafter, k)
         for name, base, more in (
             (f"{drafter.type} greedy k={k}", modes["plain"], {}),
             (f"{drafter.type} probabilistic k={k}", modes["stock"], {"draft_sample_method": "probabilistic"}),

@@ -10,17 +10,19 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.refresh import MIXED_LOSS, DraftRefreshConfig
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.scheduling.publish_gate import PublishGate
 from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts, RefreshDecision
-from nemo_specrollout.training.feature_store import FeatureSource, FeatureStore
+from nemo_specrollout.training.feature_store import FeatureStore
 from nemo_specrollout.training.head import DraftHead, load_head, save_head
 from nemo_specrollout.training.head_card import write_card
+from nemo_specrollout.training.offline_refresh import source_of
 from nemo_specrollout.training.refresh import Refresh, gain_of, refresh_head
+from nemo_specrollout.training.rollout_files import tokenizer_hash
 from nemo_specrollout.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
 
 # Tokens of the newest features that a refresh learns from, and those that judge it, at most.
@@ -37,16 +39,17 @@ class LocalRefresher:
 
     def __init__(self, config: RunConfig, engine: RolloutEngine, run: Path) -> None:
         block = config.policy.generation.specrollout
-        assert block.draft_refresh is not None and block.model_drafter is not None
+        assert block.draft_refresh is not None and block.head is not None
         self._config, self._block, self._engine = config, block.draft_refresh, engine
         self._policy_folder = Path(config.policy.model_name)
         self._folder = run / "heads"
         self._num_drafts = block.num_speculative_tokens
         self._schedule = RefreshSchedule(self._block)
         self._gate = PublishGate(self._block.confidence, self._block.tolerance)
-        self._head = self._load_head(Path(str(block.model_drafter.model)))
+        self._head = self._load_head(Path(block.head))
+        source = source_of(self._head, self._policy_folder, tokenizer_hash(self._policy_folder))
         self._store = FeatureStore(
-            self._folder / "features", self._block.store_bytes, self._source(), self._block.held_out_share
+            self._folder / "features", self._block.store_bytes, source, self._block.held_out_share
         )
         self._start: DraftHead | None = None
         self._policy_tensors: dict[str, torch.Tensor] = {}
@@ -73,8 +76,7 @@ class LocalRefresher:
         self._store.close()
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
-        plain_s = (stats.plain_estimate_s or stats.seconds) / stats.num_tokens
-        costs = DecodeCosts(plain_s, stats.seconds / stats.num_request_steps)
+        costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
         to_come = self._config.grpo.max_num_steps - step - 1
         return StepFacts(stats.acceptance_length, stats.num_tokens, step_s, to_come, costs)
 
@@ -127,15 +129,6 @@ class LocalRefresher:
         self._engine.load_head(folder)
         return load_head(folder, self._policy_folder)
 
-    def _source(self) -> FeatureSource:
-        from nemo_specrollout.training.rollout_files import tokenizer_hash
-
-        model = self._head.model
-        return FeatureSource(
-            str(self._policy_folder), tokenizer_hash(self._policy_folder), model.verifier_vocab_size,
-            model.hidden_size, self._head.layer_ids,
-        )  # fmt: skip
-
 
 def teacher_file(heads: Path, version: int) -> Path:
     """Where the LM head of the policy of `version` is kept: features of that version are read with it."""
@@ -146,9 +139,8 @@ def teacher_file(heads: Path, version: int) -> Path:
 
 def settings_of(block: DraftRefreshConfig, head: DraftHead) -> TrainingSettings:
     """The trainer's settings, from the block's. A head that is refreshed learns at a third of a new one's rate."""
-    mixed = {"tv+kl_div": '{"tv": 0.5, "kl_div": 0.5}'}
     return TrainingSettings(
-        loss=mixed.get(block.loss, block.loss),
+        loss=MIXED_LOSS if block.loss == "tv+kl_div" else block.loss,
         learning_rate=block.learning_rate or default_learning_rate(head.model.hidden_size) / 3,
         schedule="constant",
         warmup_steps=4,

@@ -9,7 +9,7 @@ head could have learned from, and every trigger can be tried on the very same po
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,10 @@ class Recording:
         """Of the policy of that version."""
         return list(FeatureReader(self.folder / "features").sequences(held_out, versions=[version]))
 
-    def newest(self, version: int) -> Iterator[SequenceFeatures]:
-        """What a head may learn from after step `version`, newest first, up to `TRAINING_TOKENS` tokens."""
-        versions = range(version, -1, -1)
+    def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
+        """What a head may learn from after step `version`, or be judged by: newest first, up to so many tokens."""
         reader = FeatureReader(self.folder / "features")
-        return reader.sequences(held_out=False, versions=list(versions), max_tokens=TRAINING_TOKENS)
+        return list(reader.sequences(held_out, list(range(version + 1)), max_tokens))
 
     def teach(self, head: DraftHead, version: int) -> None:
         head.set_policy_weights(load_file(teacher_file(self.folder, version)))
@@ -108,7 +107,8 @@ def replay(
             line["decision"] = decision.reason
             if decision.refresh:
                 refresh = refresh_head(
-                    head, start, list(recording.newest(version)), _judges(recording, version), training,
+                    head, start, recording.newest(version, False, TRAINING_TOKENS),
+                    recording.newest(version, True, HELD_OUT_TOKENS), training,
                     Budget(steps=settings.steps), gate, num_drafts=settings.num_drafts,
                 )  # fmt: skip
                 schedule.refreshed(refresh.seconds, gain_of(refresh))
@@ -120,16 +120,9 @@ def replay(
     return lines
 
 
-def _judges(recording: Recording, version: int) -> list[SequenceFeatures]:
-    reader = FeatureReader(recording.folder / "features")
-    versions = list(range(version, -1, -1))
-    return list(reader.sequences(held_out=True, versions=versions, max_tokens=HELD_OUT_TOKENS))
-
-
 def _facts(step: Record, length: float, num_steps: int) -> StepFacts:
     """What a run would have measured with a head that makes `length` tokens a step, in the run's own times."""
-    plain_s = (step["plain_estimate_s"] or step["rollout_s"]) / step["num_tokens"]
-    costs = DecodeCosts(plain_s, step["rollout_s"] / step["request_steps"])
+    costs = DecodeCosts.measured(step["rollout_s"], step["plain_estimate_s"], step["num_tokens"], step["request_steps"])
     seconds = sum(step[k] for k in ("rollout_s", "logprob_s", "train_s", "refit_s"))
     return StepFacts(length, step["num_tokens"], seconds, num_steps - step["step"] - 1, costs)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from safetensors.torch import load_file
 
 from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
 from nemo_specrollout.config.files import write_atomically
@@ -25,6 +26,7 @@ from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.task import encode_prompt
 from nemo_specrollout.scheduling.publish_gate import PublishGate
 from nemo_specrollout.training.acceptance import measure_acceptance
+from nemo_specrollout.training.feature_store import FeatureReader
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead, load_head, save_head
 from nemo_specrollout.training.head_facts import check_head
@@ -100,8 +102,6 @@ class Material:
 
 def material_of(recording: Recording) -> Material:
     """The features of the first policies, which the head in service was made for."""
-    from nemo_specrollout.training.feature_store import FeatureReader
-
     reader = FeatureReader(recording.folder / "features")
     versions = list(range(6))
     held = list(reader.sequences(True, versions, HELD_OUT_TOKENS + TRUTH_TOKENS))
@@ -187,8 +187,6 @@ def drill_canary(
 
 
 def _policy_tensors(model: Path) -> Any:
-    from safetensors.torch import load_file
-
     for file in sorted(model.glob("*.safetensors")):
         yield from load_file(file).items()
 

@@ -7,6 +7,8 @@ kernel on a GPU. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
 Shapes: R logits rows, V vocabulary.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from nemo_specrollout.sampling.noise import CHUNK_ELEMENTS, gumbel_noise, row_keys
@@ -69,36 +71,24 @@ def _check_rows(
 def _margins(
     logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
 ) -> torch.Tensor:
-    chunk = max(1, CHUNK_ELEMENTS // logits_RV.shape[1])
-    starts = range(0, len(logits_RV), chunk)
-    rows = (slice(i, i + chunk) for i in starts)
-    scores = (_scores(logits_RV[r], seeds_R[r], positions_R[r], greedy_R[r]).topk(2, dim=-1).values for r in rows)
-    return torch.cat([s[:, 0] - s[:, 1] for s in scores])
+    best_two = (s.topk(2, dim=-1).values for s in _score_chunks(logits_RV, seeds_R, positions_R, greedy_R))
+    return torch.cat([s[:, 0] - s[:, 1] for s in best_two])
 
 
 def sample_tokens_torch(
     logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
 ) -> torch.Tensor:
     """`sample_tokens` as it is defined, on any device, in row chunks that bound the memory for the noise."""
-    num_rows, vocab_size = logits_RV.shape
-    chunk = max(1, CHUNK_ELEMENTS // vocab_size)
-    tokens = [
-        _sample_chunk(
-            logits_RV[i : i + chunk], seeds_R[i : i + chunk], positions_R[i : i + chunk], greedy_R[i : i + chunk]
-        )
-        for i in range(0, num_rows, chunk)
-    ]
+    tokens = [s.argmax(dim=-1) for s in _score_chunks(logits_RV, seeds_R, positions_R, greedy_R)]
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=logits_RV.device)
 
 
-def _sample_chunk(
+def _score_chunks(
     logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
-) -> torch.Tensor:
-    return _scores(logits_RV, seeds_R, positions_R, greedy_R).argmax(dim=-1)
-
-
-def _scores(
-    logits_RV: torch.Tensor, seeds_R: torch.Tensor, positions_R: torch.Tensor, greedy_R: torch.Tensor
-) -> torch.Tensor:
-    noise_RV = gumbel_noise(row_keys(seeds_R, positions_R), logits_RV.shape[1])
-    return logits_RV + noise_RV.masked_fill_(greedy_R[:, None], 0.0)
+) -> Iterator[torch.Tensor]:
+    """logits + noise, a few rows at a time."""
+    num_rows, vocab_size = logits_RV.shape
+    chunk = max(1, CHUNK_ELEMENTS // vocab_size)
+    for rows in (slice(i, i + chunk) for i in range(0, num_rows, chunk)):
+        noise_RV = gumbel_noise(row_keys(seeds_R[rows], positions_R[rows]), vocab_size)
+        yield logits_RV[rows] + noise_RV.masked_fill_(greedy_R[rows, None], 0.0)

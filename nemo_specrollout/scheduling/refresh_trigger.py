@@ -24,6 +24,13 @@ class DecodeCosts:
     plain_s: float
     drafted_step_s: float
 
+    @classmethod
+    def measured(
+        cls, rollout_s: float, plain_estimate_s: float | None, num_tokens: int, num_request_steps: int
+    ) -> "DecodeCosts":
+        """From a rollout, and what it would have taken without drafts, where that is known."""
+        return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
+
     def token_s(self, acceptance_length: float) -> float:
         """Seconds per token. Drafts that do not pay are not made."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))

@@ -162,7 +162,7 @@ def train(
             with disk_errors(state.folder):
                 trainer.save(state.trainer)
             saved = time.monotonic()
-        on_step(step, total, loss, trainer._run.tokens)
+        on_step(step, total, loss, trainer.run_tokens)
 
     result = trainer.train(sequences, budget, stepped)
     save_candidate(trainer.head, state, verifier)
@@ -202,8 +202,6 @@ def conclude(
         )
     card["policy"]["folder"] = str(policy)
     write_atomically(state.candidate / CARD, json.dumps(card, indent=1) + "\n")
-    for file in state.candidate.iterdir():  # safetensors makes files that only their owner can read
-        file.chmod(0o644)
     return state.put(refresh.published, refresh.reason)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from speculators.losses.utils import resolve_loss_config
 
+from nemo_specrollout.config.refresh import MIXED_LOSS
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead
 from nemo_specrollout.training.packing import Piece, pack, plan_batches
@@ -32,7 +33,7 @@ def default_learning_rate(hidden_size: int) -> float:
 class TrainingSettings:
     """How a head learns."""
 
-    loss: str = '{"kl_div": 0.5, "tv": 0.5}'
+    loss: str = MIXED_LOSS
     """A loss of `speculators` by name, or JSON of several with weights. TV is what acceptance depends on, but alone it
     barely moves a head that knows nothing; the divergence beside it does."""
     learning_rate: float = 3e-3
@@ -167,6 +168,11 @@ class HeadTrainer:
             on_step(run.steps, round(run.steps / run.progress(budget)), losses.values[-1])
         self._run = RunCounts()
         return TrainingResult(run.steps, run.tokens, run.seconds, losses.recent_mean())
+
+    @property
+    def run_tokens(self) -> int:
+        """Rows that the run under way has trained on."""
+        return self._run.tokens
 
     def save(self, path: Path) -> None:
         """Writes all of the state to the file `path`, whole or not at all."""
