@@ -66,7 +66,8 @@ class SpecrolloutWorkerMixin:
         if router is None or router.model is None:
             return
         refresh = router.config.draft_refresh
-        folder = None if router.config.head is None else Path(router.config.head)
+        head = Path(router.config.head or "")
+        folder = head if head.is_dir() and router.config.head else None  # a hub's name has no files to look at
         max_age = None if refresh is None else refresh.max_age_alarm
         self.specrollout_head = HeadWatch(self.model_runner, router, folder, max_age)
         if refresh is not None and compat.is_output_rank():
