@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer
+from nemo_specrollout.generation.row_buffer import RowBuffer, StepRows
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.draft_plan import (
     FIRST_TRIAL,
@@ -166,14 +166,19 @@ def test_a_new_head_is_judged_anew() -> None:
 def test_rows_of_rejected_drafts_are_left_out() -> None:
     """Three requests: 3 drafts of which 1 was right; a prompt of 4 tokens; no drafts."""
     token_ids = np.arange(60, dtype=np.int32).reshape(3, 20)
-    new = AcceptedRows.of(
-        np.array([4, 4, 1]), np.array([3, 0, 0]), np.array([2, 0, 1]), np.array([10, 0, 7]), token_ids
+    step = StepRows.of(
+        np.array([4, 4, 1]),
+        np.array([3, 0, 0]),
+        np.array([2, 0, 1]),
+        np.array([10, 0, 7]),
+        token_ids,
+        np.array([5, 2, 0]),
     )
-    assert new.rows_N is not None and new.rows_N.tolist() == [0, 1, 4, 5, 6, 7, 8]
-    assert new.positions_N.tolist() == [10, 11, 0, 1, 2, 3, 7]
-    assert new.requests_N.tolist() == [0, 0, 1, 1, 1, 1, 2]
-    assert new.token_ids_N.tolist() == [10, 11, 20, 21, 22, 23, 47]
-    assert new.only(np.array([True, False, True])).rows_N.tolist() == [0, 1, 8]  # type: ignore[union-attr]
+    assert step.lanes_R.tolist() == [5, 5, -1, -1, 2, 2, 2, 2, 0]
+    kept = step.only(np.flatnonzero(step.lanes_R >= 0))
+    assert kept.positions_R.tolist() == [10, 11, 0, 1, 2, 3, 7]
+    assert kept.token_ids_R.tolist() == [10, 11, 20, 21, 22, 23, 47]
+    assert step.of_lanes(np.array([True, False, False, False, False, True])).tolist() == [0, 1, 8]
 
 
 @given(
@@ -188,11 +193,14 @@ def test_a_row_buffer_is_a_list_for_each_lane(operations: list[tuple[str, int, i
         if operation == "append" and sum(map(len, model.values())) + count <= buffer.capacity:
             values = np.arange(stamp, stamp + count)
             stamp += count
+            num_gaps = count // 3
             start = model[lane][-1][0] + 1 if model[lane] else 0
             positions = np.arange(start, start + count)
             parts = [torch.from_numpy(values[:, None].astype(np.float32)), torch.full((count, 2), float(lane))]
-            buffer.append(parts, None, np.full(count, lane), positions, values.astype(np.int32))
-            model[lane] += list(zip(positions.tolist(), values.tolist(), strict=True))
+            lanes = np.full(count, lane)
+            lanes[count - num_gaps :] = -1
+            buffer.append(parts, StepRows(lanes, positions, values.astype(np.int32)))
+            model[lane] += list(zip(positions.tolist(), values.tolist(), strict=True))[: count - num_gaps]
         elif operation == "take" and stamp:
             lanes = np.array([lane, (lane + 1) % 4])
             rows = buffer.take(lanes)

@@ -2,7 +2,7 @@
 """Features for a draft head's training, from the rollout itself: the target has computed them anyway.
 
 A sample of the requests is captured, so that it costs a bounded share of the engine's time and memory.
-Shapes: B requests of the batch; a lane is a request's own small number.
+A lane is a request's own small number.
 """
 
 import time
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nemo_specrollout.generation.compat import StepOutput
-from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer
+from nemo_specrollout.generation.row_buffer import RowBuffer, StepRows
 from nemo_specrollout.sampling.seeds import combine
 from nemo_specrollout.training.features import SequenceFeatures
 
@@ -46,19 +46,18 @@ class FeatureCapture:
         self._is_captured[lane] = is_in_time and combine(seed, 1) < self._share * 2.0**64
         self._prompt_lengths[lane] = prompt_length
 
-    def observe(self, step: StepOutput, new: AcceptedRows, lanes_B: np.ndarray) -> None:
+    def observe(self, step: StepOutput, new: StepRows) -> None:
         """Keeps what a step computed of the captured requests."""
-        chosen_B = self._is_captured[lanes_B]
-        if not chosen_B.any():
-            return
         started = time.perf_counter()
-        new = new.only(chosen_B)
-        if len(new.requests_N) > self._buffer.room:
-            self._finish(lanes_B[chosen_B])
-        if len(new.requests_N) <= self._buffer.room:
-            parts = [*step.hidden_parts, step.final_hidden]
+        rows = new.of_lanes(self._is_captured)
+        if len(rows) == 0:
+            return
+        if len(rows) > self._buffer.room:
+            self._finish(np.unique(new.lanes_R[rows]))
+        if len(rows) <= self._buffer.room:
+            index = torch.from_numpy(rows).to(step.final_hidden.device, non_blocking=True)
             self._num_aux = sum(p.shape[1] for p in step.hidden_parts)
-            self._buffer.append(parts, new.rows_N, lanes_B[new.requests_N], new.positions_N, new.token_ids_N)
+            self._buffer.append([p[index] for p in (*step.hidden_parts, step.final_hidden)], new.only(rows))
         self.seconds += time.perf_counter() - started
 
     def close(self, lanes: list[int]) -> None:

@@ -2,7 +2,8 @@
 """A drafter with weights: vLLM's own proposer (EAGLE-3, draft model, MTP), under the requests' own noise.
 
 The networks, their weights and their KV cache are vLLM's; ours are what they sample, for whom and how much they draft, and
-that they need not run while nobody asks them. Shapes: B requests of the batch, b of them asked, K draft tokens, N rows.
+that they need not run while nobody asks them. Shapes: B requests of the batch, b of them asked, K draft tokens, R rows of a
+step, N rows of some requests.
 """
 
 import time
@@ -15,7 +16,7 @@ import torch
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import StepOutput
-from nemo_specrollout.generation.row_buffer import AcceptedRows, RowBuffer, Rows
+from nemo_specrollout.generation.row_buffer import RowBuffer, Rows, StepRows
 from nemo_specrollout.generation.sampler import BatchKeys
 from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
 from nemo_specrollout.scheduling.draft_time import DraftTimes
@@ -66,8 +67,8 @@ class CoupledDraftSampling:
 class ModelDrafter:
     """Drafts with vLLM's proposer for those who are asked; owns what it has not read, and what its drafting costs.
 
-    Invariant: whatever it skipped, its drafts are those of a drafter that read each token in its step. A prompt is read in
-    the step that computes it, because requests that share its KV blocks come and go (where vLLM caches prefixes).
+    Invariant: whatever it skipped, its drafts are those of a drafter that read each token in its step. Where vLLM caches
+    prefixes, the full KV blocks of a prompt are read in the step that computes them: requests that share them come and go.
     """
 
     def __init__(self, runner: Any, proposer: Any, num_lanes: int, *, greedy: bool) -> None:
@@ -77,7 +78,7 @@ class ModelDrafter:
         self._most_rows = proposer.max_num_tokens - num_lanes * proposer.net_num_new_slots_per_request
         row_bytes = proposer.hidden_size * proposer.dtype.itemsize * (3 if runner.use_aux_hidden_state_outputs else 1)
         self.unread = RowBuffer(max(2 * self._most_rows, UNREAD_BYTES // row_bytes), num_lanes)
-        self._reads_prompts_at_once = bool(runner.cache_config.enable_prefix_caching)
+        self._shares_blocks = bool(runner.cache_config.enable_prefix_caching)
         self.times = DraftTimes()
         self._seconds = 0.0
         self._step: StepOutput | None = None
@@ -93,8 +94,8 @@ class ModelDrafter:
         was put aside still is."""
         rows = self._parked.pop(req_id, None)
         if rows is not None and (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
-            lanes_N = np.full(count, lane)
-            self.unread.append([rows.hidden_NF], None, lanes_N, rows.positions_N[:count], rows.token_ids_N[:count])
+            parked = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
+            self.unread.append([rows.hidden_NF], parked)
 
     def close(self, lane: int, req_id: str, *, is_parked: bool) -> None:
         """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back."""
@@ -105,23 +106,25 @@ class ModelDrafter:
             self._parked.pop(req_id, None)
             self.unread.forget([lane])
 
-    def keep(self, step: StepOutput, new: AcceptedRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
+    def keep(self, step: StepOutput, new: StepRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
         """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit or one
         request's could not be read in one pass."""
         self._step = step
         unread_B = self.unread.counts(lanes_B)
-        if len(new.requests_N) > self.unread.room:
+        if len(new.lanes_R) > self.unread.room:
             self._read(np.flatnonzero(unread_B), lanes_B, token_ids_BL)
         elif int(unread_B.max()) + int(step.num_rows_B.max()) > self._most_rows:
             self._read(np.flatnonzero(unread_B + step.num_rows_B > self._most_rows), lanes_B, token_ids_BL)
-        self.unread.append(step.hidden_parts, new.rows_N, lanes_B[new.requests_N], new.positions_N, new.token_ids_N)
+        self.unread.append(step.hidden_parts, new)
 
     def read_prompts(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        """Reads the prompts of this step that nobody asked drafts for."""
-        if self._reads_prompts_at_once:
-            assert self._step is not None
-            waiting_B = self._step.is_prompt_B & (self.unread.counts(lanes_B) > 0)
-            self._read(np.flatnonzero(waiting_B), lanes_B, token_ids_BL)
+        """Reads the prompts of this step that filled a KV block, unless drafts were asked for."""
+        step, block_size = self._step, self._proposer.block_size
+        assert step is not None
+        if self._shares_blocks and step.is_prompt_B.any():
+            ends_B = step.first_positions_B + step.num_rows_B
+            fills_block_B = step.is_prompt_B & (ends_B // block_size > step.first_positions_B // block_size)
+            self._read(np.flatnonzero(fills_block_B & (self.unread.counts(lanes_B) > 0)), lanes_B, token_ids_BL)
 
     def draft(
         self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int

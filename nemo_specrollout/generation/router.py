@@ -23,7 +23,7 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.lanes import Lanes
 from nemo_specrollout.generation.model_drafter import MODEL_LEVEL_PRIORS, ModelDrafter
-from nemo_specrollout.generation.row_buffer import AcceptedRows
+from nemo_specrollout.generation.row_buffer import StepRows
 from nemo_specrollout.generation.sampler import CoupledSampler
 from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.trace import StepTrace
@@ -72,7 +72,7 @@ class Router:
         self._runner: Any = None
         self.is_passive = False
         self.may_ask_model = True
-        self.on_model_outcome: Callable[[np.ndarray, np.ndarray], None] | None = None
+        self.on_model_outcome: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None] | None = None
         self._has_proposed = False
         self._sampler: CoupledSampler | None = None
 
@@ -143,12 +143,15 @@ class Router:
         step = compat.step_output(self._runner, num_drafts_B, common_attn_metadata, hidden_states, aux_hidden_states)
         self._sync_lanes(batch.token_ids_cpu)
         num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
-        new = AcceptedRows.of(step.num_rows_B, num_drafts_B, num_sampled_B, step.first_positions_B, batch.token_ids_cpu)
-        self.model.keep(step, new, self._lanes.lanes_B, batch.token_ids_cpu)
+        lanes_B = self._lanes.lanes_B
+        new = StepRows.of(
+            step.num_rows_B, num_drafts_B, num_sampled_B, step.first_positions_B, batch.token_ids_cpu, lanes_B
+        )
+        self.model.keep(step, new, lanes_B, batch.token_ids_cpu)
         if self.capture is not None:
-            self.capture.observe(step, new, self._lanes.lanes_B)
+            self.capture.observe(step, new)
         drafts = self._propose(sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu)
-        self.model.read_prompts(self._lanes.lanes_B, batch.token_ids_cpu)
+        self.model.read_prompts(lanes_B, batch.token_ids_cpu)
         draft_s = self.model.take_seconds()
         self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
         return drafts
@@ -172,7 +175,8 @@ class Router:
         should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         if self.model is not None:
-            plan = NO_PLAN if should_be_plain or not self.may_ask_model else self._plan(batch, caps_B, survival_BK)
+            is_off = should_be_plain or not self.may_ask_model or self._planner.rests()
+            plan = NO_PLAN if is_off else self._plan(batch, caps_B, survival_BK)
             self._lead(plan)
             if plan.depth > 0:
                 self._draft(plan, batch, proposals)
@@ -289,7 +293,10 @@ class Router:
         totals_D2 = count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
         self.trace.add_drafts(totals_D2)
         if self.on_model_outcome is not None and before is not None and totals_D2[d, 0] > 0:
-            self.on_model_outcome(self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1])
+            drafted_B = np.minimum(submitted[1], verified_B) * (submitted[0] == d)
+            self.on_model_outcome(
+                self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1], drafted_B, emitted_B
+            )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from nemo_specrollout.scheduling.step_time import StepCosts
 # Consultations without the model until it goes on trial: at first, and at most; then for so many requests, so deep.
 FIRST_TRIAL, LAST_TRIAL = 64, 1024
 TRIAL_REQUESTS, TRIAL_DEPTH = 4, 2
+# One that was not asked for `RESTS_AFTER` consultations is considered in one of `REST` only.
+RESTS_AFTER, REST = 32, 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class DraftPlanner(ABC):
     @abstractmethod
     def plan(self, observed: PlanObservation) -> DraftPlan: ...
 
+    def rests(self) -> bool:
+        """Asked first in each step: whether the model is not even considered in it, which costs host time too."""
+        return False
+
 
 class AutoPlanner(DraftPlanner):
     """The depth with the most tokens a second, drafting included; none, unless that beats what is there already, and no
@@ -81,6 +87,12 @@ class AutoPlanner(DraftPlanner):
             self._idle, self._patience = 0, FIRST_TRIAL
             return DraftPlan(depth, asked_B)
         return self._trial(observed)
+
+    def rests(self) -> bool:
+        if self._idle < RESTS_AFTER or (self._idle + 1) % REST == 0:
+            return False
+        self._idle += 1
+        return True
 
     def _lesson(self, observed: PlanObservation) -> DraftPlan:
         self._num_lessons += 1
