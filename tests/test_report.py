@@ -15,6 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_specrollout.local import charts, records
+from nemo_specrollout.local.head_panels import head_acceptance, head_summary
 from nemo_specrollout.local.report import write_report
 
 pytestmark = pytest.mark.unit
@@ -96,6 +97,19 @@ def bench_rows() -> list[dict[str, Any]]:
          "tokens_equal": None if mode == "stock" else 4556, "tokens_total": 4556}
         for mode, x in speedups.items()
     ]  # fmt: skip
+
+
+def with_head(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same steps with a head, refreshed after every fourth, published every other time."""
+    for step in steps:
+        at = step["step"]
+        step["acceptance"] |= {"eagle3": {"proposed": [400, 200], "accepted": [300, 120]}} if at else {}
+        step["draft_refresh"] = {"decision": f"skipped: <{at}>", "gain_s": 0.1, "capture_s": 0.01}
+        if at % 4 == 3:
+            published = at % 8 == 7
+            step["draft_refresh"] |= {"decision": f"refreshed: {at}", "gate": "better & so", "published": published,
+                                      "refresh_s": 1.0}  # fmt: skip
+    return steps
 
 
 class Page(HTMLParser):
@@ -242,6 +256,27 @@ def test_charts_are_svg_and_repeatable(tmp_path: Path) -> None:
 
 def test_a_gap_of_zero_is_drawn() -> None:
     assert charts.gap_chart([{"step": i, "logprob_gap": {"mean": 0.0, "max": 0.0}} for i in range(3)])
+
+
+def test_a_head_has_its_section(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    run = write_run(tmp_path / "run", with_head([metrics(i, rng) for i in range(16)]), [])
+    page = Page(write_report(run))
+    assert "Draft heads 2 of 4" in page.text and "Time of refreshes, of the run so far" in page.text
+    assert "step 7: refreshed: 7; gate: better & so" in page.text and "skipped: <14>" not in page.text
+    assert "Draft head" not in Page(write_report(write_full_run(tmp_path / "without"))).text
+
+
+def test_figures_of_a_head() -> None:
+    rng = random.Random(0)
+    steps = with_head([metrics(i, rng) for i in range(16)])
+    figures = head_summary(steps)
+    run_s = sum(s[k] for s in steps for k in ("rollout_s", "logprob_s", "train_s", "refit_s", "verify_s"))
+    assert (figures["refreshes"], figures["heads_published"], figures["refresh_s"]) == (4, 2, 4.0)
+    assert figures["refresh_share"] == pytest.approx(4.0 / (run_s + 4.0))
+    assert figures["capture_share"] == pytest.approx(0.16 / sum(s["rollout_s"] for s in steps))
+    assert head_acceptance(steps)[1:] == pytest.approx(0.7) and math.isnan(head_acceptance(steps)[0])
+    assert head_summary([metrics(0, rng)]) == {}
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from nemo_specrollout.local.chart_panels import (
     draw_speedup,
     draw_time,
 )
+from nemo_specrollout.local.head_panels import draw_head_acceptance, draw_head_cost, has_head
 from nemo_specrollout.local.records import (
     Record,
     acceptance_totals,
@@ -64,6 +65,11 @@ def acceptance_chart(steps: Sequence[Record]) -> str:
     """Share of a run's draft tokens that were accepted, by position in the draft and by drafter."""
     totals = acceptance_totals(steps)
     return _chart("acceptance", (4.4, 2.6), totals, draw_acceptance) if totals else ""
+
+
+def head_chart(steps: Sequence[Record]) -> str:
+    """How the drafts of a head that is refreshed fare, and what the refreshes cost."""
+    return _chart("head", (9.0, 2.3), steps, draw_head_acceptance, draw_head_cost) if has_head(steps) else ""
 
 
 def drain_chart(trace: Record) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.local import charts
+from nemo_specrollout.local.head_panels import head_summary, refreshes
 from nemo_specrollout.local.records import Record, number, overall_speedup, read_lines, series
 from nemo_specrollout.local.report_page import CSS, HOW_TO_READ, PAGE, ROLLOUT_COLUMNS, TRAINING_COLUMNS
 
@@ -71,7 +72,7 @@ def _read_object(path: Path) -> Record:
 
 
 def _page(run: RunRecords, name: str) -> str:
-    parts = [_cards(run), _alarms(run), _charts(run), *_tables(run)] if run.steps else []
+    parts = [_cards(run), _alarms(run), _charts(run), _head(run), *_tables(run)] if run.steps else []
     body = "\n".join([*parts, _config(run), _about(run)])
     return PAGE.substitute(title=escape(f"Run {name}"), css=CSS, status=escape(_status(run)), body=body)
 
@@ -99,6 +100,9 @@ def _card_list(run: RunRecords) -> Iterable[str]:
     yield _card("Reward", change, "means of the first and last fifth")
     length = run.figure("acceptance_length", _acceptance_length(run.steps))
     yield _card("Acceptance length", _format(length, ".2f"), "tokens a request gains in an engine step; 1 is plain")
+    if head := head_summary(run.steps):
+        made = f"{head['heads_published']} of {head['refreshes']}"
+        yield _card("Draft heads", made, f"refreshes published; {head['refresh_share']:.1%} of the run's time")
     note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
     yield _card("Alarms", str(len(run.alarms)), note, kind)
 
@@ -141,6 +145,22 @@ def _charts(run: RunRecords) -> str:
             _pair(_chart("Where a step's time goes", time), _chart("Acceptance by position", acceptance)),
             _pair(_chart("Reward", reward), _chart("Engine against trainer", gap)),
         )
+    )
+
+
+def _head(run: RunRecords) -> str:
+    """The draft head's chart, and what was decided at each refresh; nothing for a run without."""
+    svg = charts.head_chart(run.steps)
+    if not svg:
+        return ""
+    items = "".join(
+        f"<li>step {escape(str(step))}: {escape(str(r.get('decision', '')))}; gate: {escape(str(r.get('gate', NONE)))}</li>"
+        for step, r in refreshes(run.steps)
+    )
+    last = escape(str(run.steps[-1].get("draft_refresh", {}).get("decision", NONE)))
+    said = f'<details><summary>Refreshes</summary><ul class="said">{items}</ul></details>' if items else ""
+    return (
+        f"{_chart('Draft head', svg).removesuffix('</section>')}{said}<p>Last word of the trigger: {last}</p></section>"
     )
 
 

@@ -31,6 +31,7 @@ h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
 section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
 section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
+.said { color: #57606a; font-size: 13.5px; padding-left: 20px }
 section.alarms { border-color: #cf222e } .alarms ul { margin: 4px 0 0; padding-left: 20px }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 14px }
 svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
@@ -89,6 +90,8 @@ HOW_TO_READ = {
     "part would end without speculation, by the estimate.",
     "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
     "own token; small counts are noisy.",
+    "Draft head": "A head knows one policy, and the policy moves: acceptance falls until a refreshed head is published. A "
+    "head that is not better than the one in service is refused. Refreshes are part of the run's time, right.",
     "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the bold line, a "
     "running mean.",
     "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's; a jump means "

@@ -12,6 +12,7 @@ import torch
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.grpo import group_normalized_advantages
+from nemo_specrollout.local.head_panels import head_summary
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
@@ -269,6 +270,7 @@ def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[s
             "reward_averaged_over_steps": tail,
             "acceptance_length": sum(m["num_tokens"] for m in metrics) / sum(m["request_steps"] for m in metrics),
             "alarms": sum(len(m["alarms"]) for m in metrics),
+            **head_summary(metrics),
         }
     directory.write_summary(summary)
     write_report(directory.path)
