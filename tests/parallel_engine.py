@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parallel_engine.py MODEL RANKS drafts|plain: tokens of eight requests of one tensor-parallel engine, as a line of JSON."""
+"""parallel_engine.py MODEL RANKS BLOCK: tokens of eight requests of one tensor-parallel engine under the JSON block, as a
+line of JSON."""
 
 import json
 import sys
 
 from vllm import LLM, SamplingParams
 
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
 
 
-def main(model: str, ranks: int, drafts: bool) -> None:
-    block = SpecrolloutConfig(budget=BudgetConfig(policy="random"))
-    if not drafts:
-        block = SpecrolloutConfig(drafters=())
+def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
     llm = LLM(
         model=model,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
@@ -43,4 +42,4 @@ def main(model: str, ranks: int, drafts: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "drafts")
+    main(sys.argv[1], int(sys.argv[2]), build(SpecrolloutConfig, json.loads(sys.argv[3]), BLOCK_PATH))

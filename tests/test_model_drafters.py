@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters with weights: vLLM's own networks under the requests' noise, asked for whom and as much as the router likes."""
 
+import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import STEP_ADDER
+from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.integration
 Drafts = dict[tuple[str, int, int], list[int]]
 ITSELF = DrafterConfig("draft_model", model=str(STEP_ADDER))
 GREEDY = DrafterConfig("draft_model", model=str(STEP_ADDER), sampling="greedy")
+MTP = DrafterConfig("mtp")
 LONG = {"max_tokens": 128, "ignore_eos": True, "stop_token_ids": []}
 
 
@@ -142,7 +146,12 @@ def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
     engine = start_engine(STEP_ADDER, block, 128, **kwargs)
     drafts = recorded(engine)
     engine.generate(requests(6, 4, first=50), **LONG)
-    wanted = {(request, position): tokens for (request, position, _), tokens in drafts_of_a_busy_head.items()}
+    assert_same_drafts(drafts, drafts_of_a_busy_head)
+
+
+def assert_same_drafts(drafts: Drafts, of_a_busy_drafter: Drafts) -> None:
+    """At the same places of the same requests, but for a near-tie here and there."""
+    wanted = {(request, position): tokens for (request, position, _), tokens in of_a_busy_drafter.items()}
     pairs = [
         (wanted[request, position], tokens[:3])
         for (request, position, _), tokens in drafts.items()
@@ -326,3 +335,109 @@ def test_the_router_stops_asking_a_head_that_is_never_right(
         engine.generate(requests(8, 4), **SAMPLINGS["T=1"])
         proposed.append(sum(engine.report()["proposed"][0]))
     assert proposed[-1] - proposed[0] < 100
+
+
+@pytest.fixture(scope="module")
+def mtp_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mtp_policy")
+    save_mtp_policy(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected_of_mtp_policy(start_engine: Callable[..., RolloutEngine], mtp_policy: Path) -> dict[str, list[Rollout]]:
+    plain = start_engine(mtp_policy, SpecrolloutConfig(drafters=()))
+    asked = requests(8, 4, first=50)
+    return {name: plain.generate(asked, **SAMPLINGS[name], **LONG) for name in ("T=1", "T=0")}
+
+
+@pytest.fixture(scope="module")
+def mtp_engine(start_engine: Callable[..., RolloutEngine], mtp_policy: Path) -> RolloutEngine:
+    return start_engine(mtp_policy, SpecrolloutConfig(drafters=(MTP,), budget=BudgetConfig("fixed", k=3)))
+
+
+def test_the_policy_s_own_heads_draft_and_what_they_skipped_is_caught_up_with(
+    start_engine: Callable[..., RolloutEngine],
+    mtp_policy: Path,
+    mtp_engine: RolloutEngine,
+    expected_of_mtp_policy: dict[str, list[Rollout]],
+) -> None:
+    mixed = SpecrolloutConfig(drafters=(NGRAM, MTP), budget=BudgetConfig("random"))
+    drafts = []
+    for engine, mtp, least in ((mtp_engine, 0, 0.6), (start_engine(mtp_policy, mixed), 1, 0.3)):
+        assert_equal(engine.generate(requests(8, 4, first=50), temperature=0.0, **LONG), expected_of_mtp_policy["T=0"])
+        drafts.append(recorded(engine))
+        assert_equal(engine.generate(requests(8, 4, first=50), **LONG), expected_of_mtp_policy["T=1"])
+        report = engine.report()
+        proposed, accepted = (sum(report[key][mtp]) for key in ("proposed", "accepted"))
+        assert proposed > 1000 and accepted > least * proposed, f"{accepted} of {proposed} drafts were right"
+    busy, lazy = drafts
+    assert_same_drafts(lazy, busy)
+
+
+def test_the_policy_s_own_heads_under_the_automatic_budget(
+    start_engine: Callable[..., RolloutEngine], mtp_policy: Path, expected_of_mtp_policy: dict[str, list[Rollout]]
+) -> None:
+    engine = start_engine(mtp_policy, SpecrolloutConfig(drafters=(MTP, NGRAM)))
+    for name, expected in expected_of_mtp_policy.items():
+        assert_equal(engine.generate(requests(8, 4, first=50), **SAMPLINGS[name], **LONG), expected)
+    assert sum(engine.report()["proposed"][0]) > 0
+
+
+def test_the_policy_s_own_heads_follow_its_weights(
+    mtp_engine: RolloutEngine, mtp_policy: Path, expected_of_mtp_policy: dict[str, list[Rollout]]
+) -> None:
+    """They come with the policy's checkpoint; if their part of it is broken, the alarm does not blame what they share."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(mtp_policy / "model.safetensors")
+    rates = []
+    for sign in (1.0, -1.0):
+        heads = {name: sign * t for name, t in tensors.items() if name.endswith("input_proj.weight")}
+        before = mtp_engine.report()
+        mtp_engine.load_weights((tensors | heads).items())
+        assert_equal(mtp_engine.generate(requests(8, 4, first=50), **LONG), expected_of_mtp_policy["T=1"])
+        drafted, right = (sum(mtp_engine.report()[key][0]) - sum(before[key][0]) for key in ("proposed", "accepted"))
+        rates.append(right / drafted)
+        assert mtp_engine.report()["head_version"] == mtp_engine.report()["policy_version"]
+    assert rates[0] > 0.6 and rates[1] < 0.2
+    (alarm,) = mtp_engine.take_alarms()
+    assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and alarm["drafter_off"]
+
+
+def test_a_drafter_that_fails_in_long_contexts_only_is_told_apart(start_engine: Callable[..., RolloutEngine]) -> None:
+    """Its table of rotations ends too early, as that of a head whose config names a shorter context."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(GREEDY,), budget=BudgetConfig("fixed", k=3)))
+    sampling = {**LONG, "max_tokens": 360}
+    engine.generate(requests(6, 4, first=50), **sampling)
+    assert engine.take_alarms() == []
+    for module in router_of(engine)._runner.drafter.model.modules():
+        if hasattr(module, "rotary_emb"):  # vLLM keeps one for all layers alike, the policy's too
+            module.rotary_emb = copy.deepcopy(module.rotary_emb)
+            module.rotary_emb.cos_sin_cache[256:] = 0.0
+    engine._llm.sleep()
+    engine._llm.wake_up()
+    engine.generate(requests(6, 4, first=60), **sampling)
+    alarms = engine.take_alarms()
+    assert {(alarm["event"], alarm["cause"]) for alarm in alarms} == {("wake", "context")}
+    assert "context limit or RoPE" in alarms[0]["sentence"]
+
+
+def test_a_head_with_another_rope_is_named_so_and_none_can_be_loaded_into_an_engine_of_another(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig, tmp_path: Path
+) -> None:
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path / "other"
+    save_head(create_head(STEP_ADDER), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 500.0
+    (folder / "config.json").write_text(json.dumps(config))
+    block = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model=str(folder)),), budget=BudgetConfig("fixed", k=3))
+    engine = start_engine(STEP_ADDER, block)
+    with pytest.raises(ValueError, match=r"its rope_theta is 10000\.0, the engine's 500\.0"):
+        engine.load_head(Path(str(head.model)))
+    engine.load_head(folder, expected_length=3.0)
+    engine.generate(requests(6, 4, first=50), **LONG)
+    (alarm,) = engine.take_alarms()
+    assert alarm["cause"] == "rope" and "its rope_theta is 500.0, the policy's 10000.0" in alarm["sentence"]

@@ -25,9 +25,12 @@ ENVIRONMENT = {
 }
 
 
+PLAIN = '{"drafters": []}'
+
+
 @functools.cache
-def engine(model: Path, ranks: int, drafts: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "parallel_engine.py"), str(model), str(ranks), drafts]
+def engine(model: Path, ranks: int, block: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "parallel_engine.py"), str(model), str(ranks), block]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"tokens"')))
@@ -52,10 +55,34 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("drafts", ["plain", "drafts"])
-def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, drafts: str) -> None:
-    one, two = engine(two_heads, 1, "plain"), engine(two_heads, 2, drafts)
+@pytest.fixture(scope="module")
+def head(two_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained EAGLE-3 head, which has the policy's LM head: some of its drafts are right."""
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path_factory.mktemp("heads") / "untrained"
+    save_head(create_head(two_heads), folder)
+    return folder
+
+
+def same_tokens(model: Path, block: dict[str, Any], count: str = "accepted") -> list[int]:
+    """Asserts that two ranks under `block` sample what one rank does plainly; drafts accepted, or proposed, by drafter."""
+    one, two = engine(model, 1, PLAIN), engine(model, 2, json.dumps(block))
     assert two["tokens"] == one["tokens"]
     assert two["ranks"] == 2 and len(two["totals"]) == 1  # the rank whose drafts count
-    accepted = sum(sum(row) for _, row in two["totals"][0]["accepted"])
-    assert (accepted > 0) == (drafts == "drafts")
+    return [sum(row) for _, row in two["totals"][0][count]]
+
+
+@pytest.mark.parametrize("drafts", ["plain", "drafts"])
+def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, drafts: str) -> None:
+    block = {"budget": {"policy": "random"}} if drafts == "drafts" else {"drafters": []}
+    assert (sum(same_tokens(two_heads, block)) > 0) == (drafts == "drafts")
+
+
+@pytest.mark.parametrize("policy", ["random", "auto"])
+def test_two_tensor_parallel_ranks_hold_a_part_of_the_head_each(two_heads: Path, head: Path, policy: str) -> None:
+    """The first rank alone plans who drafts and how deep; the other takes part in just that."""
+    drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
+    block = {"drafters": drafters, "budget": {"policy": policy}}
+    count = "accepted" if policy == "random" else "proposed"  # by measured times few drafts may pay
+    assert same_tokens(two_heads, block, count)[0] > 0, "the head had no part in it, so that nothing was shown"

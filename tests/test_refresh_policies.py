@@ -12,6 +12,7 @@ from scipy import stats
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
+from nemo_specrollout.scheduling.context_canary import ContextCanary, context_edges, count_by_context
 from nemo_specrollout.scheduling.publish_gate import PublishGate, student_quantile
 from nemo_specrollout.scheduling.refresh_trigger import (
     AutoTrigger,
@@ -274,17 +275,90 @@ def test_age_alone_alarms_if_asked() -> None:
 
 
 def test_causes_in_order_of_certainty() -> None:
-    everything = HeadHealth(True, True, ("lm_head.weight",), True, True, True, 0.6, 0.1, 4096, 3)
+    everything = HeadHealth(True, True, ("lm_head.weight",), True, True, True, True, 4096, "its rope_theta is 5", 3)
     blank = HeadHealth()
     order = []
     for change in (
         {}, {"non_finite": False}, {"all_zero": False}, {"shares_target_tensors": ()}, {"differs_from_published": False},
-        {"layer_ids_wrong": False}, {"qkv_interleaved": False}, {"acceptance_long": 0.5}, {"age_in_versions": 0},
+        {"layer_ids_wrong": False}, {"qkv_interleaved": False}, {"fails_in_long_contexts": False},
+        {"rope_difference": ""}, {"age_in_versions": 0},
     ):  # fmt: skip
         everything = dataclasses.replace(everything, **change)
         order.append(likely_cause(everything)[0])
-    names = ["non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "context", "stale", "unknown"]
+    names = ["non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "context", "rope", "stale", "unknown"]
     assert order == names and likely_cause(blank)[0] == "unknown"
     alarm = Alarm("wake", 0.1, 0.6, 300, "unknown", "")
     assert alarm.explained_by(HeadHealth(all_zero=True)).cause == "all_zero"
-    assert "4096 tokens" in likely_cause(HeadHealth(acceptance_short=0.6, acceptance_long=0.1, head_context=4096))[1]
+    far = HeadHealth(fails_in_long_contexts=True, head_context=4096, rope_difference="its rope_theta is 5, not 7")
+    assert all(part in likely_cause(far)[1] for part in ("context limit or RoPE", "4096 tokens", "rope_theta is 5"))
+    own_rope = HeadHealth(rope_difference="its rope_theta is 5, not 7", age_in_versions=3)
+    assert [likely_cause(own_rope, event)[0] for event in ("publish", "refit")] == ["rope", "stale"]
+
+
+def long_rollout(
+    rng: np.random.Generator, canary: ContextCanary, right_C: list[float], num_steps: int = 400, num_requests: int = 64
+) -> Alarm | None:
+    """Requests whose contexts grow from 20 tokens to 1,000, ever fewer of them; chances of a right draft by length."""
+    edges = context_edges(1024, None)
+    spread_B = rng.normal(size=num_requests) * 0.05
+    lengths_B, ends_B = np.full(num_requests, 20.0), rng.uniform(300, 1000, num_requests)
+    for _ in range(num_steps):
+        alive_B = lengths_B < ends_B
+        if not alive_B.any():
+            break
+        chances_B = np.clip(np.array(right_C)[np.searchsorted(edges, lengths_B, side="right")] + spread_B, 0.0, 0.98)
+        accepted_B = np.cumprod(rng.random((num_requests, 3)) < chances_B[:, None], axis=1).sum(axis=1)
+        counts = count_by_context(
+            lengths_B[alive_B], np.full(alive_B.sum(), 3), accepted_B[alive_B], edges, num_positions=3
+        )
+        alarm = canary.observe(*counts)
+        if alarm is not None:
+            return alarm
+        lengths_B += np.where(alive_B, accepted_B + 1, 0)
+    return None
+
+
+def test_drafts_are_counted_by_length_of_context() -> None:
+    drafted_CK, accepted_CK = count_by_context(
+        np.array([3, 128, 127, 512, 1000]),
+        np.array([3, 2, 1, 3, 0]),
+        np.array([3, 0, 1, 1, 0]),
+        context_edges(1024, None),
+        3,
+    )
+    assert drafted_CK.tolist() == [[2, 1, 1], [1, 1, 0], [1, 1, 1]]
+    assert accepted_CK.tolist() == [[2, 1, 1], [0, 0, 0], [1, 0, 0]]
+    assert context_edges(1024, 300).tolist() == [150, 300]
+
+
+def test_contexts_of_a_healthy_drafter_raise_no_alarm() -> None:
+    """Also where longer contexts are harder to draft for from the beginning, and where everything gets worse together."""
+    for seed, ratio in enumerate((1.0, 0.85, 0.75)):
+        rng, canary, right = np.random.default_rng(seed), ContextCanary(), 0.75
+        for step in range(8):
+            canary.begin("refit")
+            right = float(np.clip(right * (1 + 0.04 * rng.normal()), 0.5, 0.9))
+            fall = 0.3 if step > 6 else 1.0
+            assert long_rollout(rng, canary, [fall * right, fall * right * ratio, fall * right * ratio]) is None
+
+
+@pytest.mark.parametrize("is_from_the_start", [True, False])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failure_in_long_contexts_alone_is_told_apart_and_once(is_from_the_start: bool, failing: int) -> None:
+    rng, canary = np.random.default_rng(failing), ContextCanary()
+    good, bad = [0.75, 0.7, 0.7], [0.75, *([0.2, 0.2] if failing == 1 else [0.7, 0.15])]
+    if not is_from_the_start:
+        assert all(long_rollout(rng, canary, good) is None for _ in range(3))
+    canary.begin("wake")
+    alarms = [long_rollout(rng, canary, bad) for _ in range(3)]
+    (alarm,) = filter(None, alarms)
+    assert alarm.cause == "context" and alarm.event == "wake" and alarm.seen < 0.5 * alarm.expected
+    assert canary.fails_in_long_contexts and "context limit or RoPE" in alarm.sentence
+
+
+def test_a_failure_in_all_contexts_is_no_matter_of_context() -> None:
+    rng, canary = np.random.default_rng(0), ContextCanary()
+    assert all(long_rollout(rng, canary, [0.75, 0.7, 0.7]) is None for _ in range(3))
+    canary.begin("publish")
+    assert all(long_rollout(rng, canary, [0.15, 0.15, 0.15]) is None for _ in range(3))
+    assert not canary.fails_in_long_contexts

@@ -7,6 +7,7 @@ Whoever supports another version changes this file and nothing else. Every acces
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample import rejection_sampler
@@ -49,6 +51,8 @@ RUNNER_ATTRIBUTES = (
     "seq_lens",
     "speculative_config",
 )
+GATHERED_ROWS = 8192
+"""Of a vocabulary, brought together at a time."""
 
 
 class RolloutSamplingParams(SamplingParams):
@@ -130,7 +134,7 @@ def num_scheduled_tokens(runner: Any, num_reqs: int) -> int:
 def skip_empty_draft_metadata(runner: Any) -> None:
     """Spares a step without drafts vLLM's index tensors for drafts, a tenth of a millisecond on a slow host.
 
-    In an engine whose drafter runs no model, vLLM itself reads one field of such a step, and our sampler none.
+    Where our router proposes, vLLM itself reads one field of such a step, and our sampler none.
     """
     calculate = runner._calc_spec_decode_metadata
 
@@ -259,11 +263,51 @@ def reload_draft_weights(runner: Any, tensors: Mapping[str, torch.Tensor]) -> No
         layerwise.finalize_layerwise_reload(draft, runner.speculative_config.draft_model_config)
 
 
+def reload_native_heads(runner: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Loads the policy's own (MTP) heads, if the engine drafts with them and they are among a checkpoint's tensors; whether
+    it did. vLLM's reloading of a policy leaves them out."""
+    if getattr(runner.speculative_config, "method", None) != "mtp":
+        return False
+    end = runner.model_config.hf_text_config.num_hidden_layers
+    layers = (re.search(r"layers\.(\d+)\.", name) for name in tensors)
+    if not any("mtp" in name for name in tensors) and not any(m is not None and int(m[1]) >= end for m in layers):
+        return False
+    reload_draft_weights(runner, tensors)
+    return True
+
+
 def aux_layer_ids(runner: Any) -> tuple[int, ...] | None:
     """The layers before which the policy hands out hidden states; None if its class does not say."""
     model = getattr(runner.get_model(), "model", None)
     ids = getattr(model, "aux_hidden_state_layers", None)
     return None if ids is None else tuple(ids)
+
+
+def policy_teachers(runner: Any) -> dict[str, torch.Tensor]:
+    """The policy's embedding and LM head by Hugging Face names, on the CPU, all rows of all tensor-parallel ranks, which must
+    ask together; no LM head where it is the embedding. Raises ValueError for a model that hides them."""
+    layers = [m for m in runner.get_model().modules() if isinstance(m, VocabParallelEmbedding)]
+    embedding = next((m for m in layers if not isinstance(m, ParallelLMHead)), None)
+    lm_head = next((m for m in layers if isinstance(m, ParallelLMHead)), embedding)
+    if embedding is None or lm_head is None:
+        raise ValueError(f"{type(runner.get_model()).__name__} has no embedding that vLLM splits by rows")
+    names = {"model.embed_tokens.weight": embedding, "lm_head.weight": lm_head}
+    if lm_head.weight is embedding.weight:
+        del names["lm_head.weight"]
+    return {name: _all_rows(layer) for name, layer in names.items()}
+
+
+def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
+    """A vocabulary's rows, gathered a part at a time: the device has no room for all."""
+    weight = layer.get_parameter("weight").detach()
+    if layer.tp_size == 1:
+        return weight[: layer.org_vocab_size].to("cpu", copy=True)
+    rows = torch.empty(layer.tp_size, *weight.shape, dtype=weight.dtype)
+    for start in range(0, len(weight), GATHERED_ROWS):
+        part = weight[start : start + GATHERED_ROWS]
+        gathered = get_tp_group().all_gather(part.contiguous(), dim=0)
+        rows[:, start : start + GATHERED_ROWS] = gathered.view(layer.tp_size, *part.shape).cpu()
+    return rows.flatten(0, 1)[: layer.org_vocab_size].clone()
 
 
 def enable_all_logits_processors(runner: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.head_rope import head_context, layer_config, rope_difference
 from nemo_specrollout.generation.shared_tensors import part, shared_modules
 from nemo_specrollout.scheduling.canary import HeadHealth
 from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
@@ -45,12 +46,17 @@ def load_head(runner: Any, folder: Path) -> None:
         )
     if EMBEDDING in shared:
         tensors = {name: t for name, t in tensors.items() if EMBEDDING not in name}
-    wanted = runner.speculative_config.draft_model_config.hf_config.draft_vocab_size
+    config = runner.speculative_config.draft_model_config.hf_config
+    wanted = config.draft_vocab_size
     given = next((len(t) for name, t in tensors.items() if name.startswith(LM_HEAD)), None)
     if given != wanted:
         raise ValueError(
             f"{folder}: its {LM_HEAD} drafts {given} tokens, the engine was started with a head of {wanted}; a head can only "
             "be replaced by one of the same draft vocabulary"
+        )
+    if difference := rope_difference(layer_config(folder), config.to_dict(), "the engine's"):
+        raise ValueError(
+            f"{folder}: {difference}; RoPE is set when an engine starts: start another, or mend config.json"
         )
     compat.reload_draft_weights(runner, tensors)
 
@@ -67,16 +73,22 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
     facts = None if folder is None else read_head_facts(folder)
     published = {} if facts is None else read_head_tensors(facts)
     before = {} if previous is None else read_head_tensors(read_head_facts(previous))
-    floats = [t for t in (*own.values(), *published.values()) if t.is_floating_point()]
+    floats = [(name, t) for name, t in (*own.items(), *published.items()) if t.is_floating_point()]
     in_use, meant = compat.aux_layer_ids(runner), facts.layer_ids if facts else ()
+    method = runner.speculative_config.method
+    configs = (runner.speculative_config.draft_model_config, runner.model_config)
+    head_config, policy_config = (c.hf_text_config.to_dict() for c in configs)
+    meant_to_share = (EMBEDDING, LM_HEAD) if method == "mtp" else (EMBEDDING,)
     return HeadHealth(
-        non_finite=any(not bool(torch.isfinite(t).all()) for t in floats),
-        all_zero=any(not bool(t.any()) for t in floats),
-        shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(EMBEDDING)),
+        non_finite=any(not bool(torch.isfinite(t).all()) for _, t in floats),
+        all_zero=any(not bool(t.any()) for name, t in floats if not name.endswith(".bias")),
+        shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(meant_to_share)),
         differs_from_published=not _are_those_of(own, published),
         layer_ids_wrong=(in_use is not None and bool(meant) and in_use != meant)
         or _are_layers_swapped(published, before),
         qkv_interleaved=_is_interleaved(published, before),
+        head_context=head_context(folder, runner.model_config.max_model_len),
+        rope_difference=rope_difference(head_config, policy_config) if method == "eagle3" else "",
         age_in_versions=age_in_versions,
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 EVENTS = ("refit", "publish", "wake")
 COLLAPSE_SHARE = 1 / 3
 STALE_SHARE = 0.75
+SUSPICION_SHARE = 0.1
 # Content differs from request to request beyond chance: the variance of a step's accepted drafts is taken that much larger.
 OVERDISPERSION = 2.0
 MEMORY_DRAFTED = 20_000.0
@@ -27,8 +28,9 @@ class HeadHealth:
     """What was found in the head's weights and its drafts, by whoever can look; the defaults say nothing.
 
     `shares_target_tensors`: names of the head's own tensors that lie in the policy's memory. `age_in_versions`: refits since
-    the head was published. `acceptance_short`, `acceptance_long`: shares of drafts accepted in contexts within and beyond
-    `head_context` tokens, the longest that the head was made for.
+    the head was published. `fails_in_long_contexts`: drafts fare as before in shorter ones (`context_canary.py`).
+    `head_context`: the longest context, in tokens, that the head was made for, where the engine's may be longer.
+    `rope_difference`: in words, how its RoPE differs from the policy's.
     """
 
     non_finite: bool = False
@@ -37,22 +39,20 @@ class HeadHealth:
     differs_from_published: bool = False
     layer_ids_wrong: bool = False
     qkv_interleaved: bool = False
-    acceptance_short: float | None = None
-    acceptance_long: float | None = None
+    fails_in_long_contexts: bool = False
     head_context: int | None = None
+    rope_difference: str = ""
     age_in_versions: int = 0
 
-    @property
-    def is_short_sighted(self) -> bool:
-        """Whether drafts fail in long contexts only."""
-        if self.acceptance_short is None or self.acceptance_long is None:
-            return False
-        return self.acceptance_short > 0 and self.acceptance_long <= COLLAPSE_SHARE * self.acceptance_short
 
+def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
+    """A word and a sentence for what most surely explains a collapse after `event`, by the evidence in order of certainty.
 
-def likely_cause(health: HeadHealth) -> tuple[str, str]:
-    """A word and a sentence for what most surely explains a collapse, by the evidence in order of certainty."""
-    beyond = f"beyond {health.head_context} tokens" if health.head_context is not None else "in long contexts"
+    A head may have been trained with a RoPE of its own. If it was right until a refit, its RoPE is not what is wrong.
+    """
+    made_for = f"; the head was made for {health.head_context} tokens" if health.head_context is not None else ""
+    rope = f"; {health.rope_difference}" if health.rope_difference else ""
+    is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
     shared = ", ".join(health.shares_target_tensors[:3])
     table = (
         (health.non_finite, "non_finite", "the head's weights are not all finite; publish an earlier head"),
@@ -70,10 +70,11 @@ def likely_cause(health: HeadHealth) -> tuple[str, str]:
             "the head's query, key and value rows are interleaved as Megatron's, not vLLM's",
         ),
         (
-            health.is_short_sighted,
+            health.fails_in_long_contexts,
             "context",
-            f"drafts fail {beyond}: check the head's context length and RoPE settings",
+            f"context limit or RoPE, for drafts fail in long contexts only{made_for}{rope}",
         ),
+        (is_rope_suspect, "rope", f"RoPE{rope}: if it was trained with the policy's, mend its config.json"),
         (health.age_in_versions > 0, "stale", f"the head is {health.age_in_versions} policy versions old; refresh it"),
     )
     for holds, cause, sentence in table:
@@ -96,7 +97,7 @@ class Alarm:
 
     def explained_by(self, health: HeadHealth) -> "Alarm":
         """The same alarm in the light of evidence gathered since."""
-        return _alarm(self.event, self.seen, self.expected, self.num_drafted, health)
+        return alarm_of(self.event, self.seen, self.expected, self.num_drafted, health)
 
 
 @dataclass
@@ -157,6 +158,25 @@ class Canary:
         self._carried, self._num_requests = 0.0, 0
         self.is_silent = self._told_stale = self._told_old = False
 
+    @property
+    def knows(self) -> bool:
+        """Whether enough was seen, or told, to say what is as before."""
+        return self._level.is_known
+
+    @property
+    def suspects(self) -> bool:
+        """Whether something like a collapse has begun, or chance looks like it."""
+        return self._evidence.score > SUSPICION_SHARE * self.threshold
+
+    def expected(self, drafted_K: np.ndarray) -> float:
+        """How many of so many drafts would be accepted if all were as before."""
+        return float((drafted_K * self._level.rates(len(drafted_K))).sum())
+
+    def begin_like(self, other: "Canary", num_positions: int) -> None:
+        """Expects what `other` does, until more is seen."""
+        drafted_K = np.full(num_positions, GATE_DRAFTED / num_positions)
+        self._level.learn(drafted_K, drafted_K * other._level.rates(num_positions))
+
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
         """What follows comes after `event`. The level stays what it was, unless `expected_length`, the gate's held-out figure
         for a head that drafts `num_positions` tokens, says what it will be.
@@ -204,7 +224,7 @@ class Canary:
             return None
         self.is_silent, self._evidence = True, _Evidence()
         seen, expected = evidence.num_accepted / evidence.num_drafted, evidence.num_expected / evidence.num_drafted
-        return _alarm(self._event, seen, expected, int(evidence.num_drafted), health)
+        return alarm_of(self._event, seen, expected, int(evidence.num_drafted), health)
 
     def _decline(self, health: HeadHealth) -> Alarm | None:
         """An alarm of a head that no longer suits the policy, once after each publish; and one of its mere age."""
@@ -219,7 +239,7 @@ class Canary:
         if not (is_old or is_stale):
             return None
         self._told_old, self._told_stale = self._told_old or is_old, self._told_stale or is_stale
-        return _alarm(self._event, seen, expected, int(num_drafted), health)
+        return alarm_of(self._event, seen, expected, int(num_drafted), health)
 
 
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
@@ -247,8 +267,9 @@ def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
     return np.clip(low**positions_K, MIN_RATE, MAX_RATE)
 
 
-def _alarm(event: str, seen: float, expected: float, num_drafted: int, health: HeadHealth) -> Alarm:
-    cause, why = likely_cause(health)
+def alarm_of(event: str, seen: float, expected: float, num_drafted: int, health: HeadHealth) -> Alarm:
+    """The alarm, with what `health` makes the likely cause."""
+    cause, why = likely_cause(health, event)
     after = "while running" if event == "running" else f"after a {event}"
     sentence = f"{after} {seen:.1%} of {num_drafted:,} draft tokens were accepted, {expected:.1%} expected: {why}"
     return Alarm(event, seen, expected, num_drafted, cause, sentence)
