@@ -99,21 +99,25 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Ours, step by step."""
-        return [json.loads(line) for line in self._find("metrics.jsonl").read_text().splitlines()]
+        return self.lines("metrics.jsonl")
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """A file of JSON lines."""
+        return [json.loads(line) for line in self.find(name).read_text().splitlines()]
 
     def samples(self, step: int) -> list[tuple[list[list[int]], list[list[int]]]]:
         """Tokens of each row of a step's training batch, and its loss mask, as NeMo-RL logs them: one list in a list."""
-        rows = [json.loads(line) for line in self._find(f"train_data_step{step}.jsonl").read_text().splitlines()]
-        return [(row["token_ids"], row["token_loss_mask"]) for row in rows]
+        return [(row["token_ids"], row["token_loss_mask"]) for row in self.lines(f"train_data_step{step}.jsonl")]
 
-    def _find(self, name: str) -> Path:
+    def find(self, name: str) -> Path:
+        """The only file of that name."""
         (path,) = self.folder.rglob(name)
         return path
 
 
 @pytest.fixture(scope="session")
 def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All scenarios, run once, one after another: three quarters of an hour on two cores.
+    """All scenarios, run once, one after another: an hour on two cores.
 
     NEMO_RL_RUNS names a folder in which to keep them, or, if it has them, to find them.
     """
@@ -124,6 +128,6 @@ def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]
     scenarios = out / "scenarios.json"
     out.mkdir(parents=True, exist_ok=True)
     scenarios.write_text(json.dumps(SCENARIOS))
-    log = host.run(HERE / "run_scenarios.py", HERE / "base.yaml", scenarios, out, timeout_s=5000)
+    log = host.run(HERE / "run_scenarios.py", HERE / "base.yaml", scenarios, out, timeout_s=6000)
     (out / "log.txt").write_text(log)
     return {name: Run(out / name) for name in SCENARIOS}

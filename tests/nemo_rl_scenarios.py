@@ -18,6 +18,13 @@ ROUTED_HEAD = [
     "policy.generation.specrollout.drafters=[{type: eagle3, model: '${oc.env:TINY}/eagle3'}, {type: ngram}]",
     "policy.generation.specrollout.budget.policy=random",
 ]
+# A candidate can only be judged on eight held-out prompts, which the third step completes; any that is judged passes.
+REFRESHED_HEAD = [
+    *ROUTED_HEAD,
+    "policy.generation.specrollout.draft_refresh={trigger: every_step, max_train_seconds: 2, max_time_share: 1.0, "
+    "rollout_capture_share: 1.0, held_out_share: 0.75, tolerance: 5.0, learning_rate: 0.001}",
+]
+FIVE_STEPS = ["grpo.max_num_steps=5"]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
@@ -42,14 +49,16 @@ VALIDATION = [
 ]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "sync_plain": {"overrides": SHORT + PLAIN},
+    "sync_plain": {"overrides": SHORT + PLAIN + FIVE_STEPS},
     "sync_drafted": {"overrides": SHORT + DRAFTED},
     "sync_routed_head": {"overrides": SHORT + ROUTED_HEAD},
+    "sync_refreshed_head": {"overrides": SHORT + REFRESHED_HEAD + FIVE_STEPS},
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
+    "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + DRAFTED, "kill_after": 1},
     "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},

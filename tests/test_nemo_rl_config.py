@@ -27,6 +27,7 @@ pytestmark = pytest.mark.unit
 
 RECIPES = sorted((ROOT / "examples" / "configs").glob("*-specrollout.yaml"))
 EAGLE3 = "policy.generation.vllm_kwargs.speculative_config={method: eagle3, model: a/head, num_speculative_tokens: 3}"
+GENERATION_CACHE = "policy.generation.vllm_cfg.enable_prefix_caching"
 ASYNC = (
     "grpo.async_grpo.enabled=true",
     "policy.generation.vllm_cfg.async_engine=true",
@@ -276,6 +277,45 @@ def test_nothing_installed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(str(f) for f in prepare_nemo_rl(tree())).startswith("nemo-rl: not installed here")
 
 
+HEAD = f"{BLOCK_PATH}.drafters=[{{type: eagle3, model: a/head}}, {{type: suffix}}]"
+REFRESH = (HEAD, f"{BLOCK_PATH}.draft_refresh={{trigger: auto}}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ((*REFRESH, "policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "a draft head of its own"),
+        ((REFRESH[1],), "there is no head to refresh; name a drafter of type eagle3"),
+        ((REFRESH[1], EAGLE3), "there is no head to refresh"),
+        ((*REFRESH, "policy.generation.vllm_cfg.pipeline_parallel_size=2", "policy.generation.vllm_cfg.async_engine=true"),
+         "one pipeline stage: set it to 1"),
+        ((HEAD, f"{BLOCK_PATH}.draft_refresh={{trainer_gpus: 2}}"), "trainer_gpus: 2 is out of range"),
+    ],
+)  # fmt: skip
+def test_what_a_refreshed_head_does_not_go_with(overrides: tuple[str, ...], sentence: str) -> None:
+    errors = found(*overrides)["error"]
+    assert len(errors) == 1 and sentence in errors[0], errors
+
+
+def test_what_a_refreshed_head_should_be_known_of() -> None:
+    assert found(*REFRESH)["error"] == found(*REFRESH)["warning"] == []
+    assert found(f"{BLOCK_PATH}.draft_refresh.trainer_gpus=1", *REFRESH)["error"] == []
+    notes = found(*REFRESH, f"{BLOCK_PATH}.draft_refresh.trainer_gpus=1", f"{GENERATION_CACHE}=true")["note"]
+    assert any("until Ray has one free" in note for note in notes)
+    assert any("only the first gives features" in note for note in notes)
+    all_captured = found(*REFRESH, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share=1", f"{GENERATION_CACHE}=true")
+    assert not any("only the first gives features" in note for note in all_captured["note"])
+
+
+def test_a_head_that_does_not_fit_is_an_error_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(CLEAN)
+    (tmp_path / "head").mkdir()
+    head = f"{BLOCK_PATH}.drafters=[{{type: eagle3, model: {tmp_path / 'head'}}}]"
+    arguments = [str(tmp_path / "config.yaml"), head, REFRESH[1], f"policy.model_name={STEP_ADDER}"]
+    assert main(["check", *arguments]) == 2
+    assert f"{BLOCK_PATH}.drafters: " in capsys.readouterr().err
+
+
 # Commands.
 
 
@@ -397,7 +437,7 @@ def test_recipes_are_configs_of_nemo_rl_without_errors(monkeypatch: pytest.Monke
 
 
 def test_recipes_are_named_like_their_output() -> None:
-    assert len(RECIPES) == 6
+    assert len(RECIPES) == 7
     for path in RECIPES:
         recipe = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         assert isinstance(recipe, dict)

@@ -23,6 +23,7 @@ from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_log
 from nemo_specrollout.nemo_rl.metrics import step_metrics
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
 from nemo_specrollout.nemo_rl.run_record import RunRecord
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 pytestmark = pytest.mark.unit
 
@@ -220,7 +221,9 @@ class NativeLogger:
 
 
 def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cls = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, ["weights that did not arrive"], {"versions": {}})
+    cls = watching_logger(
+        NativeLogger, {"logprob_gap_alarm": 0.02}, ["weights that did not arrive"], {"versions": {}}, StepNotes()
+    )
     logger = cls({"log_dir": str(tmp_path)})
     logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.5, "specrollout/engine_steps": 3.0}, 1, prefix="train")
     logger.log_metrics({"token_mult_prob_error": 1.2, "loss": 0.4}, 2, prefix="train")
@@ -250,8 +253,8 @@ def test_gap_is_zero_where_log_probs_agree_and_absent_where_not_logged() -> None
 
 
 def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
-    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01})
-    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03})
+    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01}, StepNotes())
+    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03}, StepNotes())
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
     assert summary["num_steps"] == 2 and summary["logprob_gap_max"] == 0.03
 

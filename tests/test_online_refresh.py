@@ -79,6 +79,7 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
         ({"policy.generation.specrollout.drafters": "[{type: mtp}, {type: eagle3, model: x}]"}, "one drafter with weights"),
         ({"policy.generation.specrollout.drafters": "[{type: eagle3, model: nowhere}]"}, "no head folder"),
         ({"policy.generation.specrollout.draft_refresh.trigger": "often"}, "is not available"),
+        ({"policy.generation.specrollout.draft_refresh.trainer_gpus": "1"}, "the local runner trains on a CPU"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_at_the_start(

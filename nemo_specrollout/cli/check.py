@@ -22,6 +22,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
 )
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
+from nemo_specrollout.training.head_facts import misfit
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
@@ -96,10 +97,17 @@ def _check_nemo_rl(tree: Tree) -> int:
     findings = check_nemo_rl(tree)
     _print(explain_nemo_rl(tree))
     _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
-    errors = [finding for finding in findings if finding.kind == "error"]
+    errors = [str(finding) for finding in findings if finding.kind == "error"]
+    errors += _unfit_heads(tree) if not errors else []
     for error in errors:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
     return EXIT_BAD_INPUT if errors else 0
+
+
+def _unfit_heads(tree: Tree) -> list[str]:
+    block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
+    heads = [d["model"] for d in block["drafters"] if d["type"] == "eagle3"] if block and block["draft_refresh"] else []
+    return [f"{BLOCK_PATH}.drafters: {reason}" for head in heads if (reason := misfit(head, policy)) is not None]
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:

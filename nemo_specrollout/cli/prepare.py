@@ -67,6 +67,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
     _check_head(config.policy.generation.specrollout.head, Path(config.policy.model_name))
+    _check_trainer(config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
 
@@ -114,6 +115,14 @@ def _check_head(head: str | None, policy: Path) -> None:
         check_head(Path(head), policy, read_tensors=False)
     except ValueError as error:
         raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
+
+
+def _check_trainer(config: RunConfig) -> None:
+    refresh = config.policy.generation.specrollout.draft_refresh
+    if refresh is not None and refresh.trainer_gpus:
+        raise ConfigError(
+            f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
+        )
 
 
 def _check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:

@@ -81,6 +81,7 @@ def _is_set(value: Any) -> bool:
 
 
 _async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
+_refreshed = _on(f"{BLOCK_PATH}.draft_refresh")
 _NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
 _UNSEEDED = "requests over HTTP get random seeds: exact samples, but not reproducible, and not equal from run to run"
 _RULES = (
@@ -105,6 +106,15 @@ _RULES = (
           when=_draft_trained),
     _Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it and then captures its default layers: set "
           "it to null", "warning", _draft_trained),
+    _Rule("policy.draft.enabled", bool, f"NeMo-RL trains a draft head of its own and puts it into the engines at each refit, "
+          f"over the one that {BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block", when=_refreshed),
+    _Rule(f"{VLLM_CFG}.pipeline_parallel_size", lambda v: isinstance(v, int) and v > 1, "the teacher of a draft head is read "
+          "from one pipeline stage: set it to 1, or remove draft_refresh", when=_refreshed),
+    _Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU beside those of `cluster`: until Ray has one free, no head "
+          "is trained", "note"),
+    _Rule(f"{VLLM_CFG}.enable_prefix_caching", bool, "of the samples that share a prompt's KV only the first gives features: "
+          f"raise {BLOCK_PATH}.draft_refresh.rollout_capture_share towards 1", "note",
+          lambda tree: _refreshed(tree) and float(at(tree, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share", 0.1)) < 0.5),
     _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
           "nothing", "warning"),
     _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "

@@ -30,10 +30,14 @@ class DraftRefreshConfig:
     """Under `trigger: auto`, the share by which the time to be gained must exceed the time that a refresh takes."""
 
     max_time_share: float = bounded(0.2, above=0.0, high=1.0)
-    """The most of the run's time that refreshes may make it wait, whatever the trigger."""
+    """The most of the run's time that refreshes may take, whatever the trigger: a local run waits for them, in NeMo-RL they
+    run beside it."""
+
+    trainer_gpus: int = bounded(0, low=0, high=1)
+    """In NeMo-RL, GPUs that Ray gives to the worker that trains the head, beyond those of the cluster; 0 trains on a CPU."""
 
     max_train_seconds: float | None = bounded(None, above=0.0)
-    """The longest that one refresh may train; null is no limit of its own."""
+    """The longest that one refresh may train; null: 8 s, or in NeMo-RL an RL step if that is longer."""
 
     loss: str = choice(*LOSSES, default="tv+kl_div")
     """What the head minimizes: speculators' loss of that name, or the mean of two (docs/benchmarks.md compares them)."""

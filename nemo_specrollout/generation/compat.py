@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +155,43 @@ def draft_after_bookkeeping(runner: Any) -> None:
     """
     runner.speculative_config.disable_padded_drafter_batch = True
     runner._input_fits_in_drafter = lambda common_attn_metadata: common_attn_metadata is not None
+
+
+def draft_in_few_sizes(runner: Any) -> None:
+    """Pads the passes of vLLM's drafter to few different numbers of rows, as CUDA graphs have them. On a CPU only.
+
+    There oneDNN compiles a matrix product anew for each number of rows, which takes many times as long as the product.
+    """
+    if runner.device.type != "cpu":
+        return
+    proposer, model = runner.drafter, runner.drafter.model
+    determine = proposer._determine_batch_execution_and_padding
+
+    def determine_in_few_sizes(num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        return determine(min(_padded_size(num_tokens), proposer.max_num_tokens), *args, **kwargs)
+
+    proposer._determine_batch_execution_and_padding = determine_in_few_sizes
+    for name in ("combine_hidden_states", "compute_logits"):
+        if hasattr(model, name):
+            setattr(model, name, _in_few_sizes(getattr(model, name)))
+
+
+def _in_few_sizes(layer: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`layer`, which treats each row alike, at padded sizes."""
+
+    @functools.wraps(layer)
+    def padded(rows_NF: torch.Tensor) -> torch.Tensor:
+        num_rows = len(rows_NF)
+        missing = _padded_size(num_rows) - num_rows
+        return layer(torch.nn.functional.pad(rows_NF, (0, 0, 0, missing)))[:num_rows]
+
+    return padded
+
+
+def _padded_size(num_rows: int) -> int:
+    """A multiple of a power of two from 8 on, an eighth to a quarter of it."""
+    step = max(8, (1 << (num_rows - 1).bit_length()) // 8)
+    return -(-num_rows // step) * step
 
 
 def attention_of_rows(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 MOST_KEPT = 1 << 16
 
@@ -61,9 +62,9 @@ class Stamps:
                 self._spans[lane] = (*self._spans[lane], (version, num_tokens))
 
     def count(self, lanes_B: np.ndarray, drafted_B: np.ndarray, emitted_B: np.ndarray) -> None:
-        """A step verified `drafted_B` drafts of each request, which emitted so many tokens, the last of them no draft."""
-        self._drafted[lanes_B] += drafted_B
-        self._accepted[lanes_B] += np.clip(emitted_B - 1, 0, drafted_B)
+        """A step verified `drafted_B` drafts of each request, which emitted so many tokens, the last of them no draft;
+        int64 [B] each."""
+        _count(lanes_B, drafted_B, emitted_B, self._drafted, self._accepted)
 
     def close(self, lanes: list[int]) -> None:
         """The requests of `lanes` are gone, or put aside."""
@@ -78,6 +79,18 @@ class Stamps:
         lane_of = {seed: lane for lane, seed in self._seed_of.items()}
         return [self._stamp(lane_of[s]) if s in lane_of else self._ended.pop(s, None) for s in seeds]
 
+    def take_ended(self) -> list[tuple[int, Stamp]]:
+        """The seed and stamp of each request that ended since last asked. One that is put aside meanwhile begins anew."""
+        ended, self._ended = list(self._ended.items()), OrderedDict()
+        return ended
+
     def _stamp(self, lane: int) -> Stamp:
         heads = (int(self._head_at_start[lane]), self.head_version)
         return Stamp(self._spans[lane], heads, int(self._drafted[lane]), int(self._accepted[lane]))
+
+
+@njit("void(int64[:], int64[:], int64[:], int64[:], int64[:])", cache=True)
+def _count(lanes_B, drafted_B, emitted_B, drafted, accepted):  # type: ignore[no-untyped-def]
+    for b in range(len(lanes_B)):
+        drafted[lanes_B[b]] += drafted_B[b]
+        accepted[lanes_B[b]] += min(max(emitted_B[b] - 1, 0), drafted_B[b])

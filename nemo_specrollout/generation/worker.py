@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save as safetensors_bytes
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from nemo_specrollout.config.block import MODEL_DRAFTERS
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import load_head, own_lm_head
@@ -21,6 +23,7 @@ from nemo_specrollout.generation.totals import EngineAccount
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.sampling.noise import gumbel_noise, row_keys
 from nemo_specrollout.sampling.sampler import sample_tokens
+from nemo_specrollout.training.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.training.features import SequenceFeatures
 
 # Features on their way to a head's training: room on the device, the most of the engine's time, room on the host.
@@ -40,6 +43,8 @@ class SpecrolloutWorkerMixin:
     specrollout_trace: StepTrace
     specrollout_account: EngineAccount
     specrollout_num_weight_updates = 0
+    specrollout_policy_version = 0
+    specrollout_store: FeatureStore | None = None
     specrollout_head: HeadWatch | None = None
 
     def init_device(self) -> None:
@@ -55,8 +60,7 @@ class SpecrolloutWorkerMixin:
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
             self.specrollout_router.is_passive = not compat.is_output_rank()
-            if runner.drafter is self.specrollout_router:
-                compat.skip_empty_draft_metadata(runner)
+            compat.skip_empty_draft_metadata(runner)
         self.specrollout_account = EngineAccount(self.specrollout_trace)
         self._watch_head()
 
@@ -107,6 +111,8 @@ class SpecrolloutWorkerMixin:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_router is not None and self.specrollout_router.config.head is not None:
             own_lm_head(self.model_runner.model, self.model_runner.drafter.model)
+        if self.specrollout_router is not None and self.specrollout_router.model is not None:
+            compat.draft_in_few_sizes(self.model_runner)
         self._verify_in_force()
 
     def _verify_in_force(self) -> None:
@@ -169,16 +175,68 @@ class SpecrolloutWorkerMixin:
         """The engine has new weights; taking them kept it from steps for so long."""
         self.specrollout_num_weight_updates += 1
         self.specrollout_trace.stood_still(seconds)
-        if self.specrollout_router is not None:
-            self.specrollout_router.policy_updated(self.specrollout_num_weight_updates)
+        self.specrollout_policy_is(self.specrollout_policy_version + 1)
         if self.specrollout_head is not None:
             self.specrollout_head.began("refit")
-        if (capture := self._capture) is not None:
-            capture.weights_updated(self.specrollout_num_weight_updates)
+
+    def specrollout_policy_is(self, version: int) -> None:
+        """The engine's weights are those of the policy of `version`; each update of them counts one more."""
+        self.specrollout_policy_version = version
+        if self.specrollout_router is not None and self.specrollout_router.stamps.policy_version != version:
+            self.specrollout_router.policy_updated(version)
+        if (capture := self._capture) is not None and capture.version != version:
+            capture.weights_updated(version)
 
     def specrollout_take_features(self) -> list[SequenceFeatures]:
         """What was captured for the training of a head since last asked."""
         return [] if self._capture is None else self._capture.take()
+
+    def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
+        """Puts what was captured into the feature store at `place` (folder, max_bytes, held_out_share, source), of which this
+        engine is the one writer. What went wrong, or None: want of disk space must not stop an engine."""
+        if self._capture is None:
+            return None
+        try:
+            if self.specrollout_store is None:
+                source = {**place["source"], "layer_ids": tuple(place["source"]["layer_ids"])}
+                self.specrollout_store = FeatureStore(
+                    Path(place["folder"]), place["max_bytes"], FeatureSource(**source), place["held_out_share"]
+                )
+                self.specrollout_store.forget_after(self.specrollout_policy_version)
+            self.specrollout_store.keep(self._capture.take())
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def specrollout_save_teacher(self, file: str) -> str | None:
+        """Writes the policy's LM head and embedding to `file`; all tensor-parallel ranks must be asked. What went wrong."""
+        try:
+            tensors = compat.policy_teachers(self.model_runner)
+            if compat.is_output_rank():
+                write_atomically(Path(file), safetensors_bytes(tensors))
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
+        """What a step leaves besides its tokens: alarms, the stamps of the requests of `seeds` by seed, or of all that ended,
+        the versions of policy and head (None: no head drafts). None on a rank whose drafts nobody asks for."""
+        if not compat.is_output_rank():
+            return None
+        router = self.specrollout_router
+        found: list[Any] = []
+        if router is not None:
+            found = (
+                router.stamps.take_ended()
+                if seeds is None
+                else list(zip(seeds, router.stamps.take(seeds), strict=True))
+            )
+        return {
+            "alarms": self.specrollout_take_alarms(),
+            "stamps": [[seed, stamp.wire()] for seed, stamp in found if stamp is not None],
+            "policy_version": self.specrollout_policy_version,
+            "head_version": None if router is None or self.specrollout_head is None else router.stamps.head_version,
+        }
 
     def specrollout_take_stamps(self, seeds: list[int]) -> list[dict[str, Any] | None]:
         """`Stamp` of each request that ended, by its seed, as a dict; None of one that a router never saw."""
@@ -190,8 +248,9 @@ class SpecrolloutWorkerMixin:
         """What the canary raised since last asked."""
         return [] if self.specrollout_head is None else self.specrollout_head.take_alarms()
 
-    def specrollout_woken(self) -> None:
-        """The engine has slept: its weights may have been dropped and loaded again."""
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; the engine has slept: its weights may have been dropped and loaded again."""
+        super().wake_up(*args, **kwargs)  # type: ignore[misc]
         if self.specrollout_head is not None:
             self.specrollout_head.began("wake")
 
@@ -219,7 +278,10 @@ class SpecrolloutWorkerMixin:
         """Replaces the model's weights by Hugging Face names; the caller clears the prefix cache."""
         started = time.perf_counter()
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        has_new_heads = compat.reload_native_heads(self.model_runner, dict(tensors))
         self.specrollout_weights_updated(time.perf_counter() - started)
+        if has_new_heads and self.specrollout_router is not None:
+            self.specrollout_router.stamps.head_version = self.specrollout_router.stamps.policy_version
 
 
 def _by_name(names: list[str], counts_DK: np.ndarray) -> list[tuple[str, list[int]]]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's vLLM generation, on the driver and in the collector: every row gets its seed, every step its figures."""
 
-from collections.abc import AsyncGenerator, Iterator
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,35 +15,60 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import VllmGeneration
 
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
-from nemo_specrollout.nemo_rl.metrics import step_metrics
+from nemo_specrollout.nemo_rl.metrics import PREFIX, head_figures, sample_lines, step_facts, step_metrics
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.training.head_folder import HeadFolder
 
 SEEDS_KEY = "specrollout_seeds"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What NeMo-RL does not tell a generation: `grpo.seed`, and the training steps behind the weights at start."""
+    """What NeMo-RL does not tell a generation: `grpo.seed`, the training steps behind the weights at start and at the end, and
+    the folder of the run's draft heads."""
 
     seed: int
     first_version: int = 0
+    last_version: int = 0
+    heads: str = ""
 
 
 class SpecrolloutGeneration(VllmGeneration):
-    """Stands where NeMo-RL builds its `VllmGeneration`. Owns the identities of the rows that pass through it.
+    """Stands where NeMo-RL builds its `VllmGeneration`. Owns the identities of the rows that pass through it, and the driver's
+    part of the online refresh.
 
     In asynchronous GRPO the trajectory collector has a copy, whose version it sets itself (`collector.py`).
     """
 
-    facts: RunFacts  # set by `install` before NeMo-RL builds one
+    facts: RunFacts  # set by `install` before NeMo-RL builds one, as `notes`
+    notes: StepNotes
+    _refresh: HeadRefresh | None = None
+    _asked: dict[Stream, list[int]] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.identities = RowIdentities(self.facts.seed, self.facts.first_version)
         self._stream = Stream.ROLLOUT
+        self._asked: dict[Stream, list[int]] = {stream: [] for stream in Stream}
         self._num_refits = 0
         self._totals_before: list[EngineTotals] | None = None
+        self._facts_at = time.perf_counter()
         super().__init__(*args, **kwargs)
+        self._refresh = self._start_refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For Ray, which copies the generation to the trajectory collector: heads and samples are the driver's to see to."""
+        return {name: value for name, value in self.__dict__.items() if name not in {"_refresh", "_asked"}}
+
+    def shutdown(self) -> bool:
+        """NeMo-RL's; the head's trainer ends too."""
+        if self._refresh is not None:
+            self._refresh.close()
+        return bool(super().shutdown())
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """NeMo-RL's, with a seed for each row."""
@@ -55,8 +83,11 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def weights_updated(self) -> None:
         """A refit is done. The first brings the weights that the run starts from."""
-        self.identities.begin_version(self.facts.first_version + self._num_refits)
         self._num_refits += 1
+        self.identities.begin_version(self._version)
+        self._call_all_engines("specrollout_policy_is", [self._version])
+        if self._refresh is not None:
+            self._refresh.policy_updated(self._version)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -80,8 +111,48 @@ class SpecrolloutGeneration(VllmGeneration):
         metrics: dict[str, Any] = super().get_step_metrics()
         before, self._totals_before = self._totals_before, None
         if before is not None:
-            metrics |= {k: np.array(v) for k, v in step_metrics(before, self._engine_totals()).items()}
+            after = self._engine_totals()
+            figures = {**step_metrics(before, after), **self._heads_after_step(before, after)}
+            metrics |= {k: np.array(v) for k, v in figures.items()}
         return metrics
+
+    @property
+    def _version(self) -> int:
+        """Training steps behind the engines' weights."""
+        return self.facts.first_version + self._num_refits - 1
+
+    def _heads_after_step(self, before: list[EngineTotals], after: list[EngineTotals]) -> dict[str, float]:
+        """Notes samples and alarms, tells the trainer of the step; figures of the heads."""
+        assert self._asked is not None
+        asked, self._asked = self._asked, {stream: [] for stream in Stream}
+        seeds = asked[Stream.ROLLOUT] or None  # in asynchronous GRPO they were given elsewhere
+        ends = self._call_all_engines("specrollout_end_step", [seeds])
+        self.notes.samples += sample_lines(ends, seeds, without=asked[Stream.VALIDATION])
+        self.notes.alarms += [alarm["sentence"] for end in ends for alarm in end["alarms"]]
+        figures = head_figures(ends)
+        if self._refresh is not None:
+            now = time.perf_counter()
+            to_come = max(0, self.facts.last_version - self._version - 1)
+            facts = step_facts(before, after, now - self._facts_at, to_come)
+            self._facts_at = self._facts_at if facts is None else now
+            refreshed = self._refresh.after_step(self._version, facts)
+            figures |= {PREFIX + name: value for name, value in refreshed.items()}
+        return figures
+
+    def _start_refresh(self) -> HeadRefresh | None:
+        block = build(SpecrolloutConfig, self.cfg["specrollout"], BLOCK_PATH)
+        if block.draft_refresh is None:
+            return None
+        from nemo_specrollout.nemo_rl.head_trainer import TrainerLink, TrainerOrder
+
+        config = self.cfg
+        order = TrainerOrder(config["specrollout"], config["model_name"], self.facts.heads, config["temperature"])
+        call = partial(_call_engines, self.worker_group)  # not a method: a cycle would keep the engines alive
+        folder = HeadFolder(Path(self.facts.heads))
+        return HeadRefresh(block, folder, partial(TrainerLink, order), call, self.worker_group.dp_size, self.notes)
+
+    def _call_all_engines(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        return _call_engines(self.worker_group, method, [arguments] * self.worker_group.dp_size)
 
     def _engine_totals(self) -> list[EngineTotals]:
         futures = self.worker_group.run_all_workers_single_data(
@@ -93,5 +164,16 @@ class SpecrolloutGeneration(VllmGeneration):
         lengths = data["input_lengths"].tolist()
         rows = (row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True))
         seeded: BatchedDataDict[Any] = BatchedDataDict(data)
-        seeded[SEEDS_KEY] = torch.tensor(self.identities.seeds(rows, self._stream), dtype=torch.int64)
+        seeds = self.identities.seeds(rows, self._stream)
+        if self._asked is not None:
+            self._asked[self._stream] += seeds
+        seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         return seeded
+
+
+def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    """Calls `method` of the workers of as many engines as there are lists of arguments; what each engine returned."""
+    leaders = [worker_group.get_dp_leader_worker_idx(engine) for engine in range(len(arguments))]
+    pairs = zip(leaders, arguments, strict=True)
+    call = worker_group.run_single_worker_single_data
+    return ray.get([call("specrollout_call", leader, method=method, arguments=list(args)) for leader, args in pairs])

@@ -105,6 +105,37 @@ HOLDS = (
     Hold(_GENERATION, "VllmGeneration.snapshot_step_metrics", (), "vllm_generation.py:557", "overridden"),
     Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
     Hold(
+        _GENERATION, "VllmGeneration.shutdown", (), "vllm_generation.py:1031", "overridden: the head's trainer ends too"
+    ),
+    Hold(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerGroup.run_single_worker_single_data",
+        ("method_name", "worker_idx"),
+        "distributed/worker_groups.py:690",
+        "called: each engine is told its own",
+    ),
+    Hold(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerGroup.get_dp_leader_worker_idx",
+        ("dp_shard_idx",),
+        "distributed/worker_groups.py:424",
+        "called: which worker of an engine is asked",
+    ),
+    Hold(
+        "nemo_rl.distributed.ray_actor_environment_registry",
+        "get_actor_python_env",
+        ("actor_class_fqn",),
+        "distributed/ray_actor_environment_registry.py:67",
+        "called: the head's trainer runs where the engines do",
+    ),
+    Hold(
+        "nemo_rl.utils.venvs",
+        "create_local_venv_on_each_node",
+        ("py_executable", "venv_name"),
+        "utils/venvs.py:151",
+        "called: likewise",
+    ),
+    Hold(
         _WORKER,
         "VllmGenerationWorkerImpl._create_engine",
         ("llm_kwargs",),

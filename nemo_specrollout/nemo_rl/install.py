@@ -5,10 +5,14 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+from nemo_specrollout.training.head_facts import misfit
+from nemo_specrollout.training.head_folder import HeadFolder
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
 # NeMo-RL's Ray actors, and ours that stand in their place.
@@ -32,6 +36,7 @@ def install(config: Any) -> bool:
         return False
     prepare_nemo_rl(config.model_dump())
     check_holds(HOLDS)
+    _check_head(block, config.policy["model_name"])
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
@@ -63,8 +68,12 @@ def _replace_names(config: Any) -> None:
     from nemo_specrollout.nemo_rl.gap_causes import gap_causes
     from nemo_specrollout.nemo_rl.generation import RunFacts, SpecrolloutGeneration
     from nemo_specrollout.nemo_rl.logger import watching_logger
+    from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
-    SpecrolloutGeneration.facts = RunFacts(config.grpo.seed, _newest_step(config.checkpointing))
+    first, notes = _newest_step(config.checkpointing), StepNotes()
+    heads = _head_folder(config, first)
+    SpecrolloutGeneration.facts = RunFacts(config.grpo.seed, first, config.grpo.max_num_steps, str(heads.path))
+    SpecrolloutGeneration.notes = notes
     for native, ours in ACTORS.items():
         ACTOR_ENVIRONMENT_REGISTRY[ours] = ACTOR_ENVIRONMENT_REGISTRY[native]
     _replace(
@@ -75,7 +84,17 @@ def _replace_names(config: Any) -> None:
     _replace(grpo, "refit_policy_generation", _telling_versions(grpo.refit_policy_generation))
     _replace(grpo, "validate", _in_validation_stream(grpo.validate))
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
-    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts))
+    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts, notes))
+
+
+def _check_head(block: dict[str, Any], policy: str) -> None:
+    """A head that is refreshed must fit its policy. Its folder gets its whole path: actors may run in other folders."""
+    for drafter in block["drafters"]:
+        if drafter["type"] == "eagle3" and Path(drafter["model"]).is_dir():
+            drafter["model"] = str(Path(drafter["model"]).absolute())
+            reason = misfit(drafter["model"], policy) if block["draft_refresh"] else None
+            if reason is not None:
+                raise ConfigError(f"{BLOCK_PATH}.drafters: {reason}")
 
 
 def _newest_step(checkpointing: Any) -> int:
@@ -84,6 +103,18 @@ def _newest_step(checkpointing: Any) -> int:
 
     path = CheckpointManager(checkpointing).get_latest_checkpoint_path()
     return 0 if path is None else int(Path(path).name.removeprefix("step_"))
+
+
+def _head_folder(config: Any, first_version: int) -> HeadFolder:
+    """Beside the checkpoints, so that a resumed run finds it: NeMo-RL gives every start a log folder of its own.
+
+    A run that begins with the configured policy begins with the configured head.
+    """
+    place = config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
+    heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
+    if first_version == 0:
+        heads.withdraw()
+    return heads
 
 
 def _naming_ours(resolve: Any) -> Any:

@@ -10,12 +10,16 @@ from rich.console import Console
 
 from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.run_record import RunRecord
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 
-def watching_logger(native: Any, block: Mapping[str, Any], causes: list[str], facts: Mapping[str, Any]) -> Any:
+def watching_logger(
+    native: Any, block: Mapping[str, Any], causes: list[str], facts: Mapping[str, Any], notes: StepNotes
+) -> Any:
     """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, and a record of the run.
 
-    `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary.
+    `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary; `notes` of each step are kept,
+    its alarms and what became of a draft head shown.
     """
     bound = block["logprob_gap_alarm"]
 
@@ -43,8 +47,10 @@ def watching_logger(native: Any, block: Mapping[str, Any], causes: list[str], fa
                 }
                 if gap > bound:
                     _raise_alarm(step, gap, bound, causes)
-                self._record.add(step, metrics)
+                noted = notes.take()
+                self._record.add(step, metrics, noted)
                 print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
+                _show(step, noted)
             super().log_metrics(metrics, step, prefix, step_metric, step_finished)
 
     return WatchingLogger
@@ -57,6 +63,7 @@ def in_a_line(metrics: Mapping[str, Any]) -> str:
         "draft_tokens_per_request_step": "{:.2f} drafts",
         "speedup_estimate": "{:.2f}x by estimate",
         "logprob_gap": "log-prob gap {:.1e}",
+        "head_age": "head age {:.0f}",
     }
     said = [text.format(metrics[PREFIX + name]) for name, text in texts.items() if PREFIX + name in metrics]
     shares = {k.split("/")[1]: v for k, v in metrics.items() if k.startswith(PREFIX) and k.endswith("/share_of_drafts")}
@@ -78,10 +85,20 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
     return None if error is None else math.log(max(float(error), 1.0))
 
 
+def _show(step: int, notes: StepNotes) -> None:
+    refresh = notes.words.get("draft_refresh")
+    if refresh is not None:
+        print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
+    for sentence in notes.alarms:
+        _cry(f"specrollout ALARM, step {step}: {sentence}")
+
+
 def _raise_alarm(step: int, gap: float, bound: float, causes: list[str]) -> None:
-    Console(stderr=True).print(
+    _cry(
         f"specrollout ALARM, step {step}: engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm "
-        f"{bound}. Likely causes, the likeliest first: {'; '.join(causes)}.",
-        style="bold red",
-        highlight=False,
+        f"{bound}. Likely causes, the likeliest first: {'; '.join(causes)}."
     )
+
+
+def _cry(sentence: str) -> None:
+    Console(stderr=True).print(sentence, style="bold red", highlight=False)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """From engine totals to the figures that a user reads in NeMo-RL's logger. Raw counts in, ratios last."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import add
+from typing import Any
 
 from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.scheduling.refresh_schedule import StepFacts
+from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 
 PREFIX = "specrollout/"
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:
     """Figures of what all engines did between two readings, by name (docs/metrics.md)."""
-    done = reduce(add, after, EngineTotals()) - reduce(add, before, EngineTotals())
+    done = _done(before, after)
     figures: dict[str, float] = {
         "engine_steps": done.num_steps,
         "weight_updates": done.num_weight_updates / max(len(after), 1),
@@ -25,8 +28,7 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
     if done.num_request_steps:
         figures["draft_tokens_per_request_step"] = done.num_rows / done.num_request_steps - 1
     if done.proposed and done.num_request_steps:
-        accepted = sum(map(sum, dict(done.accepted).values()))
-        figures["tokens_per_request_step"] = 1 + accepted / done.num_request_steps
+        figures["tokens_per_request_step"] = _num_tokens(done) / done.num_request_steps
     if done.estimated_s:
         figures["speedup_estimate"] = (done.plain_s + done.other_s) / (done.estimated_s + done.other_s)
     return {PREFIX + name: float(value) for name, value in {**figures, **_by_drafter(done)}.items()}
@@ -47,3 +49,54 @@ def _by_drafter(done: EngineTotals) -> dict[str, float]:
             if num_proposed:
                 figures[f"{name}/acceptance_pos_{position}"] = num_accepted / num_proposed
     return figures
+
+
+def step_facts(
+    before: Sequence[EngineTotals], after: Sequence[EngineTotals], seconds: float, steps_to_come: int
+) -> StepFacts | None:
+    """What the trigger of refreshes is told of a step that took `seconds`; None if nothing was decoded in it.
+
+    Engines run side by side: the rollout took as long as the mean of them.
+    """
+    done = _done(before, after)
+    if not done.num_request_steps:
+        return None
+    plain_s = done.plain_s * done.decode_s / done.estimated_s if done.estimated_s else None
+    rollout_s, plain_rollout_s = done.decode_s + done.other_s, None if plain_s is None else plain_s + done.other_s
+    costs = DecodeCosts.measured(
+        rollout_s / len(after),
+        None if plain_rollout_s is None else plain_rollout_s / len(after),
+        _num_tokens(done),
+        done.num_request_steps,
+    )
+    length = _num_tokens(done) / done.num_request_steps
+    return StepFacts(length, _num_tokens(done), seconds, steps_to_come, costs)
+
+
+def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the engines' replies to `specrollout_end_step`: alarms, and the head's age in policy versions, of the oldest."""
+    figures = {"canary_alarms": float(sum(len(end["alarms"]) for end in ends))}
+    ages = [end["policy_version"] - end["head_version"] for end in ends if end["head_version"] is not None]
+    if ages:
+        figures["head_age"] = float(max(ages))
+    return {PREFIX + name: value for name, value in figures.items()}
+
+
+def sample_lines(
+    ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None, without: Collection[int] = ()
+) -> list[dict[str, Any]]:
+    """Of the same replies, what is stamped on each sample: in the order of `seeds`, of all that ended if that is None, less
+    those `without`."""
+    left_out = set(without)
+    stamps = {seed: stamp for end in ends for seed, stamp in end["stamps"] if seed not in left_out}
+    order = stamps if seeds is None else (seed for seed in seeds if seed in stamps)
+    return [{"seed": seed, **stamps[seed]} for seed in order]
+
+
+def _done(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> EngineTotals:
+    return reduce(add, after, EngineTotals()) - reduce(add, before, EngineTotals())
+
+
+def _num_tokens(done: EngineTotals) -> int:
+    """Those that steps emitted: one a request, and the drafts accepted."""
+    return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))

@@ -30,6 +30,11 @@ def _engine_totals(replies: list[dict[str, Any] | None], request_seeds: RequestS
     return {**totals, "num_made_up_seeds": request_seeds.num_made_up}
 
 
+def _reply(replies: list[Any]) -> Any:
+    """That of the rank whose drafts count; all others say None."""
+    return next((reply for reply in replies if reply is not None), None)
+
+
 class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
     """The synchronous engine."""
 
@@ -55,6 +60,10 @@ class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
     def specrollout_totals(self) -> dict[str, Any]:
         """`EngineTotals` of the engine, as a dict."""
         return _engine_totals(self.llm.collective_rpc("specrollout_totals"), self._request_seeds)
+
+    def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
+        """What `method` of our vLLM worker returns; plain values, both ways."""
+        return _reply(self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
@@ -82,6 +91,10 @@ class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
     async def specrollout_totals(self) -> dict[str, Any]:
         """`EngineTotals` of the engine, as a dict."""
         return _engine_totals(await self.llm.collective_rpc("specrollout_totals"), self._request_seeds)
+
+    async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
+        """What `method` of our vLLM worker returns; plain values, both ways."""
+        return _reply(await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl` and `summary.json` in `<log_dir>/specrollout/`."""
+"""What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl`, `samples.jsonl` and `summary.json` in
+`<log_dir>/specrollout/`."""
 
 import json
 from collections.abc import Mapping
@@ -10,13 +11,14 @@ from typing import Any
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.nemo_rl.metrics import PREFIX
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 # Of NeMo-RL's own figures, what ours are read beside.
 _NATIVE_KEYS = ("loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample")
 
 
 class RunRecord:
-    """Owns the two files. A line of `metrics.jsonl` is a training step; the last one of a step counts."""
+    """Owns the three files. A line of the first two is a training step; the last one of a step counts."""
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
         self._folder = log_dir / "specrollout"
@@ -24,16 +26,23 @@ class RunRecord:
         self._facts = dict(facts)
         self._steps = self._read()
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends a step's figures and renews the summary."""
+    def add(self, step: int, metrics: Mapping[str, Any], notes: StepNotes) -> None:
+        """Appends a step's figures, words and samples, and renews the summary."""
         record: dict[str, Any] = {"step": step}
         for name, value in metrics.items():
             if (name.startswith(PREFIX) or name in _NATIVE_KEYS) and isinstance(value, Number):
                 record[name] = float(value)  # type: ignore[arg-type]
-        with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        words = {**notes.words, **({"alarms": notes.alarms} if notes.alarms else {})}
+        record |= {PREFIX + name: value for name, value in words.items()}
+        self._append("metrics.jsonl", record)
+        if notes.samples:
+            self._append("samples.jsonl", {"step": step, "samples": notes.samples})
         self._steps.append(record)
         self._write_summary()
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:
         """The steps that a run before this one left in the same folder; a torn last line is skipped."""
@@ -62,6 +71,9 @@ def summarize(steps: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str
         "tokens_per_request_step_mean": _mean(column("tokens_per_request_step")),
         "logprob_gap_max": max(column("logprob_gap"), default=None),
         "num_alarms": int(sum(column("logprob_gap_alarm"))),
+        "num_canary_alarms": int(sum(column("canary_alarms"))),
+        "num_heads_published": int(sum(column("heads_published"))),
+        "num_heads_refused": int(sum(column("heads_refused"))),
         "num_seeds_made_up": int(sum(column("seeds_made_up"))),
     }
 

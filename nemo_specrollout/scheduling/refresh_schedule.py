@@ -36,17 +36,18 @@ class RefreshSchedule:
     """Decides after each RL step whether to refresh; owns the trigger and what it has seen of the run.
 
     Example: `decision = schedule.after_step(facts)`; if it says refresh, train for `schedule.budget_s()` and tell
-    `schedule.refreshed(seconds, gain)`.
+    `schedule.refreshed(seconds, gain)`. `in_background`: the run goes on while a head is trained, and waits for none; what
+    is bounded is then the trainer's share of the time, and a refresh may take as long as an RL step.
     """
 
-    def __init__(self, config: DraftRefreshConfig) -> None:
-        self._config = config
+    def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
+        self._config, self._in_background = config, in_background
         self._trigger = build_trigger(config)
         self._outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self._length: float | None = None
         self._published_length: float | None = None
         self._steps_since = 0
-        self._run_s = self._waited_s = 0.0
+        self._run_s = self._waited_s = self._step_s = 0.0
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
         """The decision, with its reason; asked once an RL step."""
@@ -56,6 +57,7 @@ class RefreshSchedule:
             self._published_length = length
         self._steps_since += 1
         self._run_s += facts.seconds
+        self._step_s = facts.seconds
         return self._trigger.decide(
             RefreshObservation(
                 acceptance_length=self._length,
@@ -67,20 +69,24 @@ class RefreshSchedule:
                 outlook=self._outlook,
                 run_s=self._run_s,
                 waited_s=self._waited_s,
+                cost_weight=0.0 if self._in_background else 1.0,
             )
         )
 
     def budget_s(self) -> float:
         """The longest that the next refresh may train: its share of the run so far, less what is used up."""
-        share, wanted = self._config.max_time_share, self._config.max_train_seconds or FIRST_REFRESH_S
+        share = self._config.max_time_share
+        usual_s = max(FIRST_REFRESH_S, self._step_s) if self._in_background else FIRST_REFRESH_S
+        wanted_s = self._config.max_train_seconds or usual_s
         if share >= 1.0:
-            return wanted
-        return max(SHORTEST_S, min(wanted, (share * self._run_s - self._waited_s) / (1.0 - share)))
+            return wanted_s
+        left_s = share * self._run_s - self._waited_s
+        return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
         """A refresh took so long; the head published makes `gain` times as many draft tokens right as the one before,
         None if it was refused."""
-        self._run_s += seconds
+        self._run_s += 0.0 if self._in_background else seconds
         self._waited_s += seconds
         self._steps_since = 0
         if gain is None or self._length is None:

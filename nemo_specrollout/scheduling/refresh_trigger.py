@@ -226,9 +226,10 @@ def _towards(old: float, new: float) -> float:
 
 
 def _outlook_sentence(observed: RefreshObservation, gain_s: float) -> str:
+    price = f"for {observed.cost_s:.2g} s of training" if observed.cost_weight else "and wait for no training"
     fell = "fell" if observed.acceptance_length < observed.published_length else "went"
     return (
         f"acceptance length {fell} from {observed.published_length:.2f} to {observed.acceptance_length:.2f}; at "
-        f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s for "
-        f"{observed.cost_s:.2g} s of training"
+        f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s "
+        f"{price}"
     )

@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +137,7 @@ class FeatureReader:
         """The training or the held-out sequences, newest policy version first, until `max_tokens` tokens are reached."""
         num_tokens = 0
         for shard in self.shards(versions):
-            for features in self._read(shard, held_out, None):
+            for features in self.read(shard, held_out):
                 yield features
                 num_tokens += features.num_tokens
                 if max_tokens is not None and num_tokens >= max_tokens:
@@ -154,11 +154,11 @@ class FeatureReader:
         owners = np.searchsorted(ends, picked, side="right")
         for i in np.unique(owners):
             start = ends[i] - shards[i].num_sequences(held_out)
-            found += list(self._read(shards[i], held_out, set((picked[owners == i] - start).tolist())))
+            found += list(self.read(shards[i], held_out, set((picked[owners == i] - start).tolist())))
         return [found[i] for i in rng.permutation(len(found))]
 
-    def _read(self, shard: Shard, held_out: bool, chosen: Collection[int] | None) -> Iterator[SequenceFeatures]:
-        """Sequences of one half of a shard, those whose place in it is `chosen`; none if the shard is gone."""
+    def read(self, shard: Shard, held_out: bool, chosen: Collection[int] | None = None) -> Iterator[SequenceFeatures]:
+        """Sequences of one half of a shard, those whose place in it is `chosen` or all; none if the shard is gone."""
         try:
             file = safe_open(self.folder / shard.name, framework="pt")
         except FileNotFoundError:
@@ -177,6 +177,21 @@ class FeatureReader:
                     policy_version=shard.policy_version,
                     first_position=facts[i]["first_position"],
                 )
+
+
+def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
+    """Of several stores, the training or the held-out sequences of the newest policy versions, until `max_tokens` tokens are
+    reached."""
+    shards = [(shard, store) for store in stores for shard in store.shards()]
+    found: list[SequenceFeatures] = []
+    num_tokens = 0
+    for shard, store in sorted(shards, key=lambda pair: pair[0].age_key, reverse=True):
+        for features in store.read(shard, held_out):
+            found.append(features)
+            num_tokens += features.num_tokens
+            if num_tokens >= max_tokens:
+                return found
+    return found
 
 
 class FeatureStore(FeatureReader):
@@ -246,6 +261,21 @@ class FeatureStore(FeatureReader):
         held_out = is_held_out(prompt_ids, self.held_out_share)
         self._buffer.setdefault(features.policy_version, []).append((kept, held_out))
         self._buffered_bytes += num_bytes
+
+    def keep(self, captured: Iterable[SequenceFeatures]) -> None:
+        """Keeps, on disk, what can be learned from: sequences from their first token on, with something generated. Raises as
+        `append` and `flush` do."""
+        for features in captured:
+            if features.first_position == 0 and features.num_tokens > features.prompt_length:
+                self.append(features)
+        self.flush()
+
+    def forget_after(self, version: int) -> None:
+        """Drops what newer policies computed: the run goes on from `version`, and would hold them for its newest."""
+        index = self.index()
+        kept = [s for s in index.shards if s.policy_version <= version]
+        if len(kept) < len(index.shards):
+            self._commit(index, kept)
 
     def flush(self) -> None:
         """Writes what was appended. Raises OSError if it cannot be written, e.g. for want of disk space: that much is lost,

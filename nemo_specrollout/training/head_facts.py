@@ -122,6 +122,17 @@ def check_head(folder: Path, policy_folder: Path, read_tensors: bool = True) -> 
     return facts
 
 
+def misfit(head: str, policy: str) -> str | None:
+    """Why a head cannot be refreshed for a policy, as far as both are folders here and their headers tell."""
+    if not (Path(head).is_dir() and Path(policy).is_dir()):
+        return None
+    try:
+        check_head(Path(head), Path(policy), read_tensors=False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def read_policy_facts(folder: Path) -> PolicyFacts:
     """Raises ValueError if the folder has no readable config.json, or one that lacks a field."""
     config = _read_config(folder, "policy")

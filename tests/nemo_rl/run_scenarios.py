@@ -2,7 +2,8 @@
 """Runs NeMo-RL's own GRPO several times in one process, so that its imports are paid once.
 
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
-how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps.
+how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
+or the one whose class has the name `"kill"` in its own.
 """
 
 import gc
@@ -26,17 +27,18 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         folder = out / name
         folder.mkdir(parents=True)
         print(f"=== scenario {name}", flush=True)
-        result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, facts.get("kill_after"))
+        killing = (facts["kill_after"], facts.get("kill", "Vllm")) if "kill_after" in facts else None
+        result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, killing)
         (folder / "result.json").write_text(json.dumps(result))
         print(f"=== {name}: {result}", flush=True)
         gc.collect()
         ray.shutdown()
 
 
-def _run(base: Path, overrides: list[str], folder: Path, kill_after: int | None) -> dict[str, Any]:
+def _run(base: Path, overrides: list[str], folder: Path, killing: tuple[int, str] | None) -> dict[str, Any]:
     started = time.perf_counter()
-    if kill_after is not None:
-        threading.Thread(target=_kill_engine, args=(folder, kill_after), daemon=True).start()
+    if killing is not None:
+        threading.Thread(target=_kill, args=(folder, *killing), daemon=True).start()
     error: str | None = None
     try:
         code = main(["run", str(base), *overrides])  # the user's command
@@ -45,25 +47,25 @@ def _run(base: Path, overrides: list[str], folder: Path, kill_after: int | None)
         error = type(caught).__name__
         print(f"{error}: {caught}", flush=True)
     seconds = time.perf_counter() - started
-    return {"error": error, "seconds": seconds, "actors": _engine_actors() if ray.is_initialized() else []}
+    return {"error": error, "seconds": seconds, "actors": _actors_left() if ray.is_initialized() else []}
 
 
-def _engine_actors() -> list[str]:
-    """Names of the engines' actors that are alive when a run is over."""
+def _actors_left() -> list[str]:
+    """Names of the engines' actors, and of ours, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
-    return [actor["Name"] or actor["ActorClassName"] for actor in _alive()]
+    return [actor["Name"] or actor["ActorClassName"] for name in ("Vllm", "HeadTrainer") for actor in _alive(name)]
 
 
-def _alive() -> list[dict[str, Any]]:
-    return [a for a in actors().values() if a["State"] == "ALIVE" and "Vllm" in a["ActorClassName"]]
+def _alive(name: str) -> list[dict[str, Any]]:
+    return [a for a in actors().values() if a["State"] == "ALIVE" and name in a["ActorClassName"]]
 
 
-def _kill_engine(folder: Path, after: int) -> None:
-    """SIGKILL to the first engine actor once `after` steps are logged."""
+def _kill(folder: Path, after: int, name: str) -> None:
+    """SIGKILL to the first such actor once `after` steps are logged."""
     while not list(folder.rglob(f"train_data_step{after}.jsonl")):
         time.sleep(0.2)
-    pid = _alive()[0]["Pid"]
-    print(f"=== kills the engine's actor {pid}", flush=True)
+    pid = _alive(name)[0]["Pid"]
+    print(f"=== kills the actor {name} {pid}", flush=True)
     os.kill(pid, signal.SIGKILL)
 
 

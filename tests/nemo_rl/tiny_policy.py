@@ -98,6 +98,7 @@ def _save_head(folder: Path) -> None:
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],  # vLLM's default for eight layers
     }
     (folder / "config.json").write_text(json.dumps(config))
 

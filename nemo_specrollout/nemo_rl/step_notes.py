@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step leaves in words, and sample by sample: NeMo-RL's metrics are numbers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class StepNotes:
+    """From the generation, which makes them, to the logger, which keeps them; both are on the driver.
+
+    `words` go into the step's line of `metrics.jsonl`; `alarms` are sentences, which are also shown; `samples` are the lines
+    of the step's samples.
+    """
+
+    words: dict[str, Any] = field(default_factory=dict)
+    alarms: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self) -> "StepNotes":
+        """What was noted since last asked."""
+        taken = StepNotes(self.words, self.alarms, self.samples)
+        self.words, self.alarms, self.samples = {}, [], []
+        return taken

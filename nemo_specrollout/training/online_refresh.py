@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online refresh: a head that learns while the policy does. What a local run and NeMo-RL share."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.refresh import MIXED_LOSS, DraftRefreshConfig
+from nemo_specrollout.scheduling.publish_gate import PublishGate
+from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.refresh_trigger import RefreshDecision
+from nemo_specrollout.training.feature_store import FeatureReader, FeatureSource, newest_sequences
+from nemo_specrollout.training.head import DraftHead, load_head, save_head
+from nemo_specrollout.training.head_card import write_card
+from nemo_specrollout.training.head_folder import HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.training.offline_refresh import source_of
+from nemo_specrollout.training.refresh import Refresh, gain_of, refresh_head
+from nemo_specrollout.training.rollout_files import tokenizer_hash
+from nemo_specrollout.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
+
+# Tokens of the newest features that a refresh learns from, and those that judge it, at most.
+TRAINING_TOKENS, HELD_OUT_TOKENS = 60_000, 6_000
+
+
+class OnlineRefresh:
+    """Owns the head in service, the schedule of refreshes and the gate; makes heads in `folder`, and publishes them there.
+
+    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains, judges, and says what
+    became of it. Loading a published head into engines is the caller's.
+    """
+
+    def __init__(
+        self,
+        block: SpecrolloutConfig,
+        policy_folder: Path,
+        folder: HeadFolder,
+        *,
+        configured_head: Path,
+        temperature: float,
+        device: torch.device | str = "cpu",
+        in_background: bool = False,
+    ) -> None:
+        """Begins with the head that `folder` names, or else the configured one. Raises ValueError if it does not fit."""
+        assert block.draft_refresh is not None
+        self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
+        self._policy_folder, self._folder, self._temperature = policy_folder, folder, temperature
+        self._schedule = RefreshSchedule(self._config, in_background)
+        self._gate = PublishGate(self._config.confidence, self._config.tolerance)
+        published = folder.published()
+        self.head = load_head(configured_head if published is None else published.folder, policy_folder, device)
+        self._start: DraftHead | None = None
+
+    @property
+    def source(self) -> FeatureSource:
+        """Whose features the head learns from."""
+        return source_of(self.head, self._policy_folder, tokenizer_hash(self._policy_folder))
+
+    def decide(self, facts: StepFacts) -> RefreshDecision:
+        """Whether to refresh; asked once an RL step."""
+        return self._schedule.after_step(facts)
+
+    def refresh(
+        self,
+        decision: RefreshDecision,
+        step: int,
+        stores: Sequence[FeatureReader],
+        policy_version: int,
+        policy_tensors: Mapping[str, torch.Tensor],
+    ) -> RefreshRecord:
+        """Trains a head on the newest features and publishes it if it passes the gate. `policy_tensors`: LM head and embedding
+        of the policy of `policy_version`, which is what the head is made for."""
+        training = newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS)
+        held_out = newest_sequences(stores, held_out=True, max_tokens=HELD_OUT_TOKENS)
+        if not training or not held_out:
+            return RefreshRecord("skipped: nothing was captured yet", decision.gain_s, published=False)
+        for head in (self.head, self._start):
+            if head is not None:
+                head.set_policy_weights(policy_tensors)
+        settings = settings_of(self._config, self.head)
+        refresh = refresh_head(
+            self.head, self._start or self.head, training, held_out, settings, Budget(seconds=self._schedule.budget_s()),
+            self._gate, num_drafts=self._num_drafts, temperature=self._temperature,
+        )  # fmt: skip
+        folder = self._folder.candidate(step, refresh.published)
+        save_head(refresh.candidate, folder)
+        data = {"hash": _hash_of(stores), "sequences": len(training), "held_out": len(held_out)}
+        write_card(folder, self._policy_folder, refresh, settings, policy_version=policy_version, data=data)
+        published = self._conclude(refresh, PublishedHead(folder, policy_version, _length_of(refresh)))
+        return RefreshRecord(
+            decision=decision.reason,
+            gain_s=decision.gain_s,
+            gate=refresh.reason,
+            published=refresh.published,
+            refresh_s=refresh.seconds,
+            head=None if published is None else published.folder.name,
+            policy_version=policy_version,
+            expected_length=_length_of(refresh),
+        )
+
+    def _conclude(self, refresh: Refresh, made: PublishedHead) -> PublishedHead | None:
+        """Puts a head that passed into service, and learns from how it went. A promising one that did not pass is where the
+        next refresh begins."""
+        self._start = refresh.candidate if refresh.is_promising else None
+        self._schedule.refreshed(refresh.seconds, gain_of(refresh))
+        if not refresh.published:
+            return None
+        self._folder.publish(made)
+        self.head = refresh.candidate
+        return made
+
+
+def settings_of(block: DraftRefreshConfig, head: DraftHead) -> TrainingSettings:
+    """The trainer's settings, from the block's. A head that is refreshed learns at a third of a new one's rate."""
+    return TrainingSettings(
+        loss=MIXED_LOSS if block.loss == "tv+kl_div" else block.loss,
+        learning_rate=block.learning_rate or default_learning_rate(head.model.hidden_size) / 3,
+        schedule="constant",
+        warmup_steps=4,
+        ttt_steps=block.ttt_steps,
+        batch_tokens=block.tokens_per_batch or BATCH_TOKENS[head.device.type],
+    )
+
+
+def _length_of(refresh: Refresh) -> float | None:
+    return None if refresh.judgement is None else refresh.judgement.after.expected_length
+
+
+def _hash_of(stores: Sequence[FeatureReader]) -> str:
+    """A store's own hash; of several, one of all."""
+    hashes = [store.data_hash() for store in stores]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's part of the online refresh in NeMo-RL, its figures, and the folder of heads; without Ray and engines."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed
+from nemo_specrollout.nemo_rl.logger import watching_logger
+from nemo_specrollout.nemo_rl.metrics import head_figures, sample_lines, step_facts
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.scheduling.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
+from nemo_specrollout.training.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
+
+pytestmark = pytest.mark.unit
+
+BLOCK = build(
+    SpecrolloutConfig,
+    {"drafters": [{"type": "eagle3", "model": "head"}], "draft_refresh": {"store_bytes": 4 << 20}},
+    BLOCK_PATH,
+)
+SOURCE = {"policy_name": "p", "layer_ids": [1, 2, 3]}
+FACTS = StepFacts(2.0, 100, 10.0, 5, DecodeCosts(0.01, 0.02))
+KEPT = RefreshRecord("skipped: too little", 0.5)
+REFUSED = RefreshRecord("refreshed: because", 9.0, "refused: worse", published=False, refresh_s=3.0)
+
+
+class Answers:
+    """A trainer that answers what a test says; what it was asked is kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[StepFacts]]] = []
+        self.next: Any = SOURCE
+        self.is_idle, self.is_closed = False, False
+
+    def ask(self, version: int, facts: Sequence[StepFacts]) -> None:
+        assert self.is_idle
+        self.asked.append((version, list(facts)))
+        self.is_idle = False
+
+    def answer(self) -> Any:
+        answer, self.next = self.next, None
+        if isinstance(answer, Exception):
+            raise answer
+        self.is_idle = self.is_idle or answer is not None
+        return answer
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Driver:
+    """A `HeadRefresh` of two engines in `folder`, its trainers, and what its engines were told."""
+
+    def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK) -> None:
+        self.folder, self.notes = HeadFolder(folder), StepNotes()
+        self.trainers: list[Answers] = []
+        self.told: list[tuple[str, list[Any]]] = []
+        self.replies: list[Any] = [None, None]
+        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, 2, self.notes)
+
+    def _start(self) -> Answers:
+        self.trainers.append(Answers())
+        return self.trainers[-1]
+
+    def _call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        self.told.append((method, [list(a) for a in arguments]))
+        return self.replies[: len(arguments)]
+
+    def methods(self) -> list[str]:
+        """What the engines were asked since last asked here."""
+        told, self.told = [method for method, _ in self.told], []
+        return told
+
+    def publish(self, step: int) -> RefreshRecord:
+        """As the trainer does it, before it answers."""
+        head = self.folder.candidate(step, True)
+        head.mkdir(parents=True)
+        self.folder.publish(PublishedHead(head, step, 2.5))
+        return RefreshRecord("refreshed: it pays", 9.0, "published: better", True, 3.0, head.name, step, 2.5)
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    return Driver(tmp_path / "heads")
+
+
+def test_a_step_is_told_as_soon_as_the_trainer_is_ready_and_never_waited_for(driver: Driver) -> None:
+    (trainer,) = driver.trainers
+    trainer.next = None  # it still loads the head
+    driver.refresh.policy_updated(0)
+    assert driver.refresh.after_step(0, FACTS) == {"refresh_failures": 0.0}
+    assert driver.methods() == ["specrollout_save_teacher"] and not trainer.asked
+    trainer.next = SOURCE
+    driver.refresh.policy_updated(1)
+    driver.refresh.after_step(1, FACTS)
+    assert trainer.asked == [(1, [FACTS, FACTS])]
+    driver.refresh.after_step(2, FACTS)  # it trains
+    driver.refresh.after_step(3, FACTS)
+    assert len(trainer.asked) == 1
+    trainer.next = REFUSED
+    figures = driver.refresh.after_step(4, FACTS)
+    assert trainer.asked[1:] == [(4, [FACTS] * 3)]
+    assert (figures["heads_published"], figures["heads_refused"], figures["refresh_s"]) == (0.0, 1.0, 3.0)
+    assert driver.notes.words["draft_refresh"]["gate"] == "refused: worse"
+    trainer.next = KEPT
+    figures = driver.refresh.after_step(5, None)
+    assert (figures["heads_published"], figures["heads_refused"]) == (0.0, 0.0)
+
+
+def test_each_engine_keeps_features_of_its_own_and_the_first_writes_the_teacher(driver: Driver) -> None:
+    driver.refresh.policy_updated(7)
+    driver.refresh.after_step(7, FACTS)
+    told = dict(driver.told)
+    assert told["specrollout_save_teacher"] == [[str(driver.folder.path / "teachers" / "policy_7.safetensors")]]
+    (first,), (second,) = told["specrollout_store_features"]
+    assert (first["folder"], second["folder"]) == tuple(str(driver.folder.features(i)) for i in (0, 1))
+    assert first["max_bytes"] == 2 << 20 and first["source"] == SOURCE
+
+
+def test_a_published_head_is_loaded_once_after_a_refit_and_facts_on_the_way_tell_only_their_time(
+    driver: Driver,
+) -> None:
+    (trainer,) = driver.trainers
+    driver.refresh.policy_updated(0)
+    driver.refresh.after_step(0, FACTS)
+    driver.refresh.after_step(1, FACTS)
+    trainer.next = driver.publish(0)
+    figures = driver.refresh.after_step(2, FACTS)
+    assert figures["heads_published"] == 1.0 and "specrollout_load_head" not in driver.methods()
+    driver.refresh.policy_updated(3)
+    head = [str(driver.folder.path / "step_0"), 0, 2.5, BLOCK.num_speculative_tokens]
+    assert ("specrollout_load_head", [head, head]) in driver.told
+    driver.methods()
+    driver.refresh.after_step(3, FACTS)
+    driver.refresh.policy_updated(4)
+    assert "specrollout_load_head" not in driver.methods()
+    ((_, before), (version, after)) = trainer.asked
+    assert before == [FACTS] and version == 3
+    assert [facts.seconds for facts in after] == [30.0]
+
+
+def test_a_resumed_run_goes_on_with_the_published_head(tmp_path: Path) -> None:
+    Driver(tmp_path / "heads").publish(5)
+    driver = Driver(tmp_path / "heads")
+    driver.refresh.policy_updated(6)
+    assert ("specrollout_load_head", [[str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]] * 2) in driver.told
+    HeadFolder(tmp_path / "heads").withdraw()
+    driver = Driver(tmp_path / "heads")
+    driver.refresh.policy_updated(0)
+    assert driver.methods() == ["specrollout_save_teacher"]
+
+
+def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
+    driver.refresh.policy_updated(0)
+    driver.refresh.after_step(0, FACTS)
+    driver.trainers[0].next = TrainerFailed("killed")
+    driver.publish(0)  # which it had done before it was killed
+    driver.refresh.after_step(1, FACTS)
+    assert driver.trainers[0].is_closed and len(driver.trainers) == 2
+    driver.refresh.policy_updated(2)
+    assert "specrollout_load_head" in driver.methods()
+    assert driver.refresh.after_step(2, FACTS)["refresh_failures"] == 1.0
+    driver.trainers[1].next = TrainerFailed("killed")
+    assert driver.refresh.after_step(3, FACTS)["refresh_failures"] == 2.0
+    assert len(driver.trainers) == 2 and len(driver.notes.alarms) == 2
+    driver.methods()
+    driver.refresh.policy_updated(4)
+    driver.refresh.after_step(4, FACTS)
+    assert driver.methods() == [] and len(driver.notes.alarms) == 2
+
+
+def test_a_trainer_with_a_gpu_starts_when_all_workers_have_theirs(tmp_path: Path) -> None:
+    assert BLOCK.draft_refresh is not None
+    driver = Driver(tmp_path, replace(BLOCK, draft_refresh=replace(BLOCK.draft_refresh, trainer_gpus=1)))
+    assert driver.trainers == []
+    for version in range(3):
+        driver.refresh.policy_updated(version)
+    assert len(driver.trainers) == 1
+
+
+def test_an_engine_without_disk_space_ends_the_refreshing_and_not_the_run(driver: Driver) -> None:
+    driver.replies = ["OSError: no space left", None]
+    driver.refresh.policy_updated(0)
+    driver.refresh.after_step(0, FACTS)
+    (sentence,) = driver.notes.alarms
+    assert "refreshed no more" in sentence and "no space left" in sentence and driver.trainers[0].is_closed
+
+
+def test_a_refresh_that_nobody_waits_for_may_take_a_step_and_costs_nothing() -> None:
+    config = DraftRefreshConfig(max_time_share=0.5, min_gap=1)
+    waiting, beside = RefreshSchedule(config), RefreshSchedule(config, in_background=True)
+    slow = replace(FACTS, seconds=60.0, steps_to_come=1)  # what is left to gain is less than eight seconds
+    decisions = [schedule.after_step(slow) for schedule in (waiting, beside)]
+    assert [decision.refresh for decision in decisions] == [False, True]
+    assert "wait for no training" in decisions[1].reason and "s of training" in decisions[0].reason
+    assert (waiting.budget_s(), beside.budget_s()) == (FIRST_REFRESH_S, 30.0)
+    beside.refreshed(30.0, None)
+    assert beside.budget_s() == SHORTEST_S, "its share of the time is used up"
+
+
+def test_old_heads_and_teachers_make_room(tmp_path: Path) -> None:
+    folder = HeadFolder(tmp_path)
+    for step in range(6):
+        folder.candidate(step, True).mkdir()
+        os.utime(folder.candidate(step, True), (step, step))
+    folder.publish(PublishedHead(folder.candidate(1, True)))
+    for version in (1, 2, 3, 9):
+        folder.teacher(version).touch()
+    folder.forget_old(version=4)
+    assert {p.name for p in tmp_path.glob("step_*")} == {"step_1", *(f"step_{i}" for i in range(6 - NUM_KEPT, 6))}
+    assert {p.stem for p in (tmp_path / "teachers").iterdir()} == {"policy_2", "policy_3"}
+
+
+def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> None:
+    done = EngineTotals(
+        num_steps=4, num_request_steps=50, other_s=1.0, decode_s=3.0, estimated_s=3.0, plain_s=5.0,
+        proposed=(("eagle3", (60,)),), accepted=(("eagle3", (25,)),),
+    )  # fmt: skip
+    facts = step_facts([EngineTotals(), EngineTotals()], [done, done], 12.0, 4)
+    assert facts == StepFacts(1.5, 150, 12.0, 4, DecodeCosts(6.0 / 150, 4.0 / 100))
+    assert step_facts([done], [done], 12.0, 4) is None
+
+
+def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told() -> None:
+    stamp = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
+    ends = [
+        {"alarms": [{"sentence": "low"}], "stamps": [[11, stamp]], "policy_version": 3, "head_version": 1},
+        {"alarms": [], "stamps": [[12, stamp], [13, stamp]], "policy_version": 3, "head_version": 2},
+    ]
+    assert head_figures(ends) == {"specrollout/canary_alarms": 1.0, "specrollout/head_age": 2.0}
+    assert [line["seed"] for line in sample_lines(ends, [13, 99, 11])] == [13, 11]
+    assert [line["seed"] for line in sample_lines(ends, None, without=[12])] == [11, 13]
+    plain = [{"alarms": [], "stamps": [], "policy_version": 3, "head_version": None}]
+    assert "specrollout/head_age" not in head_figures(plain) and sample_lines(plain, [1]) == []
+
+
+class NativeLogger:
+    def __init__(self, cfg: dict[str, str]) -> None: ...
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_words_alarms_and_samples_reach_the_record_and_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = StepNotes()
+    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes)({"log_dir": str(tmp_path)})
+    notes.words["draft_refresh"] = REFUSED.known()
+    notes.alarms.append("acceptance collapsed")
+    notes.samples.append({"seed": 11, "num_drafted": 4})
+    for step in (1, 2):
+        logger.log_metrics({"token_mult_prob_error": 1.0, "specrollout/canary_alarms": 1.0}, step, prefix="train")
+    read = [json.loads(line) for line in (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()]
+    assert read[0]["specrollout/draft_refresh"]["decision"] == "refreshed: because"
+    assert read[0]["specrollout/alarms"] == ["acceptance collapsed"] and "specrollout/alarms" not in read[1]
+    samples = [json.loads(line) for line in (tmp_path / "specrollout" / "samples.jsonl").read_text().splitlines()]
+    assert samples == [{"step": 1, "samples": [{"seed": 11, "num_drafted": 4}]}]
+    said = capsys.readouterr()
+    assert "refused: worse" in said.out and "ALARM, step 1: acceptance collapsed" in said.err
+    summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
+    assert summary["num_canary_alarms"] == 2
