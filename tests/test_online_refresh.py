@@ -54,6 +54,7 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     for mine, others in zip(steps, metrics(plain), strict=True):
         assert (mine["reward"], mine["num_tokens"]) == (others["reward"], others["num_tokens"])
     refreshes = [s["draft_refresh"] for s in steps]
+    assert refreshes[0]["head_age"] == 0 and all(r["capture_s"] > 0 for r in refreshes)
     assert all(r["decision"].startswith(("refreshed: ", "skipped: ")) for r in refreshes)
     assert "too few" in refreshes[0].get("gate", "too few"), "six prompts cannot judge"
     published = [n for n, r in enumerate(refreshes) if r.get("published")]

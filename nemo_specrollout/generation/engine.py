@@ -180,6 +180,10 @@ class RolloutEngine:
         """What was captured, since last asked, for the training of a head."""
         return self._llm.collective_rpc("specrollout_take_features")[0] if self._has_our_worker else []
 
+    def capture_seconds(self) -> float:
+        """What capturing features has taken of the engine's time, all together."""
+        return float(self._llm.collective_rpc("specrollout_capture_seconds")[0]) if self._has_our_worker else 0.0
+
     def take_alarms(self) -> list[dict[str, Any]]:
         """What the canary of a drafter with weights raised since last asked."""
         return self._llm.collective_rpc("specrollout_take_alarms")[0] if self._has_our_worker else []

@@ -57,6 +57,8 @@ class Router:
         self._model_index = -1 if all(is_text) else is_text.index(False)
         self._model_config = config.model_drafter
         self._planner = build_planner(config.budget)
+        self._plans = (NO_PLAN, NO_PLAN)  # of the step before, and of this one
+        self._drafted_s = 0.0
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
         self._buffers = Proposals.buffers(len(self.names), num_lanes, self._num_tokens)
         priors = np.array([LEVEL_PRIORS if text else MODEL_LEVEL_PRIORS for text in is_text])
@@ -154,10 +156,14 @@ class Router:
         self.model.read_prompts(lanes_B, batch.token_ids_cpu)
         draft_s = self.model.take_seconds()
         self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
+        if self._last_step is not None:
+            self._planner.came_true(self._plans[0], int(num_sampled_B.sum()), self._last_step[2] + self._drafted_s)
+        self._drafted_s = draft_s
         return drafts
 
     def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
         num_requests = len(sampled)
+        self._plans = (self._plans[1], NO_PLAN)
         if self.is_passive:
             self._follow(token_ids)
             return [[] for _ in range(num_requests)]
@@ -175,8 +181,8 @@ class Router:
         should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         if self.model is not None:
-            is_off = should_be_plain or not self.may_ask_model or self._planner.rests()
-            plan = NO_PLAN if is_off else self._plan(batch, caps_B, survival_BK)
+            plan = NO_PLAN if should_be_plain or not self.may_ask_model else self._plan(batch, caps_B, survival_BK)
+            self._plans = (self._plans[0], plan)
             self._lead(plan)
             if plan.depth > 0:
                 self._draft(plan, batch, proposals)
@@ -197,7 +203,7 @@ class Router:
         forecast_BK = self._estimator.forecast(batch.lanes_B, self._model_index)
         unread_B = self.model.unread.counts(batch.lanes_B)
         observed = PlanObservation(
-            found_BK, forecast_BK, caps_B, unread_B, self.table.costs(), self.model.times.costs()
+            found_BK, forecast_BK, caps_B, unread_B, self.table.costs(), self.model.times.costs(), time.perf_counter()
         )
         return self._planner.plan(observed)
 

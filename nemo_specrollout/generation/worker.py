@@ -191,6 +191,10 @@ class SpecrolloutWorkerMixin:
         """What was captured for the training of a head since last asked."""
         return [] if self._capture is None else self._capture.take()
 
+    def specrollout_capture_seconds(self) -> float:
+        """What capturing has taken of the engine's time, all together."""
+        return 0.0 if self._capture is None else self._capture.seconds
+
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
         """Puts what was captured into the feature store at `place` (folder, max_bytes, held_out_share, source), of which this
         engine is the one writer. What went wrong, or None: want of disk space must not stop an engine."""

@@ -49,6 +49,8 @@ class LocalRefresher:
             self._folder.features(), refresh.store_bytes, self._online.source, refresh.held_out_share
         )
         self._policy_tensors: dict[str, torch.Tensor] = {}
+        self._captured_s = 0.0
+        self._head_version = 0 if published is None else published.policy_version or 0
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Called before the policy of `version` is trained on: its LM head is the teacher of what was just captured."""
@@ -58,17 +60,24 @@ class LocalRefresher:
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
         """Stores what was captured, and refreshes if the trigger says so; what happened, for `metrics.jsonl`."""
         self._store.keep(self._engine.take_features())
+        figures = {"head_age": step - self._head_version, "capture_s": self._take_capture_s()}
         decision = self._online.decide(self._facts(step, stats, step_s))
         if not decision.refresh:
-            return RefreshRecord(decision.reason, decision.gain_s).known()
+            return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}
         record = self._online.refresh(decision, step, [self._store], step + 1, self._policy_tensors)
         if record.published:
             self._engine.load_head(self._folder.candidate(step, True), record.expected_length, self._num_drafts)
-        return record.known()
+            self._head_version = step + 1
+        return {**record.known(), **figures}
 
     def close(self) -> None:
         """Lets another process use the features."""
         self._store.close()
+
+    def _take_capture_s(self) -> float:
+        """Seconds of the engine's time that capturing took since last asked."""
+        before, self._captured_s = self._captured_s, self._engine.capture_seconds()
+        return self._captured_s - before
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)

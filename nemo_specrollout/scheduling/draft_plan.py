@@ -4,8 +4,10 @@
 Shapes: B requests, K draft positions.
 """
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
@@ -14,18 +16,26 @@ from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.draft_time import DraftCosts
 from nemo_specrollout.scheduling.step_time import StepCosts
 
-# Consultations without the model until it goes on trial: at first, and at most; then for so many requests, so deep.
-FIRST_TRIAL, LAST_TRIAL = 64, 1024
-TRIAL_REQUESTS, TRIAL_DEPTH = 4, 2
-# One that was not asked for `RESTS_AFTER` consultations is considered in one of `REST` only.
-RESTS_AFTER, REST = 32, 4
+# A model that is not asked goes on trial with so many requests, so deep, as long as that takes no more than such a share of
+# the time.
+TRIAL_REQUESTS, TRIAL_DEPTH, TRIAL_SHARE = 4, 3, 0.005
+# What a model has missed it must read only once. A request that has lived so long is expected to live as long again, so that
+# the reading is spread over as many steps: the most tokens that a step is charged for.
+CHARGED_ROWS = 8
+# By how much a plan with the model must beat those without, beside the budget's margin: it leaves cold caches behind, and text
+# that is not found now may be found a step later.
+MODEL_MARGIN = 0.1
+# Plans that came true by which the next are believed, for about as many requests; how far they may be off, as a factor; how
+# fast doubt of a model that is not asked fades.
+REMEMBERED_PLANS, MOST_DOUBT, FADING = 8, 3.0, 1 / 1024
 
 
 @dataclass(frozen=True)
 class PlanObservation:
     """`found_BK`: survival of the best drafts that cost nothing more (0 where there are none); `forecast_BK`: what the
     model's would be; `caps_B`: the most drafts a request may have; `unread_B`: tokens that the model would have to read
-    for it first; `costs` and `draft_costs` are None while too little was measured."""
+    for it first; `costs` and `draft_costs` are None while too little was measured; `now_s`: the time, in seconds since any
+    moment."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
@@ -33,14 +43,17 @@ class PlanObservation:
     unread_B: np.ndarray
     costs: StepCosts | None
     draft_costs: DraftCosts | None
+    now_s: float
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The model drafts `depth` tokens for the requests that `asked_B`, bool, marks; depth 0 marks none."""
+    """The model drafts `depth` tokens for the requests that `asked_B`, bool, marks; depth 0 marks none. `tokens_per_s`: what
+    is promised of the next step, with this drafting; 0 if nothing is."""
 
     depth: int
     asked_B: np.ndarray
+    tokens_per_s: float = 0.0
 
 
 NO_PLAN = DraftPlan(0, np.zeros(0, np.bool_))
@@ -52,26 +65,30 @@ class DraftPlanner(ABC):
     @abstractmethod
     def plan(self, observed: PlanObservation) -> DraftPlan: ...
 
-    def rests(self) -> bool:
-        """Asked first in each step: whether the model is not even considered in it, which costs host time too."""
-        return False
+    def came_true(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:  # noqa: B027
+        """Tells how a plan went: the tokens of the step that followed, and what that step and the drafting took. Who does not
+        weigh does not care."""
 
 
 class AutoPlanner(DraftPlanner):
     """The depth with the most tokens a second, drafting included; none, unless that beats what is there already, and no
-    drafts by `margin`.
+    drafts by `margin`, and `MODEL_MARGIN` for the model's.
 
     At each depth a request takes the model's drafts if they promise more than those found; then draft tokens are handed
     out as by `AutoBudget`, and whoever would get none of the model's is not asked. While nothing is known of what drafting
     costs, all are asked, each depth in turn. A model that is not asked goes on trial now and then, with a few requests:
     nothing else would tell that it has become better, or faster.
+
+    Promises of plans with the model and without are each compared with what came of them, and believed accordingly, at each
+    size of batch: requests for which a model is asked are the hard ones, and its passes leave cold caches behind.
     """
 
     def __init__(self, margin: float) -> None:
         self.margin = margin
         self._num_lessons = 0
-        self._idle = 0
-        self._patience = FIRST_TRIAL
+        self._next_trial_s: float | None = None
+        # Log of what came over what was promised: without the model, with it; by the bits of the number of requests.
+        self._doubts: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         asked_B, costs, draft = np.zeros(len(observed.caps_B), np.bool_), observed.costs, observed.draft_costs
@@ -79,33 +96,42 @@ class AutoPlanner(DraftPlanner):
             return DraftPlan(0, asked_B)
         if draft is None:
             return self._lesson(observed)
-        depth = _plan(
+        depth, found_rate, rate = _plan(
             observed.found_BK, observed.forecast_BK, observed.caps_B, observed.unread_B, costs.plain_s, costs.overhead_s,
-            costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.pass_request_s, 1.0 + self.margin, asked_B,
+            costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.pass_request_s, 1.0 + self.margin,
+            self.faith(len(asked_B)), asked_B,
         )  # fmt: skip
         if asked_B.any():
-            self._idle, self._patience = 0, FIRST_TRIAL
-            return DraftPlan(depth, asked_B)
-        return self._trial(observed)
+            return DraftPlan(depth, asked_B, rate)
+        trial = self._trial(observed, draft)
+        return trial if trial.depth > 0 else replace(trial, tokens_per_s=found_rate)
 
-    def rests(self) -> bool:
-        if self._idle < RESTS_AFTER or (self._idle + 1) % REST == 0:
-            return False
-        self._idle += 1
-        return True
+    def faith(self, num_requests: int) -> float:
+        """By how much plans with the model come truer than those without, as a factor, for so many requests."""
+        without, with_model = self._doubts[num_requests.bit_length()]
+        return math.exp(with_model - without)
+
+    def came_true(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:
+        doubts = self._doubts[len(plan.asked_B).bit_length()]
+        if plan.tokens_per_s > 0.0 and num_tokens > 0 and seconds > 0.0:
+            i = int(plan.depth > 0)
+            ratio = min(max(num_tokens / seconds / plan.tokens_per_s, 1 / MOST_DOUBT), MOST_DOUBT)
+            doubts[i] += (math.log(ratio) - doubts[i]) / REMEMBERED_PLANS
+        if plan.depth == 0:
+            doubts[1] += FADING * (doubts[0] - doubts[1])
 
     def _lesson(self, observed: PlanObservation) -> DraftPlan:
         self._num_lessons += 1
         return _ask(observed.caps_B > 0, 1 + self._num_lessons % observed.forecast_BK.shape[1])
 
-    def _trial(self, observed: PlanObservation) -> DraftPlan:
-        """Twice as long after each trial that leads to nothing."""
-        self._idle += 1
-        if self._idle < self._patience:
-            return _ask(np.zeros(len(observed.caps_B), np.bool_), 0)
-        self._idle, self._patience = 0, min(2 * self._patience, LAST_TRIAL)
+    def _trial(self, observed: PlanObservation, draft: DraftCosts) -> DraftPlan:
         has_room_B = observed.caps_B > 0
-        return _ask(has_room_B & (np.cumsum(has_room_B) <= TRIAL_REQUESTS), TRIAL_DEPTH)
+        trial = _ask(has_room_B & (np.cumsum(has_room_B) <= TRIAL_REQUESTS), TRIAL_DEPTH)
+        is_first, is_due = self._next_trial_s is None, observed.now_s >= (self._next_trial_s or 0.0)
+        if trial.depth > 0 and (is_first or is_due):
+            num_asked, num_rows = int(trial.asked_B.sum()), int(observed.unread_B[trial.asked_B].sum())
+            self._next_trial_s = observed.now_s + draft.draft_s(num_rows, num_asked, TRIAL_DEPTH) / TRIAL_SHARE
+        return trial if is_due and not is_first else _ask(has_room_B, 0)
 
 
 class FixedPlanner(DraftPlanner):
@@ -153,21 +179,26 @@ def _promises_more(forecast_K, found_K, depth, cap):  # type: ignore[no-untyped-
 
 
 @njit(
-    "int64(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64, float64, float64, float64,"
-    " float64, float64, boolean[:])",
+    "Tuple((int64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64, float64,"
+    " float64, float64, float64, float64, float64, boolean[:])",
     cache=True,
     error_model="numpy",
 )
 def _plan(  # type: ignore[no-untyped-def]
     found_BK, forecast_BK, caps_B, unread_B, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, pass_request_s,
-    least_gain, asked_B,
+    least_gain, faith, asked_B,
 ):  # fmt: skip
-    """Writes who is asked, and returns how deep; a kernel, because it runs in every step that consults drafters."""
+    """Writes who is asked, and returns how deep, and the tokens a second that drafts found promise, and those of the model.
+
+    A kernel, because it runs in every step that consults drafters."""
     num_requests, num_positions = forecast_BK.shape
     most = least_gain * num_requests / plain_s[num_requests]
+    found_rate = num_requests / plain_s[num_requests]
+    model_rate = 0.0
     best_depth = 0
     threshold = 0.0
     gains = np.empty(num_requests * num_positions)
+    last_rate = 0.0
     worse = 0
     for depth in range(num_positions + 1):
         num_gains = 0
@@ -178,7 +209,7 @@ def _plan(  # type: ignore[no-untyped-def]
             use_model = _promises_more(forecast_BK[b], found_BK[b], min(depth, cap), cap)
             if use_model:
                 num_asked += 1
-                num_rows += unread_B[b]
+                num_rows += min(unread_B[b], CHARGED_ROWS)
             for k in range(min(depth, cap) if use_model else cap):
                 gain = forecast_BK[b, k] if use_model else found_BK[b, k]
                 if gain > 0.0:
@@ -191,18 +222,23 @@ def _plan(  # type: ignore[no-untyped-def]
             draft_s = fixed_s + num_rows * row_s + (depth - 1) * (pass_s + num_asked * pass_request_s)
         ordered = np.sort(gains[:num_gains])
         tokens = float(num_requests)
-        improved = False
+        best_rate = 0.0
         for i in range(min(num_gains, len(plain_s) - 1 - num_requests)):
             gain = ordered[num_gains - 1 - i]
             tokens += gain
             verify_s = plain_s[num_requests + 1 + i] + overhead_s - (i + 1) * discount_s
             rate = tokens / (max(verify_s, plain_s[num_requests]) + draft_s)
-            if rate > most:
-                most = rate
+            best_rate = max(best_rate, rate)
+            if depth > 0 and rate * faith > most:
+                most = rate * faith
+                model_rate = rate
                 best_depth = depth
                 threshold = gain
-                improved = True
-        worse = 0 if improved or depth == 0 else worse + 1
+        if depth == 0:
+            found_rate = best_rate if best_rate > most else found_rate
+            most = max(most, least_gain * best_rate) * (1.0 + MODEL_MARGIN)
+        worse = worse + 1 if depth > 1 and best_rate < last_rate else 0  # deeper drafts spread the first pass's cost
+        last_rate = best_rate
         if worse == 2:
             break
     for b in range(num_requests):
@@ -212,4 +248,4 @@ def _plan(  # type: ignore[no-untyped-def]
             and _promises_more(forecast_BK[b], found_BK[b], min(best_depth, cap), cap)
             and forecast_BK[b, 0] >= threshold
         )
-    return best_depth
+    return best_depth, found_rate, model_rate

@@ -4,14 +4,16 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 
-DECAY = 0.99
 WARM_UP = 4
 """Draftings that are not learned from: kernels compile."""
-ENOUGH = 16
-"""Draftings after which the prediction is believed; from then on it is made anew as often."""
-CLIP = 3.0
-SWEEPS = 25
+ENOUGH = 12
+"""Draftings after which the prediction is believed."""
+REMEMBERED = 64
+"""The latest draftings, which the prediction is made of: after each one at first, then after every eighth."""
+EVERY = 8
+REWEIGHTINGS, SWEEPS = 6, 25
 
 
 @dataclass(frozen=True)
@@ -29,43 +31,59 @@ class DraftCosts:
 
 
 class DraftTimes:
-    """Decayed non-negative least squares over what draftings took.
+    """Least absolute deviations, with non-negative terms, over what the latest draftings took: those that met a kernel to be
+    compiled, or a stall, have no say unless they are half of all.
 
     Example: `observe(num_rows=8, num_requests=8, depth=3, seconds=0.002)`, then `costs().draft_s(8, 8, 5)`.
     """
 
     def __init__(self) -> None:
-        self._gram = np.zeros((4, 4))
-        self._moment = np.zeros(4)
-        self._num_samples = 0
+        self._terms = np.zeros((REMEMBERED, 4))
+        self._seconds = np.zeros(REMEMBERED)
+        self._num_samples = -WARM_UP
         self._costs: DraftCosts | None = None
 
     def observe(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
-        """One drafting took so long. A sample counts for at most three times what was predicted of it."""
+        """One drafting took so long."""
         self._num_samples += 1
-        if self._num_samples <= WARM_UP:
+        n = self._num_samples
+        if n <= 0:
             return
-        if self._costs is not None:
-            seconds = min(seconds, CLIP * self._costs.draft_s(num_rows, num_requests, depth))
-        terms = np.array([1.0, num_rows, depth - 1, (depth - 1) * num_requests])
-        self._gram = DECAY * self._gram + np.outer(terms, terms)
-        self._moment = DECAY * self._moment + seconds * terms
-        if self._num_samples % ENOUGH == 0:
-            self._costs = DraftCosts(*_non_negative_solution(self._gram, self._moment))
+        self._terms[n % REMEMBERED] = 1.0, num_rows, depth - 1, (depth - 1) * num_requests
+        self._seconds[n % REMEMBERED] = seconds
+        if n >= ENOUGH and (n <= REMEMBERED or n % EVERY == 0):
+            known = slice(None) if n >= REMEMBERED else slice(1, n + 1)
+            self._costs = DraftCosts(*_least_deviations(self._terms[known], self._seconds[known]).tolist())
 
     def costs(self) -> DraftCosts | None:
         """The prediction; None until enough was measured."""
         return self._costs
 
 
-def _non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> list[float]:
-    """The x >= 0 that minimises x G x / 2 - m x, by coordinate descent, leaning on zero where samples do not tell."""
-    scale = np.sqrt(np.maximum(np.diag(gram), 1e-12))
-    g = (gram / np.outer(scale, scale) + 1e-4 * np.eye(len(moment))).tolist()
-    m = (moment / scale).tolist()
-    x = [0.0] * len(m)
-    for _ in range(SWEEPS):
-        for i, row in enumerate(g):
-            rest = m[i] - sum(row[j] * x[j] for j in range(len(x)) if j != i)
-            x[i] = max(0.0, rest / row[i])
-    return [float(v) for v in np.array(x) / scale]
+@njit("float64[:](float64[:,:], float64[:])", cache=True)
+def _least_deviations(terms, seconds):  # type: ignore[no-untyped-def]
+    """The x >= 0 that minimises sum |terms x - seconds|, by least squares reweighted; it leans on zero where samples do not
+    tell."""
+    num_samples, num_terms = terms.shape
+    x = np.zeros(num_terms)
+    weights = np.ones(num_samples)
+    least = 0.02 * np.median(seconds) + 1e-9
+    for _ in range(REWEIGHTINGS):
+        gram = np.zeros((num_terms, num_terms))
+        moment = np.zeros(num_terms)
+        for n in range(num_samples):
+            for i in range(num_terms):
+                moment[i] += weights[n] * terms[n, i] * seconds[n]
+                for j in range(num_terms):
+                    gram[i, j] += weights[n] * terms[n, i] * terms[n, j]
+        scale = np.sqrt(np.maximum(np.diag(gram), 1e-12))
+        for _ in range(SWEEPS):
+            for i in range(num_terms):
+                rest = moment[i]
+                for j in range(num_terms):
+                    if j != i:
+                        rest -= gram[i, j] * x[j]
+                x[i] = max(0.0, rest / (1.0001 * scale[i] * scale[i]))
+        for n in range(num_samples):
+            weights[n] = 1.0 / max(abs((terms[n] * x).sum() - seconds[n]), least)
+    return x

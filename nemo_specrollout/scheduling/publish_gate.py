@@ -81,7 +81,7 @@ class PublishGate:
         reason = (
             f"{'published' if published else 'refused'}: held-out acceptance length {next(means):.3f}, {against} "
             f"{next(means):.3f}{f' (1 and a margin of {self.first_margin})' if is_first else ''}; the difference is at least "
-            f"{bound:+.3f} at confidence {self.confidence} over {num_samples} prompts, {-self.tolerance:+.3f} needed"
+            f"{bound:+.3f} at confidence {self.confidence} over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
         )
         return GateDecision(published, difference, bound, self.confidence, num_samples, reason)
 
