@@ -145,14 +145,17 @@ def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
         figure = Figure((9.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-        for name, lines in curves.items():
+        for number, (name, lines) in enumerate(curves.items()):
             xs, ys = ([line[k] for line in lines] for k in ("step", "acceptance_length"))
-            (curve,) = left.plot(xs, _smooth(ys), label=name, linewidth=1.4)
+            dashes = (None, None) if number < 3 else (3, 3)  # it may lie on another
+            (curve,) = left.plot(xs, _smooth(ys), label=name, linewidth=1.4, dashes=dashes)
             marks = [i for i, line in enumerate(lines) if line["published"]]
             left.plot(
                 [xs[i] for i in marks], [_smooth(ys)[i] for i in marks], ".", color=curve.get_color(), markersize=4
             )
-            right.plot(xs, [line["training_s"] for line in lines], color=curve.get_color(), linewidth=1.4)
+            right.plot(
+                xs, [line["training_s"] for line in lines], color=curve.get_color(), linewidth=1.4, dashes=dashes
+            )
         left.set(xlabel="step", ylabel="tokens a step, held out")
         right.set(xlabel="step", ylabel="seconds of training")
         left.legend(frameon=False, fontsize=8)
