@@ -251,7 +251,7 @@ def test_charts_are_svg_and_repeatable(tmp_path: Path) -> None:
     assert charts.reward_chart(steps) == charts.reward_chart(steps)
     for shown in (traces[0], trace(0, random.Random(0), drafters=())):
         assert ElementTree.fromstring(charts.drain_chart(shown)).tag.endswith("svg")
-    assert "suffix rejected" in charts.drain_chart(traces[0])
+    assert "pale: rejected" in charts.drain_chart(traces[0])
 
 
 def test_a_gap_of_zero_is_drawn() -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import TEXT_DRAFTERS, BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import GenerationConfig, RunConfig
 from nemo_specrollout.generation.arguments import native_config
@@ -42,6 +42,10 @@ TURNS = 40
 MIN_TURN_S = 0.2
 # The worst case is a matter of one per cent, and single rounds differ by more, short ones by most: times `num_rounds`.
 USELESS_ROUNDS, USELESS_ROUNDS_OF_FEW, FEW = 4, 8, 16
+# The row that tells whether a drafter with weights is worth having.
+TEXT_ALONE = "ours, text drafters"
+# Columns of a table that goes into a file.
+WIDTH_OF_LOGS = 120
 # A batch is called full from this share of the most requests on.
 FULL = 0.75
 
@@ -82,6 +86,8 @@ def modes_of(config: RunConfig) -> dict[str, GenerationConfig]:
         modes[f"{method} k={k}"] = replace(sampler_only, vllm_kwargs={**bare, "speculative_config": speculative})
     if block.model_drafter is not None:
         modes |= _fixed_model_modes(config, block.model_drafter, modes)
+        if text := tuple(d for d in block.drafters if d.type in TEXT_DRAFTERS):
+            modes[TEXT_ALONE] = replace(ours, specrollout=replace(block, enabled=True, drafters=text, draft_refresh=None))
     return {**modes, "ours": replace(ours, specrollout=replace(block, enabled=True))}
 
 
@@ -111,6 +117,8 @@ def run_bench(config: RunConfig) -> list[dict[str, Any]]:
     """Measures, writes `bench.json` and `bench.png`, prints the table; returns the rows."""
     out = Path(config.logger.log_dir)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_LOGS
     rows, counterfactual = _measure_rollouts(config)
     out.mkdir(parents=True, exist_ok=True)
     _set_aside(out, "bench.json", "bench.png", "bench.svg", "bench_useless.json", "bench_acceptance.json")

@@ -136,13 +136,14 @@ def draw_drain(ax: Axes, trace: Record) -> None:
 
 def draw_drafts(ax: Axes, trace: Record) -> None:
     at = seconds_since_start(trace)
-    layers, patches = [], []
+    layers, colours, patches = [], [], []
     for i, (name, (drafted, accepted)) in enumerate(drafts_by_name(trace).items()):
         layers += [accepted, drafted - accepted]
-        patches += [Patch(color=_colour(i), label=f"{name} accepted")]
-        patches += [Patch(color=_light(_colour(i)), label=f"{name} rejected")]
-    ax.stackplot(at, layers, colors=[p.get_facecolor() for p in patches], step="pre", linewidth=0)
-    ax.set(title="Draft tokens of an engine step", xlabel=f"seconds into the rollout of step {trace.get('step')}")
+        colours += [_colour(i), _light(_colour(i))]
+        patches += [Patch(color=_colour(i), label=name)]
+    ax.stackplot(at, layers, colors=colours, step="pre", linewidth=0)
+    ax.set_title("Draft tokens of an engine step; pale: rejected")
+    ax.set_xlabel(f"seconds into the rollout of step {trace.get('step')}")
     ax.set_ylim(0, max(np.sum(layers, 0).max() * 1.05, 1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     ax.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=len(patches), borderaxespad=0,

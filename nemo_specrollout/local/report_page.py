@@ -22,10 +22,10 @@ body { margin: 0; background: #f6f8fa; color: #24292f;
 main { max-width: 936px; margin: 0 auto; padding: 28px 24px 48px }
 h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
 .status { color: #57606a; margin: 2px 0 18px }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px }
 .card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
 .card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
-.card .value { font-size: 21px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
+.card .value { font-size: 18px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
 .card .value { white-space: nowrap }
 .card.good .value { color: #0072b2 }
 .card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
