@@ -87,7 +87,9 @@ def modes_of(config: RunConfig) -> dict[str, GenerationConfig]:
     if block.model_drafter is not None:
         modes |= _fixed_model_modes(config, block.model_drafter, modes)
         if text := tuple(d for d in block.drafters if d.type in TEXT_DRAFTERS):
-            modes[TEXT_ALONE] = replace(ours, specrollout=replace(block, enabled=True, drafters=text, draft_refresh=None))
+            modes[TEXT_ALONE] = replace(
+                ours, specrollout=replace(block, enabled=True, drafters=text, draft_refresh=None)
+            )
     return {**modes, "ours": replace(ours, specrollout=replace(block, enabled=True))}
 
 
