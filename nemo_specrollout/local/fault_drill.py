@@ -145,9 +145,10 @@ def drill_refresh(
 
 
 def drill_canary(
-    config: RunConfig, head_folder: Path, healthy_steps: int, out: Path, console: Console
+    config: RunConfig, head_folder: Path, expected_length: float, healthy_steps: int, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Healthy steps with a refit each, then each broken head in service for a step; alarms raised, and what they named."""
+    """Healthy steps with a refit each, then each broken head in service for a step, published as if it were the whole one,
+    of `expected_length`; alarms raised, and what they named."""
     model, generation = Path(config.policy.model_name), config.policy.generation
     drafter = generation.specrollout.model_drafter
     assert drafter is not None
@@ -174,13 +175,13 @@ def drill_canary(
             damage(head)
             save_head(head, out / "broken")
             try:
-                engine.load_head(out / "broken", 2.8, NUM_DRAFTS)
+                engine.load_head(out / "broken", expected_length, NUM_DRAFTS)
             except ValueError as error:
                 raised[fault] = {"cause": "refused at the door", "sentence": str(error)}
                 continue
             alarms = step(healthy_steps + 2 * number)
             raised[fault] = alarms[0] if alarms else None
-            engine.load_head(head_folder, 2.8, NUM_DRAFTS)
+            engine.load_head(head_folder, expected_length, NUM_DRAFTS)
             false_alarms += step(healthy_steps + 2 * number + 1)
     engine.close()
     return {"healthy_steps": healthy_steps + len(HEAD_FAULTS), "false_alarms": false_alarms, "raised": raised}
@@ -205,15 +206,16 @@ def main() -> None:
     recording = Recording.read(args.run)
     policy = Path(recording.config.policy.model_name)
     result: dict[str, Any] = {"refreshes": []}
+    head, material, rng = load_head(args.head, policy), material_of(recording), random.Random(0)
+    recording.teach(head, 0)
     if args.refreshes:
-        head, material, rng = load_head(args.head, policy), material_of(recording), random.Random(0)
-        recording.teach(head, 0)
         with Progress(console=console) as bar:
             for seed in bar.track(range(args.refreshes), description="refreshes"):
                 fault = FAULTS[seed % len(FAULTS)] if seed < len(FAULTS) else rng.choice(FAULTS)
                 result["refreshes"].append(drill_refresh(head, fault, material, seed, args.out / "candidate", policy))
     if args.healthy:
-        result["canary"] = drill_canary(recording.config, args.head, args.healthy, args.out, console)
+        expected_length = measure_acceptance(head, material.held_out, NUM_DRAFTS).expected_length
+        result["canary"] = drill_canary(recording.config, args.head, expected_length, args.healthy, args.out, console)
     write_atomically(args.out / "fault_drill.json", json.dumps(result, indent=1, default=str))
     for fault in FAULTS:
         of_fault = [r for r in result["refreshes"] if r["fault"] == fault]
