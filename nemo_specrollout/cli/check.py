@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, Prepared, prepare_local, runtime_of
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_traps import (
@@ -71,6 +71,12 @@ def _sizes(model: Mapping[str, Any]) -> str:
     return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
 
 
+def _in_words(drafter: DrafterConfig) -> str:
+    if drafter.type in TEXT_DRAFTERS:
+        return f"{drafter.type} (contexts to {drafter.max_order} tokens)"
+    return f"{drafter.type} ({drafter.model or 'of the policy itself'}, {drafter.sampling})"
+
+
 def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[str, str]]:
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
@@ -78,7 +84,7 @@ def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[st
         return [("speculation", f"vLLM's own {native}, under the drafter-invariant sampler")]
     if not block.drafters:
         return [("speculation", "none: no drafters; the drafter-invariant sampler alone")]
-    names = ", ".join(f"{d.type} (contexts to {d.max_order} tokens)" for d in block.drafters)
+    names = ", ".join(_in_words(d) for d in block.drafters)
     budget = {
         "auto": "as many draft tokens as pay by the measured step times, per request, none where none pays",
         "fixed": f"{block.budget.k} draft tokens for every request, always",
