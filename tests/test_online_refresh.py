@@ -22,7 +22,7 @@ REFRESH = {
     "policy.generation.specrollout.draft_refresh.trigger": "every_step",
     "policy.generation.specrollout.draft_refresh.rollout_capture_share": 1.0,
     "policy.generation.specrollout.draft_refresh.held_out_share": 0.5,
-    "policy.generation.specrollout.draft_refresh.max_train_seconds": 4,
+    "policy.generation.specrollout.draft_refresh.max_train_seconds": 15,
     "policy.generation.specrollout.draft_refresh.max_time_share": 1.0,
     "policy.generation.specrollout.draft_refresh.learning_rate": 3e-3,
 }
