@@ -294,14 +294,15 @@ class Router:
         if submitted is None:
             return
         d, verified_B = self._model_index, self._sampler.num_drafts_B
-        self.stamps.count(self._lanes.lanes_B, np.minimum(submitted[1], verified_B), emitted_B)
+        drafted_B = np.minimum(submitted[1], verified_B)
+        self.stamps.count(self._lanes.lanes_B, drafted_B, emitted_B)
         before = None if self.on_model_outcome is None else (self.proposed_DK[d].copy(), self.accepted_DK[d].copy())
         totals_D2 = count_outcomes(*submitted, verified_B, emitted_B, self.proposed_DK, self.accepted_DK)
         self.trace.add_drafts(totals_D2)
         if self.on_model_outcome is not None and before is not None and totals_D2[d, 0] > 0:
-            drafted_B = np.minimum(submitted[1], verified_B) * (submitted[0] == d)
+            by_model_B = drafted_B * (submitted[0] == d)
             self.on_model_outcome(
-                self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1], drafted_B, emitted_B
+                self.proposed_DK[d] - before[0], self.accepted_DK[d] - before[1], by_model_B, emitted_B
             )
 
 

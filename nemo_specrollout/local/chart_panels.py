@@ -49,7 +49,7 @@ MAX_COUNT_LABELS, MAX_MARKERS = 16, 40
 def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     window = reward_window(len(steps))
     title = "Mean reward of a step" + (f"; bold: of {window} steps" if window > 1 else "")
-    _over_steps(ax, steps, title)
+    over_steps(ax, steps, title)
     reward, x = series(steps, "reward"), series(steps, "step")
     ax.plot(x, reward, _line(steps), color=BLUE, alpha=0.35 if window > 1 else 1.0)
     means = running_mean(reward, window)
@@ -67,7 +67,7 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, steps, "Seconds of a step")
+    over_steps(ax, steps, "Seconds of a step")
     at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
     for phase, colour in PHASES.items():
         seconds = series(steps, f"{phase}_s")
@@ -86,7 +86,7 @@ def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, steps, "Seconds of a rollout")
+    over_steps(ax, steps, "Seconds of a rollout")
     at, measured, plain = (series(steps, key) for key in ("step", "rollout_s", "plain_estimate_s"))
     ax.fill_between(at, measured, plain, color="#ddeaf3", linewidth=0)
     labels = []
@@ -99,7 +99,7 @@ def draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, steps, "Rollout speedup over the plain estimate (x)")
+    over_steps(ax, steps, "Rollout speedup over the plain estimate (x)")
     at, ratios, overall = series(steps, "step"), speedups(steps), overall_speedup(steps)
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
@@ -151,7 +151,7 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
 
 
 def draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
-    _over_steps(ax, steps, "Log-prob gap, engine to trainer (nats)")
+    over_steps(ax, steps, "Log-prob gap, engine to trainer (nats)")
     labels, at = [], series(steps, "step")
     for name, colour in (("max", GREY), ("mean", BLUE)):
         gap = np.maximum(series(steps, f"logprob_gap.{name}"), FLOOR)
@@ -202,7 +202,8 @@ def _bench_colour(row: Record) -> str:
     return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
 
 
-def _over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
+def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
+    """Title and x axis of a panel that has a value for each step."""
     at = series(steps, "step")
     ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))

@@ -17,9 +17,7 @@ from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.feature_store import FeatureStore
 from nemo_specrollout.training.head import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.head_folder import HeadFolder, RefreshRecord
-from nemo_specrollout.training.online_refresh import OnlineRefresh, settings_of
-
-__all__ = ["LocalRefresher", "settings_of", "teacher_file"]
+from nemo_specrollout.training.online_refresh import OnlineRefresh
 
 
 class LocalRefresher:
@@ -83,8 +81,3 @@ class LocalRefresher:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
         to_come = self._num_steps - step - 1
         return StepFacts(stats.acceptance_length, stats.num_tokens, step_s, to_come, costs)
-
-
-def teacher_file(heads: Path, version: int) -> Path:
-    """Where the LM head of the policy of `version` is kept: features of that version are read with it."""
-    return HeadFolder(heads).teacher(version)

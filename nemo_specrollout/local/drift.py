@@ -29,7 +29,6 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.local.chart_panels import STYLE
-from nemo_specrollout.local.draft_refresh import settings_of, teacher_file
 from nemo_specrollout.local.records import Record, read_lines
 from nemo_specrollout.scheduling.publish_gate import PublishGate
 from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
@@ -38,6 +37,8 @@ from nemo_specrollout.training.acceptance import measure_acceptance
 from nemo_specrollout.training.feature_store import FeatureReader
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead, load_head
+from nemo_specrollout.training.head_folder import HeadFolder
+from nemo_specrollout.training.online_refresh import settings_of
 from nemo_specrollout.training.refresh import gain_of, refresh_head
 from nemo_specrollout.training.trainer import Budget
 
@@ -74,7 +75,7 @@ class Recording:
         return list(reader.sequences(held_out, list(range(version + 1)), max_tokens))
 
     def teach(self, head: DraftHead, version: int) -> None:
-        head.set_policy_weights(load_file(teacher_file(self.folder, version)))
+        head.set_policy_weights(load_file(HeadFolder(self.folder).teacher(version)))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.config.block import MODEL_DRAFTERS
-from nemo_specrollout.local.chart_panels import BLUE, GREEN, GREY, MAX_MARKERS, PHASES, RED
+from nemo_specrollout.local.chart_panels import BLUE, GREEN, GREY, MAX_MARKERS, PHASES, RED, over_steps
 from nemo_specrollout.local.records import Record, number, series
 
 
@@ -58,12 +58,12 @@ def _seconds(steps: Sequence[Record]) -> np.ndarray:
 def draw_head_acceptance(ax: Axes, steps: Sequence[Record]) -> None:
     """The head's accepted share over the run; a dot where a new head came into service, a cross where one was refused."""
     at, shares = series(steps, "step"), head_acceptance(steps)
-    ax.set(title="Accepted of the head's drafts", xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6), ylim=(0, 1))
+    over_steps(ax, steps, "Accepted of the head's drafts")
+    ax.set_ylim(0, 1)
     ax.plot(at, shares, color=BLUE, marker="." if len(steps) <= MAX_MARKERS else "")
     for step, record in refreshes(steps):
         published = bool(record.get("published"))
         ax.plot([step], [0.04], "o" if published else "x", color=GREEN if published else RED, clip_on=False)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.annotate("\N{BLACK CIRCLE} published", (1.0, 1.02), xycoords="axes fraction", ha="right", color=GREEN)
     ax.annotate("\N{MULTIPLICATION SIGN} refused", (0.72, 1.02), xycoords="axes fraction", ha="right", color=RED)
@@ -74,10 +74,9 @@ def draw_head_cost(ax: Axes, steps: Sequence[Record]) -> None:
     at = series(steps, "step")
     training_s = np.nan_to_num(series(steps, "draft_refresh.refresh_s")).cumsum()
     share = training_s / np.maximum(_seconds(steps).cumsum() + training_s, 1e-9)
-    ax.set(title="Time of refreshes, of the run so far", xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
+    over_steps(ax, steps, "Time of refreshes, of the run so far")
     ax.fill_between(at, share, color=BLUE, alpha=0.25, linewidth=0)
     ax.plot(at, share, color=BLUE)
     ax.set_ylim(0, max(0.25, float(share.max()) * 1.2))
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.annotate(f"{share[-1]:.1%}", (at[-1], share[-1]), (0, 5), textcoords="offset points", ha="right", color=GREY)

@@ -49,11 +49,11 @@ class DraftTimes:
         n = self._num_samples
         if n <= 0:
             return
-        self._terms[n % REMEMBERED] = 1.0, num_rows, depth - 1, (depth - 1) * num_requests
-        self._seconds[n % REMEMBERED] = seconds
+        slot = (n - 1) % REMEMBERED
+        self._terms[slot] = 1.0, num_rows, depth - 1, (depth - 1) * num_requests
+        self._seconds[slot] = seconds
         if n >= ENOUGH and (n <= REMEMBERED or n % EVERY == 0):
-            known = slice(None) if n >= REMEMBERED else slice(1, n + 1)
-            self._costs = DraftCosts(*_least_deviations(self._terms[known], self._seconds[known]).tolist())
+            self._costs = DraftCosts(*_least_deviations(self._terms[:n], self._seconds[:n]).tolist())
 
     def costs(self) -> DraftCosts | None:
         """The prediction; None until enough was measured."""

@@ -135,13 +135,7 @@ class FeatureReader:
         self, held_out: bool, versions: Collection[int] | None = None, max_tokens: int | None = None
     ) -> Iterator[SequenceFeatures]:
         """The training or the held-out sequences, newest policy version first, until `max_tokens` tokens are reached."""
-        num_tokens = 0
-        for shard in self.shards(versions):
-            for features in self.read(shard, held_out):
-                yield features
-                num_tokens += features.num_tokens
-                if max_tokens is not None and num_tokens >= max_tokens:
-                    return
+        yield from _read_until(((shard, self) for shard in self.shards(versions)), held_out, max_tokens)
 
     def sample(
         self, num_sequences: int, seed: int, held_out: bool = False, versions: Collection[int] | None = None
@@ -183,15 +177,21 @@ def newest_sequences(stores: Sequence[FeatureReader], held_out: bool, max_tokens
     """Of several stores, the training or the held-out sequences of the newest policy versions, until `max_tokens` tokens are
     reached."""
     shards = [(shard, store) for store in stores for shard in store.shards()]
-    found: list[SequenceFeatures] = []
+    by_age = sorted(shards, key=lambda pair: pair[0].age_key, reverse=True)
+    return list(_read_until(by_age, held_out, max_tokens))
+
+
+def _read_until(
+    shards: Iterable[tuple[Shard, FeatureReader]], held_out: bool, max_tokens: int | None
+) -> Iterator[SequenceFeatures]:
+    """The sequences of one half of each shard in turn, until `max_tokens` tokens are reached."""
     num_tokens = 0
-    for shard, store in sorted(shards, key=lambda pair: pair[0].age_key, reverse=True):
+    for shard, store in shards:
         for features in store.read(shard, held_out):
-            found.append(features)
+            yield features
             num_tokens += features.num_tokens
-            if num_tokens >= max_tokens:
-                return found
-    return found
+            if max_tokens is not None and num_tokens >= max_tokens:
+                return
 
 
 class FeatureStore(FeatureReader):
