@@ -13,7 +13,9 @@ from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation.row_buffer import RowBuffer, StepRows
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.draft_plan import (
-    CHARGED_ROWS,
+    ALONE,
+    BESIDE_TEXT,
+    MAX_REST_STEPS,
     TRIAL_DEPTH,
     TRIAL_REQUESTS,
     TRIAL_SHARE,
@@ -23,6 +25,7 @@ from nemo_specrollout.scheduling.draft_plan import (
     build_planner,
 )
 from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.going_rate import GoingRate
 from nemo_specrollout.scheduling.step_time import StepCosts
 
 pytestmark = pytest.mark.unit
@@ -32,13 +35,21 @@ LINEAR = StepCosts(0.001 * np.arange(400))
 
 
 def observe(
-    found: float, forecast: float, costs: StepCosts, draft: DraftCosts | None, requests: int = 4, now_s: float = 0.0
+    found: float,
+    forecast: float,
+    costs: StepCosts,
+    draft: DraftCosts | None,
+    requests: int = 4,
+    now_s: float = 0.0,
+    going: float = 1.0,
 ) -> PlanObservation:
-    """`requests` alike: each next draft is right with those probabilities; K = 6."""
+    """`requests` alike: each next draft is right with those probabilities; K = 6; a second is worth `going` times what plain
+    decoding makes of it."""
     powers_K = np.arange(1, 7)
     grid = [np.tile(p**powers_K, (requests, 1)) for p in (found, forecast)]
     caps_B, unread_B = np.full(requests, 8), np.full(requests, 2)
-    return PlanObservation(grid[0], grid[1], caps_B, unread_B, costs, draft, now_s)
+    rate = going * requests / float(costs.plain_s[requests])
+    return PlanObservation(grid[0], grid[1], caps_B, unread_B, costs, draft, now_s, rate)
 
 
 def test_free_drafting_on_a_flat_step_is_as_deep_as_can_be() -> None:
@@ -75,7 +86,7 @@ def test_plans_that_do_not_come_true_are_believed_less_until_doubt_fades() -> No
         planner.came_true(promised, 4, 4 / (0.4 * promised.tokens_per_s))
         planner.came_true(without, 4, 4 / promised.tokens_per_s)
     assert planner.plan(observed).depth == 0 and planner.faith(4) < 0.6 and planner.faith(9) == 1.0
-    for _ in range(4000):
+    for _ in range(2000):
         planner.came_true(without, 4, 4 / promised.tokens_per_s)
     assert planner.plan(observed).depth > 0
 
@@ -94,6 +105,53 @@ def test_a_long_backlog_is_no_reason_never_to_begin() -> None:
     assert AutoPlanner(0.03).plan(observed).asked_B.all()
 
 
+def test_where_a_second_is_worth_more_it_is_not_spent_on_a_model() -> None:
+    """Text found next makes twice plain decoding's tokens: what the model adds to a poor step must come as fast."""
+    draft = DraftCosts(fixed_s=0.008, pass_s=0.001)
+    assert AutoPlanner(0.03).plan(observe(0.1, 0.6, FLAT, draft, going=1.0)).depth > 0
+    assert AutoPlanner(0.03).plan(observe(0.1, 0.6, FLAT, draft, going=2.0)).depth == 0
+
+
+def test_beside_text_a_model_pays_for_all_that_it_has_missed() -> None:
+    observed = observe(0.0, 0.8, FLAT, DraftCosts(fixed_s=0.002, row_s=3e-4, pass_s=0.001))
+    observed.unread_B[:] = 20
+    assert AutoPlanner(0.03, ALONE).plan(observed).depth > 0
+    assert AutoPlanner(0.03, BESIDE_TEXT).plan(observed).depth == 0
+    observed.unread_B[:] = 1
+    assert AutoPlanner(0.03, BESIDE_TEXT).plan(observed).depth > 0
+
+
+def test_a_backlog_is_no_broken_promise() -> None:
+    observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.002, row_s=1e-4))
+    observed.unread_B[:] = 500
+    planner = AutoPlanner(0.03)
+    plan = planner.plan(observed)
+    reading_s = 4 * (500 - ALONE.charged_rows) * 1e-4
+    planner.came_true(plan, 12, 12 / plan.tokens_per_s + reading_s)
+    assert planner.faith(4) == pytest.approx(1.0)
+
+
+def test_after_refusals_the_planner_rests_until_the_batch_has_another_size() -> None:
+    planner, refused = AutoPlanner(0.03), observe(0.9, 0.1, FLAT, DraftCosts(fixed_s=0.001))
+    steps = [planner.should_plan(4) and planner.plan(refused).depth == 0 for _ in range(400)]
+    asked = np.flatnonzero(steps)
+    assert np.diff(asked).max() == MAX_REST_STEPS + 1 and len(asked) < 60
+    assert planner.should_plan(9)
+    paid = AutoPlanner(0.03)
+    assert all(paid.should_plan(4) and paid.plan(observe(0.0, 0.9, FLAT, DraftCosts())).depth for _ in range(50))
+
+
+def test_the_going_rate_is_that_of_the_faster_steps() -> None:
+    costs, rate = FLAT, GoingRate()
+    assert rate.of(4, costs) == 4 / 0.010
+    for _ in range(300):
+        rate.observe(4, 8, 0.010, costs, asked_model=False)
+        rate.observe(4, 8, 0.016, costs, asked_model=True)
+        rate.observe(40, 20, 0.010, costs, asked_model=False)
+    assert rate.of(4, costs) == rate.of(5, costs) / 1.25 == pytest.approx(8 / 0.010)
+    assert rate.of(40, costs) == 40 / 0.010
+
+
 def test_only_requests_that_gain_are_asked() -> None:
     observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))
     observed.found_BK[0] = 0.97 ** np.arange(1, 7)
@@ -104,33 +162,34 @@ def test_only_requests_that_gain_are_asked() -> None:
 
 @given(
     st.lists(st.tuples(st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=9),
-    st.floats(0, 0.02), st.floats(0, 0.02),
+    st.floats(0, 0.02), st.floats(0, 0.02), st.floats(1, 3),
 )  # fmt: skip
-def test_a_plan_beats_what_there_was_by_its_own_reckoning(
-    requests: list[tuple[float, float, int, int]], fixed_s: float, pass_s: float
+def test_a_plan_is_worth_more_than_what_there_was(
+    requests: list[tuple[float, float, int, int]], fixed_s: float, pass_s: float, going: float
 ) -> None:
     powers_K = np.arange(1, 7)
     found, forecast = (np.array([r[i] ** powers_K for r in requests]) for i in (0, 1))
     caps_B, unread_B = (np.array([r[i] for r in requests]) for i in (2, 3))
     costs, draft = StepCosts(0.005 + 0.0005 * np.arange(200)), DraftCosts(fixed_s, 1e-5, pass_s, 1e-5)
-    plan = AutoPlanner(0.0).plan(PlanObservation(found, forecast, caps_B, unread_B, costs, draft, 0.0))
+    rate = going * len(requests) / float(costs.plain_s[len(requests)])
+    plan = AutoPlanner(0.0).plan(PlanObservation(found, forecast, caps_B, unread_B, costs, draft, 0.0, rate))
     assert not (plan.asked_B & (caps_B == 0)).any()
     assert (plan.depth > 0) == plan.asked_B.any()
     if plan.depth:
         chosen = np.where(plan.asked_B[:, None] & (np.arange(6) < plan.depth), forecast, 0.0)
         chosen[~plan.asked_B] = found[~plan.asked_B]
-        draft_s = draft.draft_s(
-            int(np.minimum(unread_B, CHARGED_ROWS)[plan.asked_B].sum()), int(plan.asked_B.sum()), plan.depth
-        )
-        assert best_rate(chosen, caps_B, costs, draft_s) >= best_rate(found, caps_B, costs, 0.0) * 0.98
+        num_rows = int(np.minimum(unread_B, ALONE.charged_rows)[plan.asked_B].sum())
+        draft_s = draft.draft_s(num_rows, int(plan.asked_B.sum()), plan.depth)
+        worth = most_worth(chosen, caps_B, costs, rate) - rate * draft_s
+        assert worth >= most_worth(found, caps_B, costs, rate) - 1e-6
 
 
-def best_rate(survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, draft_s: float) -> float:
-    """Tokens a second, if the likeliest drafts are verified, as many as pay."""
+def most_worth(survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, rate: float) -> float:
+    """Tokens less what the step's seconds are worth, if the likeliest drafts are verified, as many as pay."""
     allowed = np.where(np.arange(survival_BK.shape[1]) < caps_B[:, None], survival_BK, 0.0)
     gains = np.sort(allowed[allowed > 0])[::-1]
     tokens = len(caps_B) + np.concatenate([[0.0], np.cumsum(gains)])
-    return max(t / (costs.step_s(len(caps_B), n) + draft_s) for n, t in enumerate(tokens))
+    return max(t - rate * costs.step_s(len(caps_B), n) for n, t in enumerate(tokens))
 
 
 def test_nothing_is_known_of_costs_at_first_so_all_are_asked_at_each_depth_in_turn() -> None:
@@ -190,11 +249,11 @@ def test_costs_are_never_negative_and_a_stall_counts_for_little() -> None:
     times = DraftTimes()
     for n in range(2 * REMEMBERED):
         times.observe(8, 8, 1 + n % 4, 0.001 * (1 + n % 4))
-    for _ in range(REMEMBERED // 4):
+    for _ in range(REMEMBERED // 8):
         times.observe(8, 8, 2, 30.0)
     costs = times.costs()
     assert costs is not None and costs.draft_s(8, 8, 2) < 0.01
-    assert min(costs.fixed_s, costs.row_s, costs.pass_s, costs.pass_request_s) >= 0.0
+    assert min(costs.fixed_s, costs.row_s, costs.pass_s, costs.token_s) >= 0.0
 
 
 def test_a_new_head_is_judged_anew() -> None:

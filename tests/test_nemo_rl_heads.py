@@ -225,10 +225,10 @@ def test_old_heads_and_teachers_make_room(tmp_path: Path) -> None:
 def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> None:
     done = EngineTotals(
         num_steps=4, num_request_steps=50, other_s=1.0, decode_s=3.0, estimated_s=3.0, plain_s=5.0,
-        proposed=(("eagle3", (60,)),), accepted=(("eagle3", (25,)),),
+        proposed=(("suffix", (20, 9)), ("eagle3", (20, 10))), accepted=(("suffix", (10, 0)), ("eagle3", (10, 5))),
     )  # fmt: skip
     facts = step_facts([EngineTotals(), EngineTotals()], [done, done], 12.0, 4)
-    assert facts == StepFacts(1.5, 150, 12.0, 4, DecodeCosts(6.0 / 150, 4.0 / 100))
+    assert facts == StepFacts(1.75, 150, 12.0, 4, DecodeCosts(6.0 / 150, 4.0 / 100), head_share=0.4)
     assert step_facts([done], [done], 12.0, 4) is None
 
 

@@ -14,6 +14,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
 from nemo_specrollout.scheduling.context_canary import ContextCanary, context_edges, count_by_context
 from nemo_specrollout.scheduling.publish_gate import PublishGate, student_quantile
+from nemo_specrollout.scheduling.refresh_schedule import HeadUse, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import (
     AutoTrigger,
     DecodeCosts,
@@ -69,6 +70,24 @@ def test_the_reason_says_what_was_weighed() -> None:
         "refreshed: acceptance length fell from 2.91 to 2.62; at 14,000 tokens a step the 40 "
     )
     assert first.reason.endswith("s for 6 s of training") and first.gain_s > 6.0
+
+
+def test_a_head_is_judged_by_its_own_steps_and_by_how_often_it_drafts() -> None:
+    assert HeadUse.counted([], [], 9) == HeadUse.counted([0, 0], [0, 0], 9) == HeadUse(None, 0.0)
+    assert HeadUse.counted([10, 6], [8, 3], 40) == HeadUse(2.1, 0.25)
+
+    schedule, costs = RefreshSchedule(DraftRefreshConfig(trigger="auto")), DecodeCosts(1.2e-3, 2e-3)
+
+    def gain_s(length: float | None, share: float) -> float:
+        return schedule.after_step(StepFacts(length, 10_000, 10.0, 50, costs, share)).gain_s
+
+    hoped_for = gain_s(3.0, 0.01)
+    assert gain_s(None, 0.0) == hoped_for > 0.0, "a step in which it drafted nothing tells nothing of it"
+    schedule.refreshed(2.0, 1.1)
+    assert gain_s(3.2, 0.2) > 0.0
+    settled = gain_s(3.2, 0.1)
+    assert 0.0 < settled < 0.3 * hoped_for
+    assert gain_s(2.8, 0.02) > settled, "it is asked less because it has become worse"
 
 
 def test_no_refresh_without_a_gain_nor_at_the_end_nor_where_drafts_do_not_pay() -> None:

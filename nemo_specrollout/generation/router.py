@@ -29,7 +29,15 @@ from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
-from nemo_specrollout.scheduling.draft_plan import NO_PLAN, DraftPlan, PlanObservation, build_planner
+from nemo_specrollout.scheduling.draft_plan import (
+    ALONE,
+    BESIDE_TEXT,
+    NO_PLAN,
+    DraftPlan,
+    PlanObservation,
+    build_planner,
+)
+from nemo_specrollout.scheduling.going_rate import GoingRate
 from nemo_specrollout.scheduling.pacing import build_pacer
 from nemo_specrollout.scheduling.step_time import StepTimeTable
 
@@ -56,7 +64,8 @@ class Router:
         self.capture: FeatureCapture | None = None
         self._model_index = -1 if all(is_text) else is_text.index(False)
         self._model_config = config.model_drafter
-        self._planner = build_planner(config.budget)
+        self._planner = build_planner(config.budget, BESIDE_TEXT if any(is_text) else ALONE)
+        self._going_rate = GoingRate()
         self._plans = (NO_PLAN, NO_PLAN)  # of the step before, and of this one
         self._drafted_s = 0.0
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
@@ -157,7 +166,11 @@ class Router:
         draft_s = self.model.take_seconds()
         self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
         if self._last_step is not None:
-            self._planner.came_true(self._plans[0], int(num_sampled_B.sum()), self._last_step[2] + self._drafted_s)
+            num_tokens, seconds = int(num_sampled_B.sum()), self._last_step[2] + self._drafted_s
+            self._planner.came_true(self._plans[0], num_tokens, seconds)
+            self._going_rate.observe(
+                self._last_step[0], num_tokens, seconds, self.table.costs(), asked_model=self._plans[0].depth > 0
+            )
         self._drafted_s = draft_s
         return drafts
 
@@ -181,7 +194,8 @@ class Router:
         should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         if self.model is not None:
-            plan = NO_PLAN if should_be_plain or not self.may_ask_model else self._plan(batch, caps_B, survival_BK)
+            may_ask = self.may_ask_model and not should_be_plain and self._planner.should_plan(num_requests)
+            plan = self._plan(batch, caps_B, survival_BK) if may_ask else NO_PLAN
             self._plans = (self._plans[0], plan)
             self._lead(plan)
             if plan.depth > 0:
@@ -202,8 +216,10 @@ class Router:
         assert self.model is not None
         forecast_BK = self._estimator.forecast(batch.lanes_B, self._model_index)
         unread_B = self.model.unread.counts(batch.lanes_B)
+        costs = self.table.costs()
+        rate = 0.0 if costs is None else self._going_rate.of(len(caps_B), costs)
         observed = PlanObservation(
-            found_BK, forecast_BK, caps_B, unread_B, self.table.costs(), self.model.times.costs(), time.perf_counter()
+            found_BK, forecast_BK, caps_B, unread_B, costs, self.model.times.costs(), time.perf_counter(), rate
         )
         return self._planner.plan(observed)
 

@@ -12,7 +12,7 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.statistics import RolloutStats
-from nemo_specrollout.scheduling.refresh_schedule import StepFacts
+from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.feature_store import FeatureStore
 from nemo_specrollout.training.head import EMBEDDING, LM_HEAD
@@ -28,7 +28,8 @@ class LocalRefresher:
 
     def __init__(self, config: RunConfig, engine: RolloutEngine, run: Path) -> None:
         block = config.policy.generation.specrollout
-        assert block.draft_refresh is not None and block.head is not None
+        assert block.draft_refresh is not None and block.head is not None and block.model_drafter is not None
+        self._head_type = block.model_drafter.type
         self._engine, self._num_drafts = engine, block.num_speculative_tokens
         self._num_steps = config.grpo.max_num_steps
         self._folder = HeadFolder(run / "heads")
@@ -79,5 +80,7 @@ class LocalRefresher:
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
+        proposed_K, accepted_K = (counts.get(self._head_type, []) for counts in (stats.proposed, stats.accepted))
+        use = HeadUse.counted(proposed_K, accepted_K, stats.num_request_steps)
         to_come = self._num_steps - step - 1
-        return StepFacts(stats.acceptance_length, stats.num_tokens, step_s, to_come, costs)
+        return StepFacts(use.acceptance_length, stats.num_tokens, step_s, to_come, costs, use.share)

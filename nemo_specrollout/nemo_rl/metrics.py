@@ -6,8 +6,9 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.generation.totals import EngineTotals
-from nemo_specrollout.scheduling.refresh_schedule import StepFacts
+from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 
 PREFIX = "specrollout/"
@@ -69,8 +70,12 @@ def step_facts(
         _num_tokens(done),
         done.num_request_steps,
     )
-    length = _num_tokens(done) / done.num_request_steps
-    return StepFacts(length, _num_tokens(done), seconds, steps_to_come, costs)
+    proposed_K, accepted_K = (
+        next((counts_K for name, counts_K in counts if name in MODEL_DRAFTERS), ())
+        for counts in (done.proposed, done.accepted)
+    )
+    use = HeadUse.counted(proposed_K, accepted_K, done.num_request_steps)
+    return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
 
 
 def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:

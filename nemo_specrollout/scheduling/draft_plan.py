@@ -4,7 +4,6 @@
 Shapes: B requests, K draft positions.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -19,15 +18,26 @@ from nemo_specrollout.scheduling.step_time import StepCosts
 # A model that is not asked goes on trial with so many requests, so deep, as long as that takes no more than such a share of
 # the time.
 TRIAL_REQUESTS, TRIAL_DEPTH, TRIAL_SHARE = 4, 3, 0.005
-# What a model has missed it must read only once. A request that has lived so long is expected to live as long again, so that
-# the reading is spread over as many steps: the most tokens that a step is charged for.
-CHARGED_ROWS = 8
-# By how much a plan with the model must beat those without, beside the budget's margin: it leaves cold caches behind, and text
-# that is not found now may be found a step later.
-MODEL_MARGIN = 0.1
-# Plans that came true by which the next are believed, for about as many requests; how far they may be off, as a factor; how
+# A planner that refuses is asked again after a rest, a quarter longer each time, up to so many steps.
+MAX_REST_STEPS, REST_GROWTH = 12, 1.25
+# Plans that came true by which the next are believed, for about as many requests; how far one may be off, as a factor; how
 # fast doubt of a model that is not asked fades.
-REMEMBERED_PLANS, MOST_DOUBT, FADING = 8, 3.0, 1 / 1024
+REMEMBERED_PLANS, MOST_DOUBT, FADING = 32, 2.0, 1 / 256
+
+
+@dataclass(frozen=True)
+class ModelTerms:
+    """What a model's drafting is charged for: `surcharge`, a share beyond the seconds that it takes, and of what it has missed
+    at most so many tokens of a request, `charged_rows`, for they must be read only once."""
+
+    surcharge: float
+    charged_rows: int
+
+
+# Alone, a model drafts step after step: a request that has lived so long is expected to live as long again, so that the
+# reading is spread over as many steps. Beside drafters that read text it is asked now and then: it reads all that it has
+# missed for each drafting, leaves cold caches behind, and text that is not found now may be found a step later.
+ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.25, 24)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class PlanObservation:
     """`found_BK`: survival of the best drafts that cost nothing more (0 where there are none); `forecast_BK`: what the
     model's would be; `caps_B`: the most drafts a request may have; `unread_B`: tokens that the model would have to read
     for it first; `costs` and `draft_costs` are None while too little was measured; `now_s`: the time, in seconds since any
-    moment."""
+    moment; `going_rate`: tokens that a second is worth (`GoingRate`)."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
@@ -44,16 +54,19 @@ class PlanObservation:
     costs: StepCosts | None
     draft_costs: DraftCosts | None
     now_s: float
+    going_rate: float
 
 
 @dataclass(frozen=True)
 class DraftPlan:
     """The model drafts `depth` tokens for the requests that `asked_B`, bool, marks; depth 0 marks none. `tokens_per_s`: what
-    is promised of the next step, with this drafting; 0 if nothing is."""
+    is promised of the next step, with this drafting; 0 if nothing is. `backlog_s`: what reading will take that this step is
+    not charged for."""
 
     depth: int
     asked_B: np.ndarray
     tokens_per_s: float = 0.0
+    backlog_s: float = 0.0
 
 
 NO_PLAN = DraftPlan(0, np.zeros(0, np.bool_))
@@ -65,32 +78,52 @@ class DraftPlanner(ABC):
     @abstractmethod
     def plan(self, observed: PlanObservation) -> DraftPlan: ...
 
+    def should_plan(self, num_requests: int) -> bool:
+        """Whether to ask for a plan in this step, for so many requests."""
+        return True
+
     def came_true(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:  # noqa: B027
         """Tells how a plan went: the tokens of the step that followed, and what that step and the drafting took. Who does not
         weigh does not care."""
 
 
 class AutoPlanner(DraftPlanner):
-    """The depth with the most tokens a second, drafting included; none, unless that beats what is there already, and no
-    drafts by `margin`, and `MODEL_MARGIN` for the model's.
+    """The depth whose tokens are worth most, less the seconds that the step and its drafting take at the going rate; none,
+    unless that is more than what is there already is worth, and than no drafts by `margin`.
 
-    At each depth a request takes the model's drafts if they promise more than those found; then draft tokens are handed
-    out as by `AutoBudget`, and whoever would get none of the model's is not asked. While nothing is known of what drafting
-    costs, all are asked, each depth in turn. A model that is not asked goes on trial now and then, with a few requests:
-    nothing else would tell that it has become better, or faster.
+    At each depth a request takes the model's drafts if they promise more than those found; the likeliest draft tokens are
+    verified, and whoever would get none of the model's is not asked. While nothing is known of what drafting costs, all are
+    asked, each depth in turn. A model that is not asked goes on trial now and then, with a few requests: nothing else would
+    tell that it has become better, or faster. After a refusal the planner rests.
 
     Promises of plans with the model and without are each compared with what came of them, and believed accordingly, at each
     size of batch: requests for which a model is asked are the hard ones, and its passes leave cold caches behind.
     """
 
-    def __init__(self, margin: float) -> None:
-        self.margin = margin
+    def __init__(self, margin: float, terms: ModelTerms = ALONE) -> None:
+        self.margin, self.terms = margin, terms
         self._num_lessons = 0
+        self._rest, self._resting, self._size_at_refusal = 1.0, 0, 0
         self._next_trial_s: float | None = None
-        # Log of what came over what was promised: without the model, with it; by the bits of the number of requests.
-        self._doubts: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        # What came over what was promised: without the model, with it; by the bits of the number of requests.
+        self._came: dict[int, list[float]] = defaultdict(lambda: [1.0, 1.0])
+
+    def should_plan(self, num_requests: int) -> bool:
+        if num_requests.bit_length() != self._size_at_refusal:
+            self._rest, self._resting = 1.0, 0
+        self._resting -= 1
+        return self._resting < 0
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
+        plan = self._weigh(observed)
+        if plan.depth > 0:
+            self._rest, self._resting = 1.0, 0
+        else:
+            self._resting, self._size_at_refusal = int(self._rest), len(plan.asked_B).bit_length()
+            self._rest = min(REST_GROWTH * self._rest, MAX_REST_STEPS)
+        return plan
+
+    def _weigh(self, observed: PlanObservation) -> DraftPlan:
         asked_B, costs, draft = np.zeros(len(observed.caps_B), np.bool_), observed.costs, observed.draft_costs
         if costs is None:
             return DraftPlan(0, asked_B)
@@ -98,27 +131,29 @@ class AutoPlanner(DraftPlanner):
             return self._lesson(observed)
         depth, found_rate, rate = _plan(
             observed.found_BK, observed.forecast_BK, observed.caps_B, observed.unread_B, costs.plain_s, costs.overhead_s,
-            costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.pass_request_s, 1.0 + self.margin,
-            self.faith(len(asked_B)), asked_B,
+            costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, observed.going_rate,
+            1.0 + self.margin, 1.0 + self.terms.surcharge, self.terms.charged_rows, self.faith(len(asked_B)), asked_B,
         )  # fmt: skip
         if asked_B.any():
-            return DraftPlan(depth, asked_B, rate)
+            backlog = np.maximum(observed.unread_B[asked_B] - self.terms.charged_rows, 0).sum()
+            return DraftPlan(depth, asked_B, rate, backlog * draft.row_s)
         trial = self._trial(observed, draft)
         return trial if trial.depth > 0 else replace(trial, tokens_per_s=found_rate)
 
     def faith(self, num_requests: int) -> float:
         """By how much plans with the model come truer than those without, as a factor, for so many requests."""
-        without, with_model = self._doubts[num_requests.bit_length()]
-        return math.exp(with_model - without)
+        without, with_model = self._came[num_requests.bit_length()]
+        return with_model / without
 
     def came_true(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:
-        doubts = self._doubts[len(plan.asked_B).bit_length()]
-        if plan.tokens_per_s > 0.0 and num_tokens > 0 and seconds > 0.0:
+        came = self._came[len(plan.asked_B).bit_length()]
+        charged_s = seconds - plan.backlog_s
+        if plan.tokens_per_s > 0.0 and num_tokens > 0 and charged_s > 0.0:
             i = int(plan.depth > 0)
-            ratio = min(max(num_tokens / seconds / plan.tokens_per_s, 1 / MOST_DOUBT), MOST_DOUBT)
-            doubts[i] += (math.log(ratio) - doubts[i]) / REMEMBERED_PLANS
+            ratio = min(max(num_tokens / charged_s / plan.tokens_per_s, 1 / MOST_DOUBT), MOST_DOUBT)
+            came[i] += (ratio - came[i]) / REMEMBERED_PLANS
         if plan.depth == 0:
-            doubts[1] += FADING * (doubts[0] - doubts[1])
+            came[1] += FADING * (came[0] - came[1])
 
     def _lesson(self, observed: PlanObservation) -> DraftPlan:
         self._num_lessons += 1
@@ -161,11 +196,11 @@ def _ask(asked_B: np.ndarray, depth: int) -> DraftPlan:
     return DraftPlan(0, np.zeros_like(asked_B)) if is_none else DraftPlan(depth, asked_B)
 
 
-def build_planner(config: BudgetConfig) -> DraftPlanner:
-    """The planner that goes with the budget policy of that name."""
+def build_planner(config: BudgetConfig, terms: ModelTerms = ALONE) -> DraftPlanner:
+    """The planner that goes with the budget policy of that name; one that weighs charges a model by `terms`."""
     if config.policy == "fixed":
         return FixedPlanner(config.k)
-    return RandomPlanner() if config.policy == "random" else AutoPlanner(config.margin)
+    return RandomPlanner() if config.policy == "random" else AutoPlanner(config.margin, terms)
 
 
 @njit("boolean(float64[:], float64[:], int64, int64)", cache=True, inline="always")
@@ -179,66 +214,76 @@ def _promises_more(forecast_K, found_K, depth, cap):  # type: ignore[no-untyped-
 
 
 @njit(
+    "Tuple((int64, int64, int64))(float64[:,:], float64[:,:], int64[:], int64[:], int64, int64, float64[:])", cache=True
+)
+def _gains(found_BK, forecast_BK, caps_B, unread_B, charged_rows, depth, gains):  # type: ignore[no-untyped-def]
+    """Writes the survival of each draft token where the model drafts `depth`: how many those are, how many requests it is
+    asked for, and the tokens that it is charged for reading."""
+    num_requests, num_positions = forecast_BK.shape
+    num_gains = num_asked = num_rows = 0
+    for b in range(num_requests):
+        cap = min(caps_B[b], num_positions)
+        use_model = _promises_more(forecast_BK[b], found_BK[b], min(depth, cap), cap)
+        if use_model:
+            num_asked += 1
+            num_rows += min(unread_B[b], charged_rows)
+        for k in range(min(depth, cap) if use_model else cap):
+            gain = forecast_BK[b, k] if use_model else found_BK[b, k]
+            if gain > 0.0:
+                gains[num_gains] = gain
+                num_gains += 1
+    return num_gains, num_asked, num_rows
+
+
+@njit(
     "Tuple((int64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64, float64,"
-    " float64, float64, float64, float64, float64, boolean[:])",
+    " float64, float64, float64, float64, float64, float64, int64, float64, boolean[:])",
     cache=True,
     error_model="numpy",
 )
 def _plan(  # type: ignore[no-untyped-def]
-    found_BK, forecast_BK, caps_B, unread_B, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, pass_request_s,
-    least_gain, faith, asked_B,
+    found_BK, forecast_BK, caps_B, unread_B, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s,
+    going_rate, least_gain, model_price, charged_rows, faith, asked_B,
 ):  # fmt: skip
     """Writes who is asked, and returns how deep, and the tokens a second that drafts found promise, and those of the model.
 
     A kernel, because it runs in every step that consults drafters."""
     num_requests, num_positions = forecast_BK.shape
-    most = least_gain * num_requests / plain_s[num_requests]
+    most = least_gain * num_requests - going_rate * plain_s[num_requests]
     found_rate = num_requests / plain_s[num_requests]
     model_rate = 0.0
     best_depth = 0
     threshold = 0.0
     gains = np.empty(num_requests * num_positions)
-    last_rate = 0.0
-    worse = 0
+    last, worse = 0.0, 0
     for depth in range(num_positions + 1):
-        num_gains = 0
-        num_asked = 0
-        num_rows = 0
-        for b in range(num_requests):
-            cap = min(caps_B[b], num_positions)
-            use_model = _promises_more(forecast_BK[b], found_BK[b], min(depth, cap), cap)
-            if use_model:
-                num_asked += 1
-                num_rows += min(unread_B[b], CHARGED_ROWS)
-            for k in range(min(depth, cap) if use_model else cap):
-                gain = forecast_BK[b, k] if use_model else found_BK[b, k]
-                if gain > 0.0:
-                    gains[num_gains] = gain
-                    num_gains += 1
+        num_gains, num_asked, num_rows = _gains(found_BK, forecast_BK, caps_B, unread_B, charged_rows, depth, gains)
         if depth > 0 and num_asked == 0:
             continue
         draft_s = 0.0
         if depth > 0:
-            draft_s = fixed_s + num_rows * row_s + (depth - 1) * (pass_s + num_asked * pass_request_s)
+            draft_s = fixed_s + num_rows * row_s + (depth - 1) * pass_s + depth * num_asked * token_s
+        belief = faith if depth > 0 else 1.0
         ordered = np.sort(gains[:num_gains])
         tokens = float(num_requests)
-        best_rate = 0.0
+        best = -np.inf
         for i in range(min(num_gains, len(plain_s) - 1 - num_requests)):
             gain = ordered[num_gains - 1 - i]
             tokens += gain
             verify_s = plain_s[num_requests + 1 + i] + overhead_s - (i + 1) * discount_s
-            rate = tokens / (max(verify_s, plain_s[num_requests]) + draft_s)
-            best_rate = max(best_rate, rate)
-            if depth > 0 and rate * faith > most:
-                most = rate * faith
-                model_rate = rate
-                best_depth = depth
-                threshold = gain
-        if depth == 0:
-            found_rate = best_rate if best_rate > most else found_rate
-            most = max(most, least_gain * best_rate) * (1.0 + MODEL_MARGIN)
-        worse = worse + 1 if depth > 1 and best_rate < last_rate else 0  # deeper drafts spread the first pass's cost
-        last_rate = best_rate
+            verify_s = max(verify_s, plain_s[num_requests])
+            value = belief * tokens - going_rate * (verify_s + model_price * draft_s)
+            best = max(best, value)
+            if value > most:
+                most = value
+                if depth > 0:
+                    model_rate = tokens / (verify_s + draft_s)
+                    best_depth = depth
+                    threshold = gain
+                else:
+                    found_rate = tokens / verify_s
+        worse = worse + 1 if depth > 1 and best < last else 0  # deeper drafts spread the first pass's cost
+        last = best
         if worse == 2:
             break
     for b in range(num_requests):

@@ -10,24 +10,27 @@ WARM_UP = 4
 """Draftings that are not learned from: kernels compile."""
 ENOUGH = 12
 """Draftings after which the prediction is believed."""
-REMEMBERED = 64
-"""The latest draftings, which the prediction is made of: after each one at first, then after every eighth."""
-EVERY = 8
+REMEMBERED = 16
+"""The latest draftings of each size of batch, in bits: large ones are not forgotten in the tail of a rollout."""
+SIZES = 12
+AT_FIRST, EVERY = 64, 8
+"""The prediction is made anew after each of the first draftings, then after every eighth."""
 REWEIGHTINGS, SWEEPS = 6, 25
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Seconds of one drafting: a first pass over what the model has not read yet, then a short pass a further token."""
+    """Seconds of one drafting: a first pass over what the model has not read yet, then a short pass a further token; in
+    each a token of every request is sampled."""
 
     fixed_s: float = 0.0
     row_s: float = 0.0
     pass_s: float = 0.0
-    pass_request_s: float = 0.0
+    token_s: float = 0.0
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
         """Seconds to read `num_rows` tokens and draft `depth` (at least one) tokens of each request."""
-        return self.fixed_s + num_rows * self.row_s + (depth - 1) * (self.pass_s + num_requests * self.pass_request_s)
+        return self.fixed_s + num_rows * self.row_s + (depth - 1) * self.pass_s + depth * num_requests * self.token_s
 
 
 class DraftTimes:
@@ -38,8 +41,9 @@ class DraftTimes:
     """
 
     def __init__(self) -> None:
-        self._terms = np.zeros((REMEMBERED, 4))
-        self._seconds = np.zeros(REMEMBERED)
+        self._terms = np.zeros((SIZES * REMEMBERED, 4))
+        self._seconds = np.zeros(SIZES * REMEMBERED)
+        self._num_of_size = [0] * SIZES
         self._num_samples = -WARM_UP
         self._costs: DraftCosts | None = None
 
@@ -49,11 +53,14 @@ class DraftTimes:
         n = self._num_samples
         if n <= 0:
             return
-        slot = (n - 1) % REMEMBERED
-        self._terms[slot] = 1.0, num_rows, depth - 1, (depth - 1) * num_requests
+        size = min(num_requests.bit_length(), SIZES) - 1
+        slot = size * REMEMBERED + self._num_of_size[size] % REMEMBERED
+        self._num_of_size[size] += 1
+        self._terms[slot] = 1.0, num_rows, depth - 1, depth * num_requests
         self._seconds[slot] = seconds
-        if n >= ENOUGH and (n <= REMEMBERED or n % EVERY == 0):
-            self._costs = DraftCosts(*_least_deviations(self._terms[:n], self._seconds[:n]).tolist())
+        if n >= ENOUGH and (n <= AT_FIRST or n % EVERY == 0):
+            known = self._terms[:, 0] > 0.0
+            self._costs = DraftCosts(*_least_deviations(self._terms[known], self._seconds[known]).tolist())
 
     def costs(self) -> DraftCosts | None:
         """The prediction; None until enough was measured."""

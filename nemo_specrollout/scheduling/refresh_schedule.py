@@ -4,6 +4,7 @@
 Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_specrollout.config.refresh import DraftRefreshConfig
@@ -23,21 +24,43 @@ SHORTEST_S = 0.5
 
 @dataclass(frozen=True)
 class StepFacts:
-    """An RL step: its acceptance length, generated tokens, seconds, steps to come, and what decoding costs."""
+    """An RL step: the head's acceptance length (`HeadUse`; None if it drafted nothing), generated tokens, seconds, steps to
+    come, what decoding costs, and the share of the requests' steps in which the head drafted."""
 
-    acceptance_length: float
+    acceptance_length: float | None
     num_tokens: int
     seconds: float
     steps_to_come: int
     costs: DecodeCosts
+    head_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadUse:
+    """What a head did in a rollout: `acceptance_length`, mean tokens of a request's step in which it drafted, whatever other
+    drafters did in the rest; `share` of all requests' steps that it drafted for."""
+
+    acceptance_length: float | None
+    share: float
+
+    @classmethod
+    def counted(cls, proposed_K: Sequence[int], accepted_K: Sequence[int], num_request_steps: int) -> "HeadUse":
+        """From the head's draft tokens by position, and those of them that were accepted."""
+        num_drafted = proposed_K[0] if proposed_K else 0
+        if not num_drafted:
+            return cls(None, 0.0)
+        return cls(1.0 + sum(accepted_K) / num_drafted, num_drafted / num_request_steps)
 
 
 class RefreshSchedule:
     """Decides after each RL step whether to refresh; owns the trigger and what it has seen of the run.
 
     Example: `decision = schedule.after_step(facts)`; if it says refresh, train for `schedule.budget_s()` and tell
-    `schedule.refreshed(seconds, gain)`. `in_background`: the run goes on while a head is trained, and waits for none; what
-    is bounded is then the trainer's share of the time, and a refresh may take as long as an RL step.
+    `schedule.refreshed(seconds, gain)`. A better head is hoped to draft in every step, until one was published: from then on
+    in as large a share of them as that one did at best.
+
+    `in_background`: the run goes on while a head is trained, and waits for none; what is bounded is then the trainer's share
+    of the time, and a refresh may take as long as an RL step.
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
@@ -46,23 +69,26 @@ class RefreshSchedule:
         self._outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self._length: float | None = None
         self._published_length: float | None = None
+        self._share: float | None = None
         self._steps_since = 0
         self._run_s = self._waited_s = self._step_s = 0.0
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
         """The decision, with its reason; asked once an RL step."""
         length = facts.acceptance_length
-        self._length = length if self._length is None else self._length + SMOOTHING * (length - self._length)
-        if self._published_length is None:
-            self._published_length = length
+        if length is not None:
+            self._length = length if self._length is None else self._length + SMOOTHING * (length - self._length)
+            self._published_length = self._published_length or length
+        if self._share is not None:
+            self._share = max(self._share, facts.head_share)
         self._steps_since += 1
         self._run_s += facts.seconds
         self._step_s = facts.seconds
         return self._trigger.decide(
             RefreshObservation(
-                acceptance_length=self._length,
-                published_length=self._published_length,
-                tokens_per_step=facts.num_tokens,
+                acceptance_length=self._length or 1.0,
+                published_length=self._published_length or 1.0,
+                tokens_per_step=facts.num_tokens * (1.0 if self._share is None else self._share),
                 steps_to_come=facts.steps_to_come,
                 steps_since_refresh=self._steps_since,
                 costs=facts.costs,
@@ -97,6 +123,7 @@ class RefreshSchedule:
             self._length, self._published_length or self._length, after, seconds
         )
         self._length = self._published_length = None
+        self._share = 0.0
 
     @property
     def waited_s(self) -> float:

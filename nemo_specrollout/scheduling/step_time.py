@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Buckets: the rate of their means, the factor that a sample may be off in a known and in a new one, and the weight of a
-# sample that had drafts.
+# Buckets: the rate of their means, the factor that a sample may be off in a known and in a new one, and the weights of a
+# sample that had drafts and of one that had a size for the first time.
 DECAY = 0.05
 CLIP, CLIP_OF_NEW, CLIP_FROM_WEIGHT = 2.0, 1.5, 3.0
-BORROWED_WEIGHT = 0.25
+BORROWED_WEIGHT, COLD_WEIGHT = 0.25, 0.05
 # The blend of buckets and line: the most that a bucket weighs, its decay by step, the line's weight.
 MAX_WEIGHT, FORGET, LINE_WEIGHT = 20.0, 0.995, 1.0
 # The surcharge of drafts: decay by sample and by step without drafts, samples' worth of zero, limit as a share of a step.
@@ -111,15 +111,18 @@ class StepTimeTable:
         `rows_before`.
 
         A step without drafts counts only if it repeats the size of the one before, as plain decoding nearly always does:
-        caches and kernels are warm then. With drafts sizes vary, and only the first step of each is left out.
+        caches and kernels are warm then. With drafts sizes vary: the first step of each counts for little.
         """
         rows, num_drafts = min(num_rows, self._max_rows), num_rows - num_requests
         is_warm = rows in self._sizes_drafted if num_drafts else num_rows == rows_before
         if num_drafts:
             self._sizes_drafted.add(rows)
-        if not is_warm:
-            return
         bucket = self._bucket_of_row[rows]
+        if not is_warm:
+            if num_drafts and self._num_samples and not self._num_plain[bucket]:
+                self._learn(bucket, num_rows, seconds - self._surcharge.of(num_drafts), COLD_WEIGHT)
+                self._changes += 1
+            return
         if num_drafts and self._num_plain[bucket]:
             plain_s = self._seconds[bucket]
             self._surcharge.observe(num_drafts, min(seconds - plain_s, MAX_SURCHARGE * plain_s))
