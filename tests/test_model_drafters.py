@@ -3,7 +3,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
+from nemo_specrollout.training.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
 
@@ -25,6 +26,13 @@ ITSELF = DrafterConfig("draft_model", model=str(STEP_ADDER))
 GREEDY = DrafterConfig("draft_model", model=str(STEP_ADDER), sampling="greedy")
 MTP = DrafterConfig("mtp")
 LONG = {"max_tokens": 128, "ignore_eos": True, "stop_token_ids": []}
+
+STEP_ADDER_HEAD = STEP_ADDER.parent / "step_adder_eagle3"
+# Accepted share of its drafts by position, by sampling of drafts and temperature; measured with vLLM 0.32.
+GOLDEN = {
+    "shared_noise": {1.0: [0.8281, 0.7368, 0.6774, 0.6179], 0.0: [0.8287, 0.7895, 0.7438, 0.7089]},
+    "greedy": {1.0: [0.8154, 0.6589, 0.5898, 0.5363]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +124,21 @@ def test_a_drafter_equal_to_the_policy_is_always_right(
     report = engine.report()
     assert sum(report["proposed"][0]) > 1000
     assert report["accepted"][0] == report["proposed"][0]
+
+
+@pytest.mark.parametrize("sampling", GOLDEN)
+def test_acceptance_of_the_shipped_pair_is_what_it_was(
+    start_engine: Callable[..., RolloutEngine], sampling: str
+) -> None:
+    """The shipped policy and its head, seeded requests: a wrong layout, position or noise shows here."""
+    trained = DrafterConfig("eagle3", model=str(STEP_ADDER_HEAD), sampling=sampling)
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(trained,), budget=BudgetConfig("fixed", k=4)))
+    for temperature, golden_K in GOLDEN[sampling].items():
+        before = engine.report()
+        engine.generate(requests(16, 4), **{**LONG, "temperature": temperature, "max_tokens": 64})
+        after = engine.report()
+        proposed_K, accepted_K = (np.subtract(after[k][0], before[k][0])[:4] for k in ("proposed", "accepted"))
+        assert accepted_K / proposed_K == pytest.approx(golden_K, abs=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -224,12 +247,10 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
     assert sum(engine.report()["proposed"][0]) > 100
 
 
-def test_features_of_the_rollout_are_those_of_a_hugging_face_policy(
+def test_features_are_the_same_from_the_rollout_a_megatron_policy_and_a_hugging_face_policy(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """And a refit cuts them: each sequence has one version of the policy."""
-    import torch
-
+    """And a refit cuts those of the rollout: each sequence has one version of the policy."""
     from nemo_specrollout.training.hf_features import hf_features, load_policy
 
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=0.5)
@@ -243,14 +264,45 @@ def test_features_of_the_rollout_are_those_of_a_hugging_face_policy(
     wanted = {(*r.prompt_token_ids, *o.token_ids[:-1]): r for r, o in zip(asked, rollouts, strict=True)}
     texts = [(f.token_ids_T.tolist(), f.prompt_length) for f in captured]
     assert all(tuple(ids) in wanted and length == len(wanted[tuple(ids)].prompt_token_ids) for ids, length in texts)
-    for mine, theirs in zip(captured, hf_features(load_policy(STEP_ADDER), texts, (1, 2, 3)), strict=True):
-        torch.testing.assert_close(mine.aux_TF, theirs.aux_TF, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(mine.final_TH, theirs.final_TH, rtol=1e-4, atol=1e-3)
+    assert_same_features(captured, list(hf_features(load_policy(STEP_ADDER), texts, (1, 2, 3))))
+    assert_same_features(captured, megatron_features(texts, (1, 2, 3)))
     assert {f.policy_version for f in captured} == {0}
     engine.load_weights(policy_tensors())
     assert {f.policy_version for f in engine.take_features()} <= {0}
     engine.generate(asked, **LONG)
     assert {f.policy_version for f in engine.take_features()} == {1}
+
+
+def assert_same_features(left: Sequence[SequenceFeatures], right: Sequence[SequenceFeatures]) -> None:
+    """To rounding: the states reach some tens. A log-prob pass does not read the last token."""
+    import torch
+
+    for a, b in zip(left, right, strict=True):
+        n = min(a.num_tokens, b.num_tokens)
+        assert n >= a.num_tokens - 1 and a.prompt_length == b.prompt_length
+        assert a.token_ids_T[:n].tolist() == b.token_ids_T[:n].tolist()
+        torch.testing.assert_close(a.aux_TF[:n], b.aux_TF[:n], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(a.final_TH[:n], b.final_TH[:n], rtol=1e-4, atol=1e-3)
+
+
+def megatron_features(texts: Sequence[tuple[list[int], int]], layer_ids: Sequence[int]) -> list[SequenceFeatures]:
+    """Those that a Megatron policy of the same weights has in its log-prob pass."""
+    import torch
+
+    from nemo_specrollout.config.run import OptimizerConfig
+    from nemo_specrollout.local.megatron_model import TokenBatch, token_logprobs
+    from nemo_specrollout.local.policy import MegatronPolicy
+    from nemo_specrollout.training.megatron_features import MegatronFeatureCapture, padded_rows
+
+    policy = MegatronPolicy.from_pretrained(
+        STEP_ADDER, optimizer=OptimizerConfig(lr=1e-3), tensor_model_parallel_size=1
+    )
+    parts = [(ids[:length], ids[length:]) for ids, length in texts]
+    batch = TokenBatch.from_sequences([p for p, _ in parts], [r for _, r in parts], pad_id=0)
+    every = padded_rows(batch.tokens_BT, batch.lengths_B, batch.prompt_lengths_B, range(len(texts)))
+    with MegatronFeatureCapture(policy.model, layer_ids, [every], policy_version=0) as capture, torch.no_grad():
+        token_logprobs(policy.model, batch.tokens_BT)
+    return capture.collect()
 
 
 def policy_tensors(scale: float = 1.0) -> list[tuple[str, Any]]:
