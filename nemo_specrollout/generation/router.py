@@ -67,7 +67,7 @@ class Router:
         self._planner = build_planner(config.budget, BESIDE_TEXT if any(is_text) else ALONE)
         self._going_rate = GoingRate()
         self._plans = (NO_PLAN, NO_PLAN)  # of the step before, and of this one
-        self._drafted_s = 0.0
+        self._drafted_s = self._worked_s = 0.0
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
         self._buffers = Proposals.buffers(len(self.names), num_lanes, self._num_tokens)
         priors = np.array([LEVEL_PRIORS if text else MODEL_LEVEL_PRIORS for text in is_text])
@@ -167,6 +167,7 @@ class Router:
         self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
         if self._last_step is not None:
             num_tokens, seconds = int(num_sampled_B.sum()), self._last_step[2] + self._drafted_s
+            self._worked_s += seconds
             self._planner.came_true(self._plans[0], num_tokens, seconds)
             self._going_rate.observe(
                 self._last_step[0], num_tokens, seconds, self.table.costs(), asked_model=self._plans[0].depth > 0
@@ -219,7 +220,7 @@ class Router:
         costs = self.table.costs()
         rate = 0.0 if costs is None else self._going_rate.of(len(caps_B), costs)
         observed = PlanObservation(
-            found_BK, forecast_BK, caps_B, unread_B, costs, self.model.times.costs(), time.perf_counter(), rate
+            found_BK, forecast_BK, caps_B, unread_B, costs, self.model.times.costs(), self._worked_s, rate
         )
         return self._planner.plan(observed)
 

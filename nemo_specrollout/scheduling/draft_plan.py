@@ -44,8 +44,8 @@ ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.25, 24)
 class PlanObservation:
     """`found_BK`: survival of the best drafts that cost nothing more (0 where there are none); `forecast_BK`: what the
     model's would be; `caps_B`: the most drafts a request may have; `unread_B`: tokens that the model would have to read
-    for it first; `costs` and `draft_costs` are None while too little was measured; `now_s`: the time, in seconds since any
-    moment; `going_rate`: tokens that a second is worth (`GoingRate`)."""
+    for it first; `costs` and `draft_costs` are None while too little was measured; `now_s`: seconds that the engine
+    has decoded so far; `going_rate`: tokens that a second is worth (`GoingRate`)."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
