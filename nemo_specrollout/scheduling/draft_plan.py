@@ -36,8 +36,9 @@ class ModelTerms:
 
 # Alone, a model drafts step after step: a request that has lived so long is expected to live as long again, so that the
 # reading is spread over as many steps. Beside drafters that read text it is asked now and then: it reads all that it has
-# missed for each drafting, leaves cold caches behind, and text that is not found now may be found a step later.
-ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.25, 24)
+# missed for each drafting, leaves cold caches behind, and text that is not found now may be found a step later. Where the
+# policy is many times the head, drafting takes a small part of a step, and the surcharge next to nothing.
+ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.5, 24)
 
 
 @dataclass(frozen=True)
