@@ -211,7 +211,7 @@ def test_trials_of_a_useless_model_take_a_small_share_of_the_time() -> None:
 
 @pytest.mark.parametrize("policy", ["fixed", "random", "auto"])
 def test_nobody_without_room_is_asked(policy: str) -> None:
-    planner = build_planner(BudgetConfig(policy, k=3))
+    planner = build_planner(BudgetConfig(policy, k=3), ALONE)
     for _ in range(50):
         observed = observe(0.0, 0.9, FLAT, DraftCosts())
         observed.caps_B[:] = (0, 4, 0, 1)

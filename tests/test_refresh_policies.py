@@ -73,8 +73,11 @@ def test_the_reason_says_what_was_weighed() -> None:
 
 
 def test_a_head_is_judged_by_its_own_steps_and_by_how_often_it_drafts() -> None:
-    assert HeadUse.counted([], [], 9) == HeadUse.counted([0, 0], [0, 0], 9) == HeadUse(None, 0.0)
-    assert HeadUse.counted([10, 6], [8, 3], 40) == HeadUse(2.1, 0.25)
+    assert (
+        HeadUse.counted({}, {}, 9) == HeadUse.counted({"eagle3": [0, 0]}, {"eagle3": [0, 0]}, 9) == HeadUse(None, 0.0)
+    )
+    beside_text = {"suffix": [20, 9], "eagle3": [10, 6]}, {"suffix": [5, 0], "eagle3": [8, 3]}
+    assert HeadUse.counted(*beside_text, 40) == HeadUse(2.1, 0.25)
 
     schedule, costs = RefreshSchedule(DraftRefreshConfig(trigger="auto")), DecodeCosts(1.2e-3, 2e-3)
 

@@ -218,7 +218,7 @@ class Router:
         forecast_BK = self._estimator.forecast(batch.lanes_B, self._model_index)
         unread_B = self.model.unread.counts(batch.lanes_B)
         costs = self.table.costs()
-        rate = 0.0 if costs is None else self._going_rate.of(len(caps_B), costs)
+        rate = self._going_rate.of(len(caps_B), costs)
         observed = PlanObservation(
             found_BK, forecast_BK, caps_B, unread_B, costs, self.model.times.costs(), self._worked_s, rate
         )

@@ -28,8 +28,7 @@ class LocalRefresher:
 
     def __init__(self, config: RunConfig, engine: RolloutEngine, run: Path) -> None:
         block = config.policy.generation.specrollout
-        assert block.draft_refresh is not None and block.head is not None and block.model_drafter is not None
-        self._head_type = block.model_drafter.type
+        assert block.draft_refresh is not None and block.head is not None
         self._engine, self._num_drafts = engine, block.num_speculative_tokens
         self._num_steps = config.grpo.max_num_steps
         self._folder = HeadFolder(run / "heads")
@@ -80,7 +79,6 @@ class LocalRefresher:
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
-        proposed_K, accepted_K = (counts.get(self._head_type, []) for counts in (stats.proposed, stats.accepted))
-        use = HeadUse.counted(proposed_K, accepted_K, stats.num_request_steps)
+        use = HeadUse.counted(stats.proposed, stats.accepted, stats.num_request_steps)
         to_come = self._num_steps - step - 1
         return StepFacts(use.acceptance_length, stats.num_tokens, step_s, to_come, costs, use.share)

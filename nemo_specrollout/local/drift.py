@@ -149,11 +149,10 @@ def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
         for number, (name, lines) in enumerate(curves.items()):
             xs, ys = ([line[k] for line in lines] for k in ("step", "acceptance_length"))
             dashes = (None, None) if number < 3 else (3, 3)  # it may lie on another
-            (curve,) = left.plot(xs, _smooth(ys), label=name, linewidth=1.4, dashes=dashes)
+            smooth = _smooth(ys)
+            (curve,) = left.plot(xs, smooth, label=name, linewidth=1.4, dashes=dashes)
             marks = [i for i, line in enumerate(lines) if line["published"]]
-            left.plot(
-                [xs[i] for i in marks], [_smooth(ys)[i] for i in marks], ".", color=curve.get_color(), markersize=4
-            )
+            left.plot([xs[i] for i in marks], [smooth[i] for i in marks], ".", color=curve.get_color(), markersize=4)
             right.plot(
                 xs, [line["training_s"] for line in lines], color=curve.get_color(), linewidth=1.4, dashes=dashes
             )

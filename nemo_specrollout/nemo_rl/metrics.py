@@ -6,7 +6,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
@@ -70,11 +69,7 @@ def step_facts(
         _num_tokens(done),
         done.num_request_steps,
     )
-    proposed_K, accepted_K = (
-        next((counts_K for name, counts_K in counts if name in MODEL_DRAFTERS), ())
-        for counts in (done.proposed, done.accepted)
-    )
-    use = HeadUse.counted(proposed_K, accepted_K, done.num_request_steps)
+    use = HeadUse.counted(dict(done.proposed), dict(done.accepted), done.num_request_steps)
     return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
 
 

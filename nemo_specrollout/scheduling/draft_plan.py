@@ -12,14 +12,15 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.draft_time import DraftCosts
+from nemo_specrollout.scheduling.draft_time import DraftCosts, drafting_s
+from nemo_specrollout.scheduling.pacing import Rest
 from nemo_specrollout.scheduling.step_time import StepCosts
 
 # A model that is not asked goes on trial with so many requests, so deep, as long as that takes no more than such a share of
 # the time.
 TRIAL_REQUESTS, TRIAL_DEPTH, TRIAL_SHARE = 4, 3, 0.005
-# A planner that refuses is asked again after a rest, a quarter longer each time, up to so many steps.
-MAX_REST_STEPS, REST_GROWTH = 12, 1.25
+# A planner that refuses is asked again after a rest of at most so many steps.
+MAX_REST_STEPS = 12
 # Plans that came true by which the next are believed, for about as many requests; how far one may be off, as a factor; how
 # fast doubt of a model that is not asked fades.
 REMEMBERED_PLANS, MOST_DOUBT, FADING = 32, 2.0, 1 / 256
@@ -104,24 +105,23 @@ class AutoPlanner(DraftPlanner):
     def __init__(self, margin: float, terms: ModelTerms = ALONE) -> None:
         self.margin, self.terms = margin, terms
         self._num_lessons = 0
-        self._rest, self._resting, self._size_at_refusal = 1.0, 0, 0
+        self._rest, self._size_at_refusal = Rest(MAX_REST_STEPS), 0
         self._next_trial_s: float | None = None
         # What came over what was promised: without the model, with it; by the bits of the number of requests.
         self._came: dict[int, list[float]] = defaultdict(lambda: [1.0, 1.0])
 
     def should_plan(self, num_requests: int) -> bool:
         if num_requests.bit_length() != self._size_at_refusal:
-            self._rest, self._resting = 1.0, 0
-        self._resting -= 1
-        return self._resting < 0
+            self._rest.forget()
+        return not self._rest.goes_on()
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         plan = self._weigh(observed)
         if plan.depth > 0:
-            self._rest, self._resting = 1.0, 0
+            self._rest.forget()
         else:
-            self._resting, self._size_at_refusal = int(self._rest), len(plan.asked_B).bit_length()
-            self._rest = min(REST_GROWTH * self._rest, MAX_REST_STEPS)
+            self._rest.begin()
+            self._size_at_refusal = len(plan.asked_B).bit_length()
         return plan
 
     def _weigh(self, observed: PlanObservation) -> DraftPlan:
@@ -197,7 +197,7 @@ def _ask(asked_B: np.ndarray, depth: int) -> DraftPlan:
     return DraftPlan(0, np.zeros_like(asked_B)) if is_none else DraftPlan(depth, asked_B)
 
 
-def build_planner(config: BudgetConfig, terms: ModelTerms = ALONE) -> DraftPlanner:
+def build_planner(config: BudgetConfig, terms: ModelTerms) -> DraftPlanner:
     """The planner that goes with the budget policy of that name; one that weighs charges a model by `terms`."""
     if config.policy == "fixed":
         return FixedPlanner(config.k)
@@ -263,7 +263,7 @@ def _plan(  # type: ignore[no-untyped-def]
             continue
         draft_s = 0.0
         if depth > 0:
-            draft_s = fixed_s + num_rows * row_s + (depth - 1) * pass_s + depth * num_asked * token_s
+            draft_s = drafting_s(num_rows, num_asked, depth, fixed_s, row_s, pass_s, token_s)
         belief = faith if depth > 0 else 1.0
         ordered = np.sort(gains[:num_gains])
         tokens = float(num_requests)

@@ -18,6 +18,12 @@ AT_FIRST, EVERY = 64, 8
 REWEIGHTINGS, SWEEPS = 6, 25
 
 
+@njit("float64(int64, int64, int64, float64, float64, float64, float64)", cache=True, inline="always")
+def drafting_s(num_rows, num_requests, depth, fixed_s, row_s, pass_s, token_s):  # type: ignore[no-untyped-def]
+    """`DraftCosts.draft_s`, for kernels."""
+    return fixed_s + num_rows * row_s + (depth - 1) * pass_s + depth * num_requests * token_s
+
+
 @dataclass(frozen=True)
 class DraftCosts:
     """Seconds of one drafting: a first pass over what the model has not read yet, then a short pass a further token; in
@@ -30,7 +36,7 @@ class DraftCosts:
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
         """Seconds to read `num_rows` tokens and draft `depth` (at least one) tokens of each request."""
-        return self.fixed_s + num_rows * self.row_s + (depth - 1) * self.pass_s + depth * num_requests * self.token_s
+        return drafting_s(num_rows, num_requests, depth, self.fixed_s, self.row_s, self.pass_s, self.token_s)
 
 
 class DraftTimes:

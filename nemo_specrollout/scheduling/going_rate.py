@@ -29,11 +29,15 @@ class GoingRate:
             return
         plain_s = num_tokens * float(costs.plain_s[num_requests]) / num_requests
         size = num_requests.bit_length()
-        for sums in (self._of_all[size], *(() if asked_model else (self._of_cheap[size],))):
-            sums.add(plain_s, seconds)
+        self._of_all[size].add(plain_s, seconds)
+        if not asked_model:
+            self._of_cheap[size].add(plain_s, seconds)
 
-    def of(self, num_requests: int, costs: StepCosts) -> float:
-        """Tokens a second of a batch of that size: the higher of the two rates, and never less than plain's."""
+    def of(self, num_requests: int, costs: StepCosts | None) -> float:
+        """Tokens a second of a batch of that size: the higher of the two rates, and never less than plain's; 0 while nothing
+        is known of costs."""
+        if costs is None:
+            return 0.0
         size = num_requests.bit_length()
         multiple = max(self._of_all[size].ratio, self._of_cheap[size].ratio, 1.0)
         return min(multiple, MOST) * num_requests / float(costs.plain_s[num_requests])

@@ -9,6 +9,38 @@ PLAIN_PROBE_STEPS = 128
 ENOUGH_PLAIN_SAMPLES = 3
 
 
+class Rest:
+    """Pauses after refusals, a quarter longer each time, up to `most` steps.
+
+    Example: `rest.begin()` after a refusal; then while `rest.goes_on()`, asked once a step, nobody is asked anything.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._next = 1.0
+        self._left = 0
+
+    def begin(self) -> None:
+        """After a refusal: the next steps are rested."""
+        self._left = int(self._next)
+        self._next = min(REST_GROWTH * self._next, self._most)
+
+    def goes_on(self) -> bool:
+        """Whether the step that begins is one of rest."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    def end(self) -> None:
+        """Cuts the pause short; the next is still longer than this one."""
+        self._left = 0
+
+    def forget(self) -> None:
+        """Ends the pause, and the refusals before count no longer."""
+        self._next, self._left = 1.0, 0
+
+
 class Pacer(ABC):
     """Decides, before a step's drafts are looked for, whether and how deep to look."""
 
@@ -63,20 +95,15 @@ class AdaptivePacer(Pacer):
         self._max_tokens = max_tokens
         self._longest = max_tokens
         self._least_survival = 0.0
-        self._rest = 1.0
-        self._resting = 0
+        self._rest = Rest(MAX_REST_STEPS)
         self._batch_at_refusal = 0
         self._since_probe = 0
         self._is_warming_up = False
 
     def should_consult(self, num_requests: int) -> bool:
-        if self._resting == 0:
-            return True
         if abs(num_requests - self._batch_at_refusal) * 4 >= self._batch_at_refusal:
-            self._resting = 0
-            return True
-        self._resting -= 1
-        return False
+            self._rest.end()
+        return not self._rest.goes_on()
 
     def should_probe(self, num_plain_samples: int) -> bool:
         """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 32 before."""
@@ -103,10 +130,9 @@ class AdaptivePacer(Pacer):
     def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:
         self._longest, self._least_survival = longest_draft, least_survival
         if longest_draft > 0:
-            self._rest = 1.0
+            self._rest.forget()
             return
-        self._resting = int(self._rest)
-        self._rest = min(REST_GROWTH * self._rest, MAX_REST_STEPS)
+        self._rest.begin()
         self._batch_at_refusal = num_requests
 
 

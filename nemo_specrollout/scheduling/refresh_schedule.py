@@ -4,9 +4,10 @@
 Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.scheduling.refresh_trigger import (
     DecodeCosts,
@@ -44,12 +45,15 @@ class HeadUse:
     share: float
 
     @classmethod
-    def counted(cls, proposed_K: Sequence[int], accepted_K: Sequence[int], num_request_steps: int) -> "HeadUse":
-        """From the head's draft tokens by position, and those of them that were accepted."""
-        num_drafted = proposed_K[0] if proposed_K else 0
-        if not num_drafted:
+    def counted(
+        cls, proposed: Mapping[str, Sequence[int]], accepted: Mapping[str, Sequence[int]], num_request_steps: int
+    ) -> "HeadUse":
+        """From the draft tokens of each drafter by position, and those of them that were accepted."""
+        head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
+        if head is None or not proposed[head][0]:
             return cls(None, 0.0)
-        return cls(1.0 + sum(accepted_K) / num_drafted, num_drafted / num_request_steps)
+        num_drafted = proposed[head][0]
+        return cls(1.0 + sum(accepted[head]) / num_drafted, num_drafted / num_request_steps)
 
 
 class RefreshSchedule:
