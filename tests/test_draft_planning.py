@@ -25,6 +25,7 @@ from nemo_specrollout.scheduling.draft_plan import (
     build_planner,
 )
 from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.following import GENERATIONS, WATCH_SHARE, Following
 from nemo_specrollout.scheduling.going_rate import GoingRate
 from nemo_specrollout.scheduling.step_time import StepCosts
 
@@ -180,8 +181,8 @@ def test_a_plan_is_worth_more_than_what_there_was(
         chosen[~plan.asked_B] = found[~plan.asked_B]
         num_rows = int(np.minimum(unread_B, ALONE.charged_rows)[plan.asked_B].sum())
         draft_s = draft.draft_s(num_rows, int(plan.asked_B.sum()), plan.depth)
-        worth = most_worth(chosen, caps_B, costs, rate) - rate * draft_s
-        assert worth >= most_worth(found, caps_B, costs, rate) - 1e-6
+        more = most_worth(chosen, caps_B, costs, rate) - rate * draft_s - most_worth(found, caps_B, costs, rate)
+        assert 0.0 < plan.won_s <= more / rate + 1e-9
 
 
 def most_worth(survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, rate: float) -> float:
@@ -209,14 +210,56 @@ def test_trials_of_a_useless_model_take_a_small_share_of_the_time() -> None:
     assert 0.8 * TRIAL_SHARE < trials_s / now_s <= 1.3 * TRIAL_SHARE
 
 
+def test_a_trial_is_of_those_who_have_the_least_to_read() -> None:
+    planner, observed = AutoPlanner(0.03), observe(0.0, 0.01, FLAT, DraftCosts(fixed_s=0.05), requests=8)
+    observed.unread_B[:] = (9, 0, 3, 400, 2, 7, 5, 80)
+    assert planner.plan(observed).depth == 0
+    trial = planner.plan(replace(observed, now_s=1000.0))
+    assert np.flatnonzero(trial.asked_B).tolist() == [2, 4, 5, 6] and trial.won_s == 0.0
+
+
 @pytest.mark.parametrize("policy", ["fixed", "random", "auto"])
-def test_nobody_without_room_is_asked(policy: str) -> None:
+@pytest.mark.parametrize("draft", [DraftCosts(), None], ids=["costs known", "costs unknown"])
+def test_nobody_without_room_is_asked_nor_who_is_not_followed(policy: str, draft: DraftCosts | None) -> None:
     planner = build_planner(BudgetConfig(policy, k=3), ALONE)
+    num_asked = 0
     for _ in range(50):
-        observed = observe(0.0, 0.9, FLAT, DraftCosts())
+        observed = observe(0.0, 0.9, FLAT, draft)
         observed.caps_B[:] = (0, 4, 0, 1)
+        observed.unread_B[:] = (1, 1, 0, 0)
         plan = planner.plan(observed)
-        assert isinstance(plan, DraftPlan) and not plan.asked_B[[0, 2]].any()
+        assert isinstance(plan, DraftPlan) and not plan.asked_B[[0, 2, 3]].any()
+        num_asked += int(plan.asked_B[1])
+    assert num_asked > 10
+
+
+def follow(following: Following, won_s: float, cost_s: float, steps: range) -> float:
+    """Steps of 10 ms with 8 requests, of which one ends in each; the share of steps in which they are followed."""
+    num_followed = 0
+    for n in steps:
+        if following.is_on:
+            num_followed += 1
+            following.ended(1)
+        following.step(8, won_s, cost_s, 0.010 * n)
+    return num_followed / len(steps)
+
+
+def test_a_model_that_wins_less_than_following_costs_is_looked_at_now_and_then() -> None:
+    following, cost_s = Following(), 2e-4
+    first = GENERATIONS * 8 - 1
+    assert follow(following, 1e-4, cost_s, range(first)) == 1.0 and following.is_on
+    share = follow(following, 1e-4, cost_s, range(first, 50_000))
+    assert 0.8 * WATCH_SHARE < share * cost_s / 0.010 < 1.1 * WATCH_SHARE
+    assert follow(following, 3e-4, cost_s, range(50_000, 100_000)) > 0.95 and following.is_on
+
+
+def test_a_model_with_new_weights_is_followed_at_once() -> None:
+    planner, refused = AutoPlanner(0.03), DraftPlan(0, np.zeros(4, np.bool_))
+    planner.ended(GENERATIONS * 4)
+    planner.followed(refused, 4, 1e-4, 0.0)
+    assert not planner.follows
+    planner.model_changed()
+    assert planner.follows
 
 
 def test_costs_of_drafting_are_learned() -> None:

@@ -172,6 +172,31 @@ def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 
+def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
+    start_engine: Callable[..., RolloutEngine],
+    drafts_of_a_busy_head: Drafts,
+    head: DrafterConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dormant, it keeps nothing, also of those that it followed before, and drafts for nobody; tokens are the same."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
+    router, drafts, asked = router_of(engine), recorded(engine), requests(6, 4, first=50)
+    generation = Generation(engine, asked, sampling=LONG)
+    while engine.num_steps < 20:
+        generation.advance(0.0)
+    assert len(drafts) > 200
+    monkeypatch.setattr(type(router._planner), "follows", False)
+    generation.advance(0.0)
+    drafts.clear()
+    generation.advance()
+    assert_equal(engine.generate(asked, **LONG), generation.rollouts)
+    assert not drafts and router.model.unread.room == router.model.unread.capacity
+    monkeypatch.undo()
+    engine.generate(requests(1, 1), max_tokens=2)
+    assert_equal(engine.generate(asked, **LONG), generation.rollouts)
+    assert_same_drafts(drafts, drafts_of_a_busy_head)
+
+
 def assert_same_drafts(drafts: Drafts, of_a_busy_drafter: Drafts) -> None:
     """At the same places of the same requests, but for a near-tie here and there."""
     wanted = {(request, position): tokens for (request, position, _), tokens in of_a_busy_drafter.items()}

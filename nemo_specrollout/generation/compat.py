@@ -230,7 +230,8 @@ class StepOutput:
 
     `attention`: vLLM's metadata of the batch. `hidden_parts`: hidden states of all rows of the forward pass, [rows, features]
     each; `final_hidden`: what the LM head reads of them. By request, int64 [B]: its rows, how many of them are drafts, the
-    position of its first. `is_prompt_B`: it computed tokens of its prompt.
+    position of its first. Bool [B]: `is_prompt_B`, it computed tokens of its prompt; `has_prompt_B`, all of its prompt is
+    computed by now.
     """
 
     attention: Any
@@ -240,6 +241,13 @@ class StepOutput:
     num_drafts_B: np.ndarray
     first_positions_B: np.ndarray
     is_prompt_B: np.ndarray
+    has_prompt_B: np.ndarray
+
+
+def computes_prompts(runner: Any) -> bool:
+    """Whether the step that the runner has just sampled from computed tokens of a prompt."""
+    batch, num_requests = runner.input_batch, runner.input_batch.num_reqs
+    return bool((batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]).any())
 
 
 def step_output(
@@ -252,10 +260,14 @@ def step_output(
         own = getattr(runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()
         parts = [hidden_states if own is None else own]
     batch, num_requests = runner.input_batch, len(num_drafts_B)
-    starts = runner.query_start_loc.np[: num_requests + 1].astype(np.int64)
+    num_rows_B = np.diff(runner.query_start_loc.np[: num_requests + 1].astype(np.int64))
     first_positions_B = batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
-    is_prompt_B = first_positions_B < batch.num_prompt_tokens[:num_requests]
-    return StepOutput(attention, parts, hidden_states, np.diff(starts), num_drafts_B, first_positions_B, is_prompt_B)
+    prompt_lengths_B = batch.num_prompt_tokens[:num_requests]
+    is_prompt_B = first_positions_B < prompt_lengths_B
+    has_prompt_B = first_positions_B + num_rows_B >= prompt_lengths_B
+    return StepOutput(
+        attention, parts, hidden_states, num_rows_B, num_drafts_B, first_positions_B, is_prompt_B, has_prompt_B
+    )
 
 
 def num_ranks() -> int:
@@ -263,20 +275,21 @@ def num_ranks() -> int:
     return int(get_tp_group().world_size)
 
 
-def broadcast_plan(depth: int, asked_B: np.ndarray, num_requests: int) -> None:
-    """The first tensor-parallel rank tells the others how deep a drafter with weights drafts, and for whom."""
-    plan = torch.zeros(1 + num_requests, dtype=torch.int64)
-    plan[0] = depth
+def broadcast_plan(follows: bool, depth: int, asked_B: np.ndarray, num_requests: int) -> None:
+    """The first tensor-parallel rank tells the others whether a drafter with weights follows those who come next, how deep it
+    drafts now, and for whom."""
+    plan = torch.zeros(2 + num_requests, dtype=torch.int64)
+    plan[0], plan[1] = follows, depth
     if depth > 0:
-        plan[1:] = torch.from_numpy(asked_B)
+        plan[2:] = torch.from_numpy(asked_B)
     _broadcast(plan)
 
 
-def receive_plan(num_requests: int) -> tuple[int, np.ndarray]:
-    """What the first tensor-parallel rank tells by `broadcast_plan`: the depth, and bool [B]."""
-    plan = torch.zeros(1 + num_requests, dtype=torch.int64)
+def receive_plan(num_requests: int) -> tuple[bool, int, np.ndarray]:
+    """What the first tensor-parallel rank tells by `broadcast_plan`: bool, the depth, and bool [B]."""
+    plan = torch.zeros(2 + num_requests, dtype=torch.int64)
     _broadcast(plan)
-    return int(plan[0]), plan[1:].numpy() > 0
+    return bool(plan[0]), int(plan[1]), plan[2:].numpy() > 0
 
 
 def _broadcast(plan: torch.Tensor) -> None:

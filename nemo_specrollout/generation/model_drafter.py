@@ -7,7 +7,8 @@ step, N rows of some requests.
 """
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,23 @@ class CoupledDraftSampling:
         return tokens_b, None
 
 
+_NEVER = -1
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """A request that was put aside: what was unread of it, and how often the drafter had left off following until then."""
+
+    rows: Rows | None
+    num_lapses: int
+
+
 class ModelDrafter:
     """Drafts with vLLM's proposer for those who are asked; owns what it has not read, and what its drafting costs.
 
     Invariant: whatever it skipped, its drafts are those of a drafter that read each token in its step. Where vLLM caches
     prefixes, the full KV blocks of a prompt are read in the step that computes them: requests that share them come and go.
+    A request is followed from its first step, or never: what is decoded of others is not kept, and it cannot draft for them.
     """
 
     def __init__(self, runner: Any, proposer: Any, num_lanes: int, *, greedy: bool) -> None:
@@ -82,34 +95,82 @@ class ModelDrafter:
         self.times = DraftTimes()
         self._seconds = 0.0
         self._step: StepOutput | None = None
-        self._parked: dict[str, Rows] = {}
+        self._follows, self._num_lapses = True, 0
+        self._is_followed = np.zeros(num_lanes, np.bool_)
+        self._kept_B = np.zeros(0, np.bool_)
+        self._parked: dict[str, _Parked] = {}
 
     def take_seconds(self) -> float:
         """Seconds of drafting and reading since last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    @property
+    def follows_any(self) -> bool:
+        """Whether there is a request that it could draft for."""
+        return bool(self._is_followed.any())
+
+    def unread_counts(self, lanes_B: np.ndarray) -> np.ndarray:
+        """Tokens that it would have to read before it drafts, int64 [B]; 0 of requests that it does not follow."""
+        return self.unread.counts(lanes_B) * self._is_followed[lanes_B]
+
+    def follow(self, follows: bool) -> None:
+        """Whether it follows the requests that come from now on; if not, it also leaves those that it followed."""
+        if self._follows and not follows:
+            self.unread.forget(np.flatnonzero(self._is_followed).tolist())
+            self._is_followed[:] = False
+            self._num_lapses += 1
+        self._follows = follows
+
     def open(self, lane: int, req_id: str, num_computed: int) -> None:
         """A request takes `lane`, of which the target has computed so many tokens already; what was unread of them when it
         was put aside still is."""
-        rows = self._parked.pop(req_id, None)
-        if rows is not None and (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
-            parked = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
-            self.unread.append([rows.hidden_NF], parked)
+        parked = self._parked.pop(req_id, None)
+        has_missed = parked is not None and num_computed > 0 and parked.num_lapses != self._num_lapses
+        self._is_followed[lane] = self._follows and not has_missed
+        if parked is None or parked.rows is None or not self._is_followed[lane]:
+            return
+        rows = parked.rows
+        if (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
+            again = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
+            self.unread.append([rows.hidden_NF], again)
 
-    def close(self, lane: int, req_id: str, *, is_parked: bool) -> None:
-        """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back."""
-        if is_parked and self.unread.counts(np.array([lane]))[0]:
-            rows = self.unread.take(np.array([lane]))
-            self._parked[req_id] = replace(rows, hidden_NF=rows.hidden_NF.clone())
-        else:
-            self._parked.pop(req_id, None)
-            self.unread.forget([lane])
+    def close(self, lane: int, req_id: str, *, is_parked: bool) -> bool:
+        """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back. Returns whether
+        it was followed to its end."""
+        was_followed, lanes = bool(self._is_followed[lane]), np.array([lane])
+        if is_parked:
+            has_rows = was_followed and self.unread.counts(lanes)[0] > 0
+            rows = self.unread.take(lanes) if has_rows else None
+            kept = None if rows is None else replace(rows, hidden_NF=rows.hidden_NF.clone())
+            self._parked[req_id] = _Parked(kept, self._num_lapses if was_followed else _NEVER)
+        self.unread.forget([lane])
+        self._is_followed[lane] = False
+        return was_followed and not is_parked
 
-    def keep(self, step: StepOutput, new: StepRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
+    def forget_parked(self, is_parked: Callable[[str], bool]) -> None:
+        """Of those that were put aside some are gone for good."""
+        self._parked = {req_id: parked for req_id, parked in self._parked.items() if is_parked(req_id)}
+
+    def skip(self) -> None:
+        """The target's next step has nothing for it: nobody is followed, and no prompt was computed."""
+        self._step = None
+
+    def begin(self, step: StepOutput, lanes_B: np.ndarray) -> bool:
+        """The target's next step; returns whether any of it is to be kept."""
+        self._step = step
+        self._kept_B = self._is_followed[lanes_B]
+        if self._shares_blocks:
+            self._kept_B |= step.is_prompt_B
+        return bool(self._kept_B.any())
+
+    def keep(self, new: StepRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
         """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit or one
         request's could not be read in one pass."""
-        self._step = step
+        step = self._step
+        assert step is not None
+        if not self._kept_B.all():
+            new = new.masked(np.repeat(self._kept_B, step.num_rows_B))
         unread_B = self.unread.counts(lanes_B)
         if len(new.lanes_R) > self.unread.room:
             self._read(np.flatnonzero(unread_B), lanes_B, token_ids_BL)
@@ -118,13 +179,15 @@ class ModelDrafter:
         self.unread.append(step.hidden_parts, new)
 
     def read_prompts(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        """Reads the prompts of this step that filled a KV block, unless drafts were asked for."""
+        """Reads the prompts of this step that filled a KV block, unless drafts were asked for; of requests that are not
+        followed nothing else is wanted."""
         step, block_size = self._step, self._proposer.block_size
-        assert step is not None
-        if self._shares_blocks and step.is_prompt_B.any():
-            ends_B = step.first_positions_B + step.num_rows_B
-            fills_block_B = step.is_prompt_B & (ends_B // block_size > step.first_positions_B // block_size)
-            self._read(np.flatnonzero(fills_block_B & (self.unread.counts(lanes_B) > 0)), lanes_B, token_ids_BL)
+        if step is None or not self._shares_blocks or not step.is_prompt_B.any():
+            return
+        ends_B = step.first_positions_B + step.num_rows_B
+        fills_block_B = step.is_prompt_B & (ends_B // block_size > step.first_positions_B // block_size)
+        self._read(np.flatnonzero(fills_block_B & (self.unread.counts(lanes_B) > 0)), lanes_B, token_ids_BL)
+        self.unread.forget(lanes_B[step.has_prompt_B & ~self._is_followed[lanes_B]].tolist())
 
     def draft(
         self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int

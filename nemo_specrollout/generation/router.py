@@ -67,7 +67,8 @@ class Router:
         self._planner = build_planner(config.budget, BESIDE_TEXT if any(is_text) else ALONE)
         self._going_rate = GoingRate()
         self._plans = (NO_PLAN, NO_PLAN)  # of the step before, and of this one
-        self._drafted_s = self._worked_s = 0.0
+        self._drafted_s = self._followed_s = self._worked_s = 0.0
+        self._follows = True
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
         self._buffers = Proposals.buffers(len(self.names), num_lanes, self._num_tokens)
         priors = np.array([LEVEL_PRIORS if text else MODEL_LEVEL_PRIORS for text in is_text])
@@ -103,6 +104,7 @@ class Router:
     def drafter_replaced(self) -> None:
         """The drafter with weights has new ones: what was learned of it no longer holds, and it may draft again."""
         self._estimator.forget_drafter(self._model_index)
+        self._planner.model_changed()
         self.may_ask_model = True
 
     def policy_updated(self, version: int) -> None:
@@ -129,7 +131,8 @@ class Router:
     ) -> list[list[int]]:
         """vLLM's hook: the draft tokens of each request of the batch, none to `num_speculative_tokens` of them."""
         started, self._has_proposed = time.perf_counter(), True
-        drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+        drafts = self._propose(num_sampled_B, num_tokens_no_spec, token_ids_cpu)
         self._last_step = self.trace.end_step(time.perf_counter() - started)
         return drafts
 
@@ -148,45 +151,58 @@ class Router:
         """vLLM's hook where it has a drafter with weights: the same answer, from all drafters."""
         started, self._has_proposed = time.perf_counter(), True
         assert self.model is not None
+        self.model.follow(self._follows)
         batch = self._runner.input_batch
-        assert self._sampler is not None
-        num_drafts_B = self._sampler.num_drafts_B
-        step = compat.step_output(self._runner, num_drafts_B, common_attn_metadata, hidden_states, aux_hidden_states)
         self._sync_lanes(batch.token_ids_cpu)
         num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
-        lanes_B = self._lanes.lanes_B
-        new = StepRows.of(
-            step.num_rows_B, num_drafts_B, num_sampled_B, step.first_positions_B, batch.token_ids_cpu, lanes_B
-        )
-        self.model.keep(step, new, lanes_B, batch.token_ids_cpu)
-        if self.capture is not None:
-            self.capture.observe(step, new)
-        drafts = self._propose(sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu)
-        self.model.read_prompts(lanes_B, batch.token_ids_cpu)
+        self._followed_s = 0.0
+        self._keep(num_sampled_B, common_attn_metadata, hidden_states, aux_hidden_states)
+        drafts = self._propose(num_sampled_B, batch.num_tokens_no_spec, batch.token_ids_cpu)
+        self.model.read_prompts(self._lanes.lanes_B, batch.token_ids_cpu)
         draft_s = self.model.take_seconds()
         self._last_step = self.trace.end_step(time.perf_counter() - started - draft_s, draft_s)
         if self._last_step is not None:
             num_tokens, seconds = int(num_sampled_B.sum()), self._last_step[2] + self._drafted_s
             self._worked_s += seconds
             self._planner.came_true(self._plans[0], num_tokens, seconds)
+            self._planner.followed(self._plans[1], self._last_step[0], self._followed_s, self._worked_s)
             self._going_rate.observe(
                 self._last_step[0], num_tokens, seconds, self.table.costs(), asked_model=self._plans[0].depth > 0
             )
         self._drafted_s = draft_s
         return drafts
 
-    def _propose(self, sampled: list[list[int]], num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
-        num_requests = len(sampled)
+    def _keep(
+        self, num_sampled_B: np.ndarray, attention: Any, hidden: torch.Tensor, aux: list[torch.Tensor] | None
+    ) -> None:
+        """Hands the step's hidden states to those who want them."""
+        started = time.perf_counter()
+        assert self.model is not None and self._sampler is not None
+        if self.capture is None and not self.model.follows_any and not compat.computes_prompts(self._runner):
+            self.model.skip()
+            return
+        num_drafts_B, lanes_B = self._sampler.num_drafts_B, self._lanes.lanes_B
+        step = compat.step_output(self._runner, num_drafts_B, attention, hidden, aux)
+        is_kept, token_ids = self.model.begin(step, lanes_B), self._runner.input_batch.token_ids_cpu
+        if is_kept or self.capture is not None:
+            new = StepRows.of(step.num_rows_B, num_drafts_B, num_sampled_B, step.first_positions_B, token_ids, lanes_B)
+            if is_kept:
+                self.model.keep(new, lanes_B, token_ids)
+            if self.capture is not None:
+                self.capture.observe(step, new)
+        self._followed_s += time.perf_counter() - started
+
+    def _propose(self, emitted_B: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> list[list[int]]:
+        num_requests = len(emitted_B)
         self._plans = (self._plans[1], NO_PLAN)
         if self.is_passive:
-            self._follow(token_ids)
+            self._obey(token_ids)
             return [[] for _ in range(num_requests)]
         if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             self._lead(NO_PLAN)
             return [[] for _ in range(num_requests)]
         if self._last_step is not None:
             self.table.observe(*self._last_step)
-        emitted_B = np.fromiter(map(len, sampled), np.int64, num_requests)
         self._sync_lanes(token_ids)
         self._record_outcome(emitted_B)
         batch, caps_B = self._lanes.batch(token_ids, num_tokens, emitted_B)
@@ -195,8 +211,9 @@ class Router:
         should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
         if self.model is not None:
-            may_ask = self.may_ask_model and not should_be_plain and self._planner.should_plan(num_requests)
-            plan = self._plan(batch, caps_B, survival_BK) if may_ask else NO_PLAN
+            may_ask = self.may_ask_model and self.model.follows_any and not should_be_plain
+            is_planned = may_ask and self._planner.should_plan(num_requests)
+            plan = self._plan(batch, caps_B, survival_BK) if is_planned else NO_PLAN
             self._plans = (self._plans[0], plan)
             self._lead(plan)
             if plan.depth > 0:
@@ -214,15 +231,18 @@ class Router:
 
     def _plan(self, batch: Batch, caps_B: np.ndarray, found_BK: np.ndarray) -> DraftPlan:
         """Whom the drafter with weights drafts for, and how deep."""
+        started = time.perf_counter()
         assert self.model is not None
         forecast_BK = self._estimator.forecast(batch.lanes_B, self._model_index)
-        unread_B = self.model.unread.counts(batch.lanes_B)
+        unread_B = self.model.unread_counts(batch.lanes_B)
         costs = self.table.costs()
         rate = self._going_rate.of(len(caps_B), costs)
         observed = PlanObservation(
             found_BK, forecast_BK, caps_B, unread_B, costs, self.model.times.costs(), self._worked_s, rate
         )
-        return self._planner.plan(observed)
+        plan = self._planner.plan(observed)
+        self._followed_s += time.perf_counter() - started
+        return plan
 
     def _draft(self, plan: DraftPlan, batch: Batch, proposals: "Proposals") -> None:
         """Lets the drafter with weights write its proposals."""
@@ -237,16 +257,19 @@ class Router:
         out.lengths_B[rows_b] = plan.depth
 
     def _lead(self, plan: DraftPlan) -> None:
-        """Tells the other tensor-parallel ranks, which hold a part of the drafter each, what it is to do."""
-        if self.model is not None and compat.num_ranks() > 1:
-            compat.broadcast_plan(plan.depth, plan.asked_B, len(self._lanes.lanes_B))
+        """What the drafter with weights is to do, told to the other tensor-parallel ranks, which hold a part of it each."""
+        if self.model is None:
+            return
+        self._follows = self.may_ask_model and self._planner.follows
+        if compat.num_ranks() > 1:
+            compat.broadcast_plan(self._follows, plan.depth, plan.asked_B, len(self._lanes.lanes_B))
 
-    def _follow(self, token_ids: np.ndarray) -> None:
+    def _obey(self, token_ids: np.ndarray) -> None:
         """Does what the leading rank tells."""
         if self.model is None:
             return
         assert self._sampler is not None
-        depth, asked_B = compat.receive_plan(len(self._lanes.lanes_B))
+        self._follows, depth, asked_B = compat.receive_plan(len(self._lanes.lanes_B))
         if depth > 0:
             self.model.draft(np.flatnonzero(asked_B), self._lanes.lanes_B, token_ids, self._sampler.keys, depth)
 
@@ -261,7 +284,10 @@ class Router:
             for drafter in self._drafters.values():
                 drafter.close(lane)
             if self.model is not None:
-                self.model.close(lane, req_id, is_parked=self._lanes.is_parked(req_id))
+                is_done = self.model.close(lane, req_id, is_parked=self._lanes.is_parked(req_id))
+                self._planner.ended(int(is_done))
+        if self.model is not None:
+            self.model.forget_parked(self._lanes.is_parked)
         if self.capture is not None:
             self.capture.close(list(released.values()))
         for row, req_id in enumerate(req_ids):

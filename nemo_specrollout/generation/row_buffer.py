@@ -47,6 +47,10 @@ class StepRows:
         """The rows, int64, whose lane bool `is_wanted`, by lane, marks."""
         return np.flatnonzero(is_wanted[self.lanes_R] & (self.lanes_R != _GAP))
 
+    def masked(self, is_wanted_R: np.ndarray) -> "StepRows":
+        """The same rows, of which those that are not wanted are nobody's."""
+        return StepRows(np.where(is_wanted_R, self.lanes_R, _GAP), self.positions_R, self.token_ids_R)
+
     def only(self, rows: np.ndarray) -> "StepRows":
         return StepRows(self.lanes_R[rows], self.positions_R[rows], self.token_ids_R[rows])
 
@@ -115,7 +119,7 @@ class RowBuffer:
         return rows
 
     def forget(self, lanes: list[int]) -> None:
-        """The requests of `lanes` are gone."""
+        """Nobody wants the rows of `lanes` any more."""
         for lane in lanes:
             if self._count_of_lane[lane]:
                 _forget(lane, self._lanes[: self._end])

@@ -13,6 +13,7 @@ from numba import njit
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.draft_time import DraftCosts, drafting_s
+from nemo_specrollout.scheduling.following import Following
 from nemo_specrollout.scheduling.pacing import Rest
 from nemo_specrollout.scheduling.step_time import StepCosts
 
@@ -46,8 +47,9 @@ ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.5, 24)
 class PlanObservation:
     """`found_BK`: survival of the best drafts that cost nothing more (0 where there are none); `forecast_BK`: what the
     model's would be; `caps_B`: the most drafts a request may have; `unread_B`: tokens that the model would have to read
-    for it first; `costs` and `draft_costs` are None while too little was measured; `now_s`: seconds that the engine
-    has decoded so far; `going_rate`: tokens that a second is worth (`GoingRate`)."""
+    for it first (at least the latest), 0 if it cannot draft for it; `costs` and `draft_costs` are None while too little was
+    measured; `now_s`: seconds that the engine has decoded so far; `going_rate`: tokens that a second is worth
+    (`GoingRate`)."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
@@ -58,17 +60,23 @@ class PlanObservation:
     now_s: float
     going_rate: float
 
+    @property
+    def can_ask_B(self) -> np.ndarray:
+        """Whom the model could draft for."""
+        return (self.caps_B > 0) & (self.unread_B > 0)
+
 
 @dataclass(frozen=True)
 class DraftPlan:
     """The model drafts `depth` tokens for the requests that `asked_B`, bool, marks; depth 0 marks none. `tokens_per_s`: what
     is promised of the next step, with this drafting; 0 if nothing is. `backlog_s`: what reading will take that this step is
-    not charged for."""
+    not charged for. `won_s`: by how much the drafting is expected to shorten the rollout."""
 
     depth: int
     asked_B: np.ndarray
     tokens_per_s: float = 0.0
     backlog_s: float = 0.0
+    won_s: float = 0.0
 
 
 NO_PLAN = DraftPlan(0, np.zeros(0, np.bool_))
@@ -84,9 +92,23 @@ class DraftPlanner(ABC):
         """Whether to ask for a plan in this step, for so many requests."""
         return True
 
+    @property
+    def follows(self) -> bool:
+        """Whether the model is told of requests that come, so that it may be asked for them."""
+        return True
+
     def came_true(self, plan: DraftPlan, num_tokens: int, seconds: float) -> None:  # noqa: B027
         """Tells how a plan went: the tokens of the step that followed, and what that step and the drafting took. Who does not
         weigh does not care."""
+
+    def followed(self, plan: DraftPlan, num_requests: int, seconds: float, now_s: float) -> None:  # noqa: B027
+        """Tells what following took in the step of `plan`, with so many requests, and how long the engine has decoded."""
+
+    def ended(self, num_requests: int) -> None:  # noqa: B027
+        """So many of the requests that the model was told of are done."""
+
+    def model_changed(self) -> None:  # noqa: B027
+        """The model has other weights."""
 
 
 class AutoPlanner(DraftPlanner):
@@ -96,7 +118,8 @@ class AutoPlanner(DraftPlanner):
     At each depth a request takes the model's drafts if they promise more than those found; the likeliest draft tokens are
     verified, and whoever would get none of the model's is not asked. While nothing is known of what drafting costs, all are
     asked, each depth in turn. A model that is not asked goes on trial now and then, with a few requests: nothing else would
-    tell that it has become better, or faster. After a refusal the planner rests.
+    tell that it has become better, or faster. After a refusal the planner rests. A model whose plans win less than following
+    the requests costs is not told of them (`Following`).
 
     Promises of plans with the model and without are each compared with what came of them, and believed accordingly, at each
     size of batch: requests for which a model is asked are the hard ones, and its passes leave cold caches behind.
@@ -107,6 +130,7 @@ class AutoPlanner(DraftPlanner):
         self._num_lessons = 0
         self._rest, self._size_at_refusal = Rest(MAX_REST_STEPS), 0
         self._next_trial_s: float | None = None
+        self._following = Following()
         # What came over what was promised: without the model, with it; by the bits of the number of requests.
         self._came: dict[int, list[float]] = defaultdict(lambda: [1.0, 1.0])
 
@@ -114,6 +138,19 @@ class AutoPlanner(DraftPlanner):
         if num_requests.bit_length() != self._size_at_refusal:
             self._rest.forget()
         return not self._rest.goes_on()
+
+    @property
+    def follows(self) -> bool:
+        return self._following.is_on
+
+    def followed(self, plan: DraftPlan, num_requests: int, seconds: float, now_s: float) -> None:
+        self._following.step(num_requests, plan.won_s, seconds, now_s)
+
+    def ended(self, num_requests: int) -> None:
+        self._following.ended(num_requests)
+
+    def model_changed(self) -> None:
+        self._following.begin()
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         plan = self._weigh(observed)
@@ -130,14 +167,14 @@ class AutoPlanner(DraftPlanner):
             return DraftPlan(0, asked_B)
         if draft is None:
             return self._lesson(observed)
-        depth, found_rate, rate = _plan(
+        depth, found_rate, rate, won = _plan(
             observed.found_BK, observed.forecast_BK, observed.caps_B, observed.unread_B, costs.plain_s, costs.overhead_s,
             costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, observed.going_rate,
             1.0 + self.margin, 1.0 + self.terms.surcharge, self.terms.charged_rows, self.faith(len(asked_B)), asked_B,
         )  # fmt: skip
         if asked_B.any():
             backlog = np.maximum(observed.unread_B[asked_B] - self.terms.charged_rows, 0).sum()
-            return DraftPlan(depth, asked_B, rate, backlog * draft.row_s)
+            return DraftPlan(depth, asked_B, rate, backlog * draft.row_s, won / observed.going_rate)
         trial = self._trial(observed, draft)
         return trial if trial.depth > 0 else replace(trial, tokens_per_s=found_rate)
 
@@ -158,16 +195,19 @@ class AutoPlanner(DraftPlanner):
 
     def _lesson(self, observed: PlanObservation) -> DraftPlan:
         self._num_lessons += 1
-        return _ask(observed.caps_B > 0, 1 + self._num_lessons % observed.forecast_BK.shape[1])
+        return _ask(observed.can_ask_B, 1 + self._num_lessons % observed.forecast_BK.shape[1])
 
     def _trial(self, observed: PlanObservation, draft: DraftCosts) -> DraftPlan:
-        has_room_B = observed.caps_B > 0
-        trial = _ask(has_room_B & (np.cumsum(has_room_B) <= TRIAL_REQUESTS), TRIAL_DEPTH)
+        can_ask_B = observed.can_ask_B
+        least_unread_b = np.argsort(np.where(can_ask_B, observed.unread_B, np.iinfo(np.int64).max))[:TRIAL_REQUESTS]
+        chosen_B = np.zeros_like(can_ask_B)
+        chosen_B[least_unread_b] = can_ask_B[least_unread_b]
+        trial = _ask(chosen_B, TRIAL_DEPTH)
         is_first, is_due = self._next_trial_s is None, observed.now_s >= (self._next_trial_s or 0.0)
         if trial.depth > 0 and (is_first or is_due):
             num_asked, num_rows = int(trial.asked_B.sum()), int(observed.unread_B[trial.asked_B].sum())
             self._next_trial_s = observed.now_s + draft.draft_s(num_rows, num_asked, TRIAL_DEPTH) / TRIAL_SHARE
-        return trial if is_due and not is_first else _ask(has_room_B, 0)
+        return trial if is_due and not is_first else _ask(chosen_B, 0)
 
 
 class FixedPlanner(DraftPlanner):
@@ -177,18 +217,26 @@ class FixedPlanner(DraftPlanner):
         self.k = k
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
-        return _ask(observed.caps_B > 0, self.k)
+        return _ask(observed.can_ask_B, self.k)
 
 
 class RandomPlanner(DraftPlanner):
-    """A random depth for a random choice of requests, none included: for tests."""
+    """A random depth for a random choice of requests, none included, and at times none is followed: for tests."""
 
     def __init__(self, seed: int = 1) -> None:
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._lapses = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self._follows = True
+
+    @property
+    def follows(self) -> bool:
+        return self._follows
+
+    def followed(self, plan: DraftPlan, num_requests: int, seconds: float, now_s: float) -> None:
+        self._follows = bool(self._lapses.random() < (255 / 256 if self._follows else 1 / 4))
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         depth = int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1))
-        return _ask((observed.caps_B > 0) & (self._rng.random(len(observed.caps_B)) < 0.7), depth)
+        return _ask(observed.can_ask_B & (self._rng.random(len(observed.caps_B)) < 0.7), depth)
 
 
 def _ask(asked_B: np.ndarray, depth: int) -> DraftPlan:
@@ -224,7 +272,7 @@ def _gains(found_BK, forecast_BK, caps_B, unread_B, charged_rows, depth, gains):
     num_gains = num_asked = num_rows = 0
     for b in range(num_requests):
         cap = min(caps_B[b], num_positions)
-        use_model = _promises_more(forecast_BK[b], found_BK[b], min(depth, cap), cap)
+        use_model = unread_B[b] > 0 and _promises_more(forecast_BK[b], found_BK[b], min(depth, cap), cap)
         if use_model:
             num_asked += 1
             num_rows += min(unread_B[b], charged_rows)
@@ -237,8 +285,8 @@ def _gains(found_BK, forecast_BK, caps_B, unread_B, charged_rows, depth, gains):
 
 
 @njit(
-    "Tuple((int64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64, float64,"
-    " float64, float64, float64, float64, float64, float64, int64, float64, boolean[:])",
+    "Tuple((int64, float64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64,"
+    " float64, float64, float64, float64, float64, float64, float64, int64, float64, boolean[:])",
     cache=True,
     error_model="numpy",
 )
@@ -246,11 +294,12 @@ def _plan(  # type: ignore[no-untyped-def]
     found_BK, forecast_BK, caps_B, unread_B, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s,
     going_rate, least_gain, model_price, charged_rows, faith, asked_B,
 ):  # fmt: skip
-    """Writes who is asked, and returns how deep, and the tokens a second that drafts found promise, and those of the model.
+    """Writes who is asked, and returns how deep, the tokens a second that drafts found promise, and those of the model, and
+    how many tokens' worth the model's are beyond those.
 
     A kernel, because it runs in every step that consults drafters."""
     num_requests, num_positions = forecast_BK.shape
-    most = least_gain * num_requests - going_rate * plain_s[num_requests]
+    most = found_most = least_gain * num_requests - going_rate * plain_s[num_requests]
     found_rate = num_requests / plain_s[num_requests]
     model_rate = 0.0
     best_depth = 0
@@ -283,6 +332,7 @@ def _plan(  # type: ignore[no-untyped-def]
                     threshold = gain
                 else:
                     found_rate = tokens / verify_s
+                    found_most = value
         worse = worse + 1 if depth > 1 and best < last else 0  # deeper drafts spread the first pass's cost
         last = best
         if worse == 2:
@@ -291,7 +341,8 @@ def _plan(  # type: ignore[no-untyped-def]
         cap = min(caps_B[b], num_positions)
         asked_B[b] = (
             best_depth > 0
+            and unread_B[b] > 0
             and _promises_more(forecast_BK[b], found_BK[b], min(best_depth, cap), cap)
             and forecast_BK[b, 0] >= threshold
         )
-    return best_depth, found_rate, model_rate
+    return best_depth, found_rate, model_rate, most - found_most

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether to keep a drafter with weights up to date with the requests, which costs a little in every step, or let it lie."""
+
+GENERATIONS = 2
+"""A judgement is over so many times as many ended requests as there were at once: beginnings, middles and tails."""
+WATCH_SHARE = 0.0025
+"""Following again, to see whether it pays by now, takes no more than such a share of the time."""
+
+
+class Following:
+    """A drafter can only be asked for requests that it was told of from the first token on. It is told as long as what its
+    drafts win is more than what telling takes; if not, it lies dormant, and hears of none until it is worth another look.
+
+    States: following, dormant. Whoever comes while it is dormant gets none of its drafts. Example: `step(64, 0.002, 0.0002,
+    now_s)` after each step, `ended(3)` when requests are done; then `is_on` says whether new ones are followed.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._won_s = self._cost_s = self._resumes_at_s = 0.0
+        self._num_ended = self._most_at_once = 0
+
+    def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float) -> None:
+        """A step with so many requests is over: by how much drafts shortened the rollout, what following took, and the clock
+        of the engine's work, all in seconds."""
+        if not self.is_on:
+            if now_s >= self._resumes_at_s:
+                self.begin()
+            return
+        self._won_s += won_s
+        self._cost_s += cost_s
+        self._most_at_once = max(self._most_at_once, num_requests)
+        if self._num_ended >= GENERATIONS * self._most_at_once:
+            cost_s, self.is_on = self._cost_s, self._won_s >= self._cost_s
+            self._resumes_at_s = now_s + cost_s / WATCH_SHARE
+            self._judge_anew()
+
+    def ended(self, num_requests: int) -> None:
+        """So many requests that were followed are done."""
+        self._num_ended += num_requests
+
+    def begin(self) -> None:
+        """Requests are followed from now on: it may have become better."""
+        self.is_on = True
+        self._judge_anew()
+
+    def _judge_anew(self) -> None:
+        self._won_s = self._cost_s = 0.0
+        self._num_ended = self._most_at_once = 0
