@@ -14,13 +14,14 @@ from nemo_specrollout.generation.row_buffer import RowBuffer, StepRows
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.draft_plan import (
     ALONE,
+    BENEFIT_OF_DOUBT,
     BESIDE_TEXT,
-    MAX_REST_STEPS,
     TRIAL_DEPTH,
     TRIAL_REQUESTS,
     TRIAL_SHARE,
     AutoPlanner,
     DraftPlan,
+    ModelTerms,
     PlanObservation,
     build_planner,
 )
@@ -31,6 +32,7 @@ from nemo_specrollout.scheduling.step_time import StepCosts
 
 pytestmark = pytest.mark.unit
 
+LITERAL = ModelTerms(surcharge=0.0, charged_rows=5, max_rest=0, is_steady=False)
 FLAT = StepCosts(np.full(400, 0.010))
 LINEAR = StepCosts(0.001 * np.arange(400))
 
@@ -54,32 +56,32 @@ def observe(
 
 
 def test_free_drafting_on_a_flat_step_is_as_deep_as_can_be() -> None:
-    plan = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts()))
+    plan = AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, FLAT, DraftCosts()))
     assert plan.depth == 6 and plan.asked_B.all()
 
 
 def test_a_pass_that_takes_as_long_as_a_step_makes_drafts_shorter_or_none() -> None:
-    deep = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))).depth
-    short = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.006))).depth
-    none = AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.060))).depth
+    deep = AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))).depth
+    short = AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.006))).depth
+    none = AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.060))).depth
     assert deep > short > none == 0
 
 
 def test_where_rows_cost_as_much_as_requests_nothing_is_drafted() -> None:
-    assert AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(fixed_s=0.001))).depth == 0
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, LINEAR, DraftCosts(fixed_s=0.001))).depth == 0
 
 
 def test_a_model_no_better_than_what_was_found_is_not_asked() -> None:
-    assert AutoPlanner(0.03).plan(observe(0.8, 0.8, FLAT, DraftCosts())).depth == 0
-    assert AutoPlanner(0.03).plan(observe(0.3, 0.8, FLAT, DraftCosts(fixed_s=0.001))).depth > 0
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.8, 0.8, FLAT, DraftCosts())).depth == 0
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.3, 0.8, FLAT, DraftCosts(fixed_s=0.001))).depth > 0
 
 
 def test_a_dear_first_pass_makes_drafts_deep_not_none() -> None:
-    assert AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.012, pass_s=0.001))).depth == 6
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.012, pass_s=0.001))).depth == 6
 
 
 def test_plans_that_do_not_come_true_are_believed_less_until_doubt_fades() -> None:
-    planner, observed = AutoPlanner(0.03), observe(0.6, 0.8, FLAT, DraftCosts(fixed_s=0.001))
+    planner, observed = AutoPlanner(0.03, LITERAL), observe(0.6, 0.8, FLAT, DraftCosts(fixed_s=0.001))
     promised = planner.plan(observed)
     assert promised.depth > 0 and promised.tokens_per_s > 400.0
     without = replace(promised, depth=0)
@@ -93,7 +95,7 @@ def test_plans_that_do_not_come_true_are_believed_less_until_doubt_fades() -> No
 
 
 def test_a_machine_slower_than_promised_is_slow_with_a_model_and_without() -> None:
-    planner, observed = AutoPlanner(0.03), observe(0.3, 0.8, FLAT, DraftCosts(fixed_s=0.001))
+    planner, observed = AutoPlanner(0.03, LITERAL), observe(0.3, 0.8, FLAT, DraftCosts(fixed_s=0.001))
     promised = planner.plan(observed)
     for depth in (promised.depth, 0) * 100:
         planner.came_true(replace(promised, depth=depth), 4, 4 / (0.6 * promised.tokens_per_s))
@@ -103,14 +105,32 @@ def test_a_machine_slower_than_promised_is_slow_with_a_model_and_without() -> No
 def test_a_long_backlog_is_no_reason_never_to_begin() -> None:
     observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.002, row_s=1e-4, pass_s=0.001))
     observed.unread_B[:] = 1000
-    assert AutoPlanner(0.03).plan(observed).asked_B.all()
+    assert AutoPlanner(0.03, LITERAL).plan(observed).asked_B.all()
 
 
 def test_where_a_second_is_worth_more_it_is_not_spent_on_a_model() -> None:
     """Text found next makes twice plain decoding's tokens: what the model adds to a poor step must come as fast."""
     draft = DraftCosts(fixed_s=0.008, pass_s=0.001)
-    assert AutoPlanner(0.03).plan(observe(0.1, 0.6, FLAT, draft, going=1.0)).depth > 0
-    assert AutoPlanner(0.03).plan(observe(0.1, 0.6, FLAT, draft, going=2.0)).depth == 0
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.1, 0.6, FLAT, draft, going=1.0)).depth > 0
+    assert AutoPlanner(0.03, LITERAL).plan(observe(0.1, 0.6, FLAT, draft, going=2.0)).depth == 0
+
+
+@pytest.mark.parametrize("going", [1.0, 1.5, 4.0])
+def test_where_steps_are_alike_none_is_asked_for_more_than_its_best(going: float) -> None:
+    """Smaller batches gain more from a model: their rate must not keep a larger one from the little that it can gain."""
+    draft = DraftCosts(fixed_s=0.008, pass_s=0.001)
+    plan = AutoPlanner(0.03, ALONE).plan(observe(0.0, 0.6, FLAT, draft, going=going))
+    assert plan.depth > 0 and plan.tokens_per_s > 4 / 0.010
+    assert AutoPlanner(0.03, ALONE).plan(observe(0.0, 0.1, FLAT, draft, going=going)).depth == 0
+
+
+def test_a_model_alone_has_the_benefit_of_the_doubt_until_it_was_tried() -> None:
+    planner, observed = AutoPlanner(0.03, ALONE), observe(0.0, 0.6, FLAT, DraftCosts(fixed_s=0.016))
+    plan = planner.plan(observed)
+    assert plan.depth > 0 and planner.faith(4) == BENEFIT_OF_DOUBT
+    for _ in range(200):
+        planner.came_true(plan, 4, 4 / plan.tokens_per_s)
+    assert planner.faith(4) == pytest.approx(1.0, rel=0.01) and planner.plan(observed).depth == 0
 
 
 def test_beside_text_a_model_pays_for_all_that_it_has_missed() -> None:
@@ -125,20 +145,20 @@ def test_beside_text_a_model_pays_for_all_that_it_has_missed() -> None:
 def test_a_backlog_is_no_broken_promise() -> None:
     observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.002, row_s=1e-4))
     observed.unread_B[:] = 500
-    planner = AutoPlanner(0.03)
+    planner = AutoPlanner(0.03, LITERAL)
     plan = planner.plan(observed)
-    reading_s = 4 * (500 - ALONE.charged_rows) * 1e-4
+    reading_s = 4 * (500 - LITERAL.charged_rows) * 1e-4
     planner.came_true(plan, 12, 12 / plan.tokens_per_s + reading_s)
     assert planner.faith(4) == pytest.approx(1.0)
 
 
 def test_after_refusals_the_planner_rests_until_the_batch_has_another_size() -> None:
-    planner, refused = AutoPlanner(0.03), observe(0.9, 0.1, FLAT, DraftCosts(fixed_s=0.001))
+    planner, refused = AutoPlanner(0.03, BESIDE_TEXT), observe(0.9, 0.1, FLAT, DraftCosts(fixed_s=0.001))
     steps = [planner.should_plan(4) and planner.plan(refused).depth == 0 for _ in range(400)]
     asked = np.flatnonzero(steps)
-    assert np.diff(asked).max() == MAX_REST_STEPS + 1 and len(asked) < 60
+    assert np.diff(asked).max() == BESIDE_TEXT.max_rest + 1 and len(asked) < 60
     assert planner.should_plan(9)
-    paid = AutoPlanner(0.03)
+    paid = AutoPlanner(0.03, LITERAL)
     assert all(paid.should_plan(4) and paid.plan(observe(0.0, 0.9, FLAT, DraftCosts())).depth for _ in range(50))
 
 
@@ -157,7 +177,7 @@ def test_only_requests_that_gain_are_asked() -> None:
     observed = observe(0.0, 0.9, FLAT, DraftCosts(fixed_s=0.001, pass_s=0.001))
     observed.found_BK[0] = 0.97 ** np.arange(1, 7)
     observed.caps_B[1] = 0
-    plan = AutoPlanner(0.03).plan(observed)
+    plan = AutoPlanner(0.03, LITERAL).plan(observed)
     assert plan.asked_B.tolist() == [False, False, True, True]
 
 
@@ -173,13 +193,13 @@ def test_a_plan_is_worth_more_than_what_there_was(
     caps_B, unread_B = (np.array([r[i] for r in requests]) for i in (2, 3))
     costs, draft = StepCosts(0.005 + 0.0005 * np.arange(200)), DraftCosts(fixed_s, 1e-5, pass_s, 1e-5)
     rate = going * len(requests) / float(costs.plain_s[len(requests)])
-    plan = AutoPlanner(0.0).plan(PlanObservation(found, forecast, caps_B, unread_B, costs, draft, 0.0, rate))
+    plan = AutoPlanner(0.0, LITERAL).plan(PlanObservation(found, forecast, caps_B, unread_B, costs, draft, 0.0, rate))
     assert not (plan.asked_B & (caps_B == 0)).any()
     assert (plan.depth > 0) == plan.asked_B.any()
     if plan.depth:
         chosen = np.where(plan.asked_B[:, None] & (np.arange(6) < plan.depth), forecast, 0.0)
         chosen[~plan.asked_B] = found[~plan.asked_B]
-        num_rows = int(np.minimum(unread_B, ALONE.charged_rows)[plan.asked_B].sum())
+        num_rows = int(np.minimum(unread_B, LITERAL.charged_rows)[plan.asked_B].sum())
         draft_s = draft.draft_s(num_rows, int(plan.asked_B.sum()), plan.depth)
         more = most_worth(chosen, caps_B, costs, rate) - rate * draft_s - most_worth(found, caps_B, costs, rate)
         assert 0.0 < plan.won_s <= more / rate + 1e-9
@@ -194,13 +214,13 @@ def most_worth(survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, ra
 
 
 def test_nothing_is_known_of_costs_at_first_so_all_are_asked_at_each_depth_in_turn() -> None:
-    planner = AutoPlanner(0.03)
+    planner = AutoPlanner(0.03, LITERAL)
     plans = [planner.plan(observe(0.9, 0.1, FLAT, None)) for _ in range(6)]
     assert {p.depth for p in plans} == set(range(1, 7)) and all(p.asked_B.all() for p in plans)
 
 
 def test_trials_of_a_useless_model_take_a_small_share_of_the_time() -> None:
-    planner, now_s, trials_s = AutoPlanner(0.03), 0.0, 0.0
+    planner, now_s, trials_s = AutoPlanner(0.03, LITERAL), 0.0, 0.0
     for _ in range(20_000):
         plan = planner.plan(observe(0.0, 0.01, FLAT, DraftCosts(fixed_s=0.05), requests=9, now_s=now_s))
         now_s += 0.01
@@ -211,7 +231,7 @@ def test_trials_of_a_useless_model_take_a_small_share_of_the_time() -> None:
 
 
 def test_a_trial_is_of_those_who_have_the_least_to_read() -> None:
-    planner, observed = AutoPlanner(0.03), observe(0.0, 0.01, FLAT, DraftCosts(fixed_s=0.05), requests=8)
+    planner, observed = AutoPlanner(0.03, LITERAL), observe(0.0, 0.01, FLAT, DraftCosts(fixed_s=0.05), requests=8)
     observed.unread_B[:] = (9, 0, 3, 400, 2, 7, 5, 80)
     assert planner.plan(observed).depth == 0
     trial = planner.plan(replace(observed, now_s=1000.0))
@@ -254,7 +274,7 @@ def test_a_model_that_wins_less_than_following_costs_is_looked_at_now_and_then()
 
 
 def test_a_model_with_new_weights_is_followed_at_once() -> None:
-    planner, refused = AutoPlanner(0.03), DraftPlan(0, np.zeros(4, np.bool_))
+    planner, refused = AutoPlanner(0.03, LITERAL), DraftPlan(0, np.zeros(4, np.bool_))
     planner.ended(GENERATIONS * 4)
     planner.followed(refused, 4, 1e-4, 0.0)
     assert not planner.follows

@@ -20,27 +20,35 @@ from nemo_specrollout.scheduling.step_time import StepCosts
 # A model that is not asked goes on trial with so many requests, so deep, as long as that takes no more than such a share of
 # the time.
 TRIAL_REQUESTS, TRIAL_DEPTH, TRIAL_SHARE = 4, 3, 0.005
-# A planner that refuses is asked again after a rest of at most so many steps.
-MAX_REST_STEPS = 12
+# A step that cannot yield tokens at the going rate is planned at its own best, found by so many plans.
+MOST_RATES = 3
 # Plans that came true by which the next are believed, for about as many requests; how far one may be off, as a factor; how
 # fast doubt of a model that is not asked fades.
 REMEMBERED_PLANS, MOST_DOUBT, FADING = 32, 2.0, 1 / 256
+# By how much better than promised the plans of a steady model are taken to be until some came true, or not: what is never
+# tried is never corrected.
+BENEFIT_OF_DOUBT = 1.2
 
 
 @dataclass(frozen=True)
 class ModelTerms:
     """What a model's drafting is charged for: `surcharge`, a share beyond the seconds that it takes, and of what it has missed
-    at most so many tokens of a request, `charged_rows`, for they must be read only once."""
+    at most so many tokens of a request, `charged_rows`, for they must be read only once. After refusals the planner rests for
+    at most `max_rest` steps in which it would be asked. `is_steady`: steps are much alike, so that no second is worth more
+    than this step could make of it."""
 
     surcharge: float
     charged_rows: int
+    max_rest: int
+    is_steady: bool
 
 
-# Alone, a model drafts step after step: a request that has lived so long is expected to live as long again, so that the
-# reading is spread over as many steps. Beside drafters that read text it is asked now and then: it reads all that it has
-# missed for each drafting, leaves cold caches behind, and text that is not found now may be found a step later. Where the
-# policy is many times the head, drafting takes a small part of a step, and the surcharge next to nothing.
-ALONE, BESIDE_TEXT = ModelTerms(0.0, 8), ModelTerms(0.5, 24)
+# Alone, a model drafts step after step, and reads about what was accepted in the step before; what it missed earlier it would
+# have to read in the tail of the rollout anyway. It rests when the pacer does. Beside drafters that read text it is asked now
+# and then: it reads all that it has missed for each drafting, leaves cold caches behind, and text that is not found now may
+# be found a step later. Where the policy is many times the head, drafting takes a small part of a step, and the surcharge
+# next to nothing.
+ALONE, BESIDE_TEXT = ModelTerms(0.0, 5, 0, is_steady=True), ModelTerms(0.5, 24, 12, is_steady=False)
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,11 @@ class AutoPlanner(DraftPlanner):
     def __init__(self, margin: float, terms: ModelTerms = ALONE) -> None:
         self.margin, self.terms = margin, terms
         self._num_lessons = 0
-        self._rest, self._size_at_refusal = Rest(MAX_REST_STEPS), 0
+        self._rest, self._size_at_refusal = Rest(terms.max_rest), 0
         self._next_trial_s: float | None = None
         self._following = Following()
         # What came over what was promised: without the model, with it; by the bits of the number of requests.
-        self._came: dict[int, list[float]] = defaultdict(lambda: [1.0, 1.0])
+        self._came: dict[int, list[float]] = defaultdict(lambda: [1.0, BENEFIT_OF_DOUBT if terms.is_steady else 1.0])
 
     def should_plan(self, num_requests: int) -> bool:
         if num_requests.bit_length() != self._size_at_refusal:
@@ -167,14 +175,19 @@ class AutoPlanner(DraftPlanner):
             return DraftPlan(0, asked_B)
         if draft is None:
             return self._lesson(observed)
-        depth, found_rate, rate, won = _plan(
-            observed.found_BK, observed.forecast_BK, observed.caps_B, observed.unread_B, costs.plain_s, costs.overhead_s,
-            costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, observed.going_rate,
-            1.0 + self.margin, 1.0 + self.terms.surcharge, self.terms.charged_rows, self.faith(len(asked_B)), asked_B,
-        )  # fmt: skip
+        faith, going_rate = self.faith(len(asked_B)), observed.going_rate
+        for n in range(MOST_RATES):
+            depth, found_rate, rate, won, value = _plan(
+                observed.found_BK, observed.forecast_BK, observed.caps_B, observed.unread_B, costs.plain_s,
+                costs.overhead_s, costs.discount_s, draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, going_rate,
+                1.0 + self.margin, 1.0 + self.terms.surcharge, self.terms.charged_rows, faith, asked_B,
+            )  # fmt: skip
+            if n == MOST_RATES - 1 or not self.terms.is_steady or (n == 0 and value >= 0.0):
+                break
+            going_rate = max(found_rate, faith * rate)
         if asked_B.any():
             backlog = np.maximum(observed.unread_B[asked_B] - self.terms.charged_rows, 0).sum()
-            return DraftPlan(depth, asked_B, rate, backlog * draft.row_s, won / observed.going_rate)
+            return DraftPlan(depth, asked_B, rate, backlog * draft.row_s, won / going_rate)
         trial = self._trial(observed, draft)
         return trial if trial.depth > 0 else replace(trial, tokens_per_s=found_rate)
 
@@ -285,8 +298,8 @@ def _gains(found_BK, forecast_BK, caps_B, unread_B, charged_rows, depth, gains):
 
 
 @njit(
-    "Tuple((int64, float64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64, float64,"
-    " float64, float64, float64, float64, float64, float64, float64, int64, float64, boolean[:])",
+    "Tuple((int64, float64, float64, float64, float64))(float64[:,:], float64[:,:], int64[:], int64[:], float64[:], float64,"
+    " float64, float64, float64, float64, float64, float64, float64, float64, int64, float64, boolean[:])",
     cache=True,
     error_model="numpy",
 )
@@ -295,7 +308,7 @@ def _plan(  # type: ignore[no-untyped-def]
     going_rate, least_gain, model_price, charged_rows, faith, asked_B,
 ):  # fmt: skip
     """Writes who is asked, and returns how deep, the tokens a second that drafts found promise, and those of the model, and
-    how many tokens' worth the model's are beyond those.
+    how many tokens' worth the model's are beyond those, and all are beyond what the seconds are worth.
 
     A kernel, because it runs in every step that consults drafters."""
     num_requests, num_positions = forecast_BK.shape
@@ -345,4 +358,4 @@ def _plan(  # type: ignore[no-untyped-def]
             and _promises_more(forecast_BK[b], found_BK[b], min(best_depth, cap), cap)
             and forecast_BK[b, 0] >= threshold
         )
-    return best_depth, found_rate, model_rate, most - found_most
+    return best_depth, found_rate, model_rate, most - found_most, most

@@ -3,7 +3,8 @@
 
 from abc import ABC, abstractmethod
 
-MAX_REST_STEPS = 16
+MAX_REST_STEPS, MAX_REST_STEPS_OF_MODEL = 16, 3
+"""Where there are drafters that read text, which must catch up with it; where a model alone is planned for."""
 REST_GROWTH = 1.25
 PLAIN_PROBE_STEPS = 128
 ENOUGH_PLAIN_SAMPLES = 3
@@ -17,7 +18,7 @@ class Rest:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._next = 1.0
+        self._next = min(1.0, most)
         self._left = 0
 
     def begin(self) -> None:
@@ -38,7 +39,7 @@ class Rest:
 
     def forget(self) -> None:
         """Ends the pause, and the refusals before count no longer."""
-        self._next, self._left = 1.0, 0
+        self._next, self._left = min(1.0, self._most), 0
 
 
 class Pacer(ABC):
@@ -85,17 +86,17 @@ class SteadyPacer(Pacer):
 
 
 class AdaptivePacer(Pacer):
-    """Rests a quarter longer after each refusal, up to 16 steps; wakes when the batch shrinks or grows by a quarter.
+    """Rests a quarter longer after each refusal, up to `max_rest` steps; wakes when the batch shrinks or grows by a quarter.
 
     Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for two steps without
     drafts now and then, of which the second is timed: the counterfactual needs them.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_rest: int = MAX_REST_STEPS) -> None:
         self._max_tokens = max_tokens
         self._longest = max_tokens
         self._least_survival = 0.0
-        self._rest = Rest(MAX_REST_STEPS)
+        self._rest = Rest(max_rest)
         self._batch_at_refusal = 0
         self._since_probe = 0
         self._is_warming_up = False
@@ -136,6 +137,8 @@ class AdaptivePacer(Pacer):
         self._batch_at_refusal = num_requests
 
 
-def build_pacer(budget_policy: str, max_tokens: int) -> Pacer:
-    """The pacer that suits a budget policy of that name."""
-    return AdaptivePacer(max_tokens) if budget_policy == "auto" else SteadyPacer(max_tokens)
+def build_pacer(budget_policy: str, max_tokens: int, *, reads_text: bool) -> Pacer:
+    """The pacer that suits a budget policy of that name, and drafters that read text or a model alone."""
+    if budget_policy != "auto":
+        return SteadyPacer(max_tokens)
+    return AdaptivePacer(max_tokens, MAX_REST_STEPS if reads_text else MAX_REST_STEPS_OF_MODEL)

@@ -17,6 +17,8 @@ CLIP, CLIP_OF_NEW, CLIP_FROM_WEIGHT = 2.0, 1.5, 3.0
 BORROWED_WEIGHT, COLD_WEIGHT = 0.25, 0.05
 # The blend of buckets and line: the most that a bucket weighs, its decay by step, the line's weight.
 MAX_WEIGHT, FORGET, LINE_WEIGHT = 20.0, 0.995, 1.0
+# Beyond all that was seen a row is believed to take such a share of the line's: what is tried is corrected, what is not never.
+OPTIMISM = 0.5
 # The surcharge of drafts: decay by sample and by step without drafts, samples' worth of zero, limit as a share of a step.
 SURCHARGE_DECAY, SURCHARGE_FORGET, ZERO_WEIGHT, MAX_SURCHARGE = 0.98, 0.99, 4.0, 0.5
 REFRESH = 32
@@ -177,7 +179,7 @@ class StepTimeTable:
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
-        plain[beyond] += (grid[beyond] - rows[-1]) * row_s
+        plain[beyond] += (grid[beyond] - rows[-1]) * row_s * OPTIMISM
         overhead_s, discount_s = self._surcharge.fitted()
         return StepCosts(plain, overhead_s, min(discount_s, row_s))
 
