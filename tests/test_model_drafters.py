@@ -190,10 +190,13 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     drafts.clear()
     generation.advance()
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
-    assert not drafts and router.model.unread.room == router.model.unread.capacity
+    assert (
+        engine.report()["head_is_dormant"] and not drafts and router.model.unread.room == router.model.unread.capacity
+    )
     monkeypatch.undo()
     engine.generate(requests(1, 1), max_tokens=2)
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
+    assert not engine.report()["head_is_dormant"]
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 

@@ -235,13 +235,27 @@ def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> N
 def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told() -> None:
     stamp = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
     ends = [
-        {"alarms": [{"sentence": "low"}], "stamps": [[11, stamp]], "policy_version": 3, "head_version": 1},
-        {"alarms": [], "stamps": [[12, stamp], [13, stamp]], "policy_version": 3, "head_version": 2},
+        {
+            "alarms": [{"sentence": "low"}],
+            "stamps": [[11, stamp]],
+            "policy_version": 3,
+            "head_version": 1,
+            "head_is_dormant": True,
+        },
+        {
+            "alarms": [],
+            "stamps": [[12, stamp], [13, stamp]],
+            "policy_version": 3,
+            "head_version": 2,
+            "head_is_dormant": False,
+        },
     ]
-    assert head_figures(ends) == {"specrollout/canary_alarms": 1.0, "specrollout/head_age": 2.0}
+    assert head_figures(ends) == {
+        "specrollout/canary_alarms": 1.0, "specrollout/head_age": 2.0, "specrollout/head_dormant": 0.5
+    }  # fmt: skip
     assert [line["seed"] for line in sample_lines(ends, [13, 99, 11])] == [13, 11]
     assert [line["seed"] for line in sample_lines(ends, None, without=[12])] == [11, 13]
-    plain = [{"alarms": [], "stamps": [], "policy_version": 3, "head_version": None}]
+    plain = [{"alarms": [], "stamps": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
     assert "specrollout/head_age" not in head_figures(plain) and sample_lines(plain, [1]) == []
 
 

@@ -49,7 +49,7 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     finish(start(run, 5, **with_head(head)))
     finish(start(plain, 5, **{k: v for k, v in REFRESH.items() if "specrollout" not in k}))
     steps = metrics(run)
-    assert [s["step"] for s in steps] == list(range(5))
+    assert [s["step"] for s in steps] == list(range(5)) and all(s["head_dormant"] in (0, 1) for s in steps)
     assert all(s["tokens_checked"] == s["tokens_equal"] > 0 and not s["alarms"] for s in steps)
     for mine, others in zip(steps, metrics(plain), strict=True):
         assert (mine["reward"], mine["num_tokens"]) == (others["reward"], others["num_tokens"])

@@ -115,9 +115,9 @@ class ModelDrafter:
         return self.unread.counts(lanes_B) * self._is_followed[lanes_B]
 
     def follow(self, follows: bool) -> None:
-        """Whether it follows the requests that come from now on; if not, it also leaves those that it followed."""
+        """Whether it follows the requests that come from now on; if not, it also leaves those that it followed. What it kept
+        of them stays until they end: a prompt that is half computed may have to be read."""
         if self._follows and not follows:
-            self.unread.forget(np.flatnonzero(self._is_followed).tolist())
             self._is_followed[:] = False
             self._num_lapses += 1
         self._follows = follows

@@ -107,6 +107,11 @@ class Router:
         self._planner.model_changed()
         self.may_ask_model = True
 
+    @property
+    def model_is_dormant(self) -> bool | None:
+        """Whether requests that come get none of the drafts of the drafter with weights; None if there is none."""
+        return None if self.model is None else not self._follows
+
     def policy_updated(self, version: int) -> None:
         """The policy has new weights from now on; requests may be under way."""
         batch, lanes_B = self._runner.input_batch, self._lanes.lanes_B

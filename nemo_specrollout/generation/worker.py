@@ -154,6 +154,7 @@ class SpecrolloutWorkerMixin:
             report["draft_overhead_s"] = None if costs is None else costs.overhead_s
             report["draft_discount_s"] = None if costs is None else costs.discount_s
             if router.model is not None:
+                report["head_is_dormant"] = router.model_is_dormant
                 report["policy_version"] = router.stamps.policy_version
                 report["head_version"] = router.stamps.head_version
                 report["capture_s"] = 0.0 if router.capture is None else router.capture.seconds
@@ -224,7 +225,8 @@ class SpecrolloutWorkerMixin:
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """What a step leaves besides its tokens: alarms, the stamps of the requests of `seeds` by seed, or of all that ended,
-        the versions of policy and head (None: no head drafts). None on a rank whose drafts nobody asks for."""
+        the versions of policy and head (None: no head drafts), whether the head lies dormant. None on a rank whose drafts
+        nobody asks for."""
         if not compat.is_output_rank():
             return None
         router = self.specrollout_router
@@ -240,6 +242,7 @@ class SpecrolloutWorkerMixin:
             "stamps": [[seed, stamp.wire()] for seed, stamp in found if stamp is not None],
             "policy_version": self.specrollout_policy_version,
             "head_version": None if router is None or self.specrollout_head is None else router.stamps.head_version,
+            "head_is_dormant": None if router is None else router.model_is_dormant,
         }
 
     def specrollout_take_stamps(self, seeds: list[int]) -> list[dict[str, Any] | None]:

@@ -13,7 +13,8 @@ from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """A measured rollout. `plain_estimate_s` is None where the engine learned no step times."""
+    """A measured rollout. `plain_estimate_s` is None where the engine learned no step times, `head_is_dormant` where it has no
+    drafter with weights."""
 
     seconds: float
     num_tokens: int
@@ -26,6 +27,7 @@ class RolloutStats:
     proposed: dict[str, list[int]]
     accepted: dict[str, list[int]]
     trace: dict[str, Any]
+    head_is_dormant: bool | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -66,6 +68,7 @@ def rollout_stats(
         proposed=_difference(before, after, "proposed"),
         accepted=_difference(before, after, "accepted"),
         trace=after["trace"],
+        head_is_dormant=after.get("head_is_dormant"),
     )
 
 

@@ -74,11 +74,15 @@ def step_facts(
 
 
 def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the engines' replies to `specrollout_end_step`: alarms, and the head's age in policy versions, of the oldest."""
+    """Of the engines' replies to `specrollout_end_step`: alarms, the age of the oldest head in policy versions, the share of
+    engines in which it lies dormant."""
     figures = {"canary_alarms": float(sum(len(end["alarms"]) for end in ends))}
     ages = [end["policy_version"] - end["head_version"] for end in ends if end["head_version"] is not None]
     if ages:
         figures["head_age"] = float(max(ages))
+    dormant = [end["head_is_dormant"] for end in ends if end.get("head_is_dormant") is not None]
+    if dormant:
+        figures["head_dormant"] = sum(dormant) / len(dormant)
     return {PREFIX + name: value for name, value in figures.items()}
 
 

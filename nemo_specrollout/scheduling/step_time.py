@@ -179,9 +179,10 @@ class StepTimeTable:
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
-        plain[beyond] += (grid[beyond] - rows[-1]) * row_s * OPTIMISM
         overhead_s, discount_s = self._surcharge.fitted()
-        return StepCosts(plain, overhead_s, min(discount_s, row_s))
+        discount_s = min(discount_s, row_s)
+        plain[beyond] += (grid[beyond] - rows[-1]) * max(OPTIMISM * row_s, discount_s)
+        return StepCosts(plain, overhead_s, discount_s)
 
     def _fresh_weights(self) -> np.ndarray:
         """Weights of the buckets, less where a bucket was not seen for long: one slow sample must not scare off for good."""
