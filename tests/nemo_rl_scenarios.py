@@ -24,7 +24,12 @@ REFRESHED_HEAD = [
     "policy.generation.specrollout.draft_refresh={trigger: every_step, max_train_seconds: 2, max_time_share: 1.0, "
     "rollout_capture_share: 1.0, held_out_share: 0.75, tolerance: 5.0, learning_rate: 0.001}",
 ]
-FIVE_STEPS = ["grpo.max_num_steps=5"]
+FIVE_STEPS, SIX_STEPS = ["grpo.max_num_steps=5"], ["grpo.max_num_steps=6"]
+# Both runs of a run that is resumed have one folder of checkpoints, beside those of their logs.
+CHECKPOINTED = [
+    "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
+    "model_save_format: null}",
+]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
@@ -49,10 +54,16 @@ VALIDATION = [
 ]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "sync_plain": {"overrides": SHORT + PLAIN + FIVE_STEPS},
+    "sync_plain": {"overrides": SHORT + PLAIN + SIX_STEPS},
     "sync_drafted": {"overrides": SHORT + DRAFTED},
     "sync_routed_head": {"overrides": SHORT + ROUTED_HEAD},
     "sync_refreshed_head": {"overrides": SHORT + REFRESHED_HEAD + FIVE_STEPS},
+    "sync_head_interrupted": {
+        "overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS,
+        "kill_after": 5,
+        "kill": "MegatronPolicyWorker",
+    },
+    "sync_head_resumed": {"overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS},
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},

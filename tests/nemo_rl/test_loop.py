@@ -146,6 +146,19 @@ def test_a_head_is_refreshed_beside_the_run_judged_and_taken_into_service(runs: 
     assert all(step["specrollout/refresh_failures"] == 0 for step in run.metrics)
 
 
+def test_a_resumed_run_goes_on_with_its_policy_and_the_head_published_last(runs: dict[str, Run]) -> None:
+    """The trainer was killed after step 5, before its checkpoint: steps 5 and 6 are those of a run that goes through."""
+    killed, resumed = runs["sync_head_interrupted"], runs["sync_head_resumed"]
+    assert killed.result["error"] is not None and resumed.result["error"] is None
+    records = [s["specrollout/draft_refresh"] for s in killed.metrics if s.get("specrollout/heads_published")]
+    assert records and [line["step"] for line in resumed.lines("samples.jsonl")] == [5, 6]
+    for step in (5, 6):
+        assert count_equal(runs["sync_plain"], resumed, step) == (16, 16)
+    (version,) = {sample["head_versions"][0] for sample in resumed.lines("samples.jsonl")[0]["samples"]}
+    assert version >= records[-1]["policy_version"] > 0, "the configured head is of version 0"
+    assert all(step["specrollout/refresh_failures"] == 0 for step in resumed.metrics)
+
+
 def test_samples_are_stamped(runs: dict[str, Run]) -> None:
     lines = runs["sync_refreshed_head"].lines("samples.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
