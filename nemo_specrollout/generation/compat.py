@@ -244,10 +244,10 @@ class StepOutput:
     has_prompt_B: np.ndarray
 
 
-def computes_prompts(runner: Any) -> bool:
-    """Whether the step that the runner has just sampled from computed tokens of a prompt."""
+def computes_prompt(runner: Any) -> np.ndarray:
+    """Of which requests the step that the runner has just sampled from computed tokens of the prompt, bool [B]."""
     batch, num_requests = runner.input_batch, runner.input_batch.num_reqs
-    return bool((batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]).any())
+    return batch.num_computed_tokens_cpu[:num_requests] < batch.num_prompt_tokens[:num_requests]
 
 
 def step_output(
@@ -262,11 +262,16 @@ def step_output(
     batch, num_requests = runner.input_batch, len(num_drafts_B)
     num_rows_B = np.diff(runner.query_start_loc.np[: num_requests + 1].astype(np.int64))
     first_positions_B = batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
-    prompt_lengths_B = batch.num_prompt_tokens[:num_requests]
-    is_prompt_B = first_positions_B < prompt_lengths_B
-    has_prompt_B = first_positions_B + num_rows_B >= prompt_lengths_B
+    has_prompt_B = first_positions_B + num_rows_B >= batch.num_prompt_tokens[:num_requests]
     return StepOutput(
-        attention, parts, hidden_states, num_rows_B, num_drafts_B, first_positions_B, is_prompt_B, has_prompt_B
+        attention,
+        parts,
+        hidden_states,
+        num_rows_B,
+        num_drafts_B,
+        first_positions_B,
+        computes_prompt(runner),
+        has_prompt_B,
     )
 
 

@@ -8,7 +8,7 @@ step, N rows of some requests.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,17 +65,6 @@ class CoupledDraftSampling:
         return tokens_b, None
 
 
-_NEVER = -1
-
-
-@dataclass(frozen=True)
-class _Parked:
-    """A request that was put aside: what was unread of it, and how often the drafter had left off following until then."""
-
-    rows: Rows | None
-    num_lapses: int
-
-
 class ModelDrafter:
     """Drafts with vLLM's proposer for those who are asked; owns what it has not read, and what its drafting costs.
 
@@ -95,10 +84,11 @@ class ModelDrafter:
         self.times = DraftTimes()
         self._seconds = 0.0
         self._step: StepOutput | None = None
-        self._follows, self._num_lapses = True, 0
+        self._follows = True
         self._is_followed = np.zeros(num_lanes, np.bool_)
         self._kept_B = np.zeros(0, np.bool_)
-        self._parked: dict[str, _Parked] = {}
+        # Of requests that were put aside: what was unread; None where it has missed some.
+        self._parked: dict[str, Rows | None] = {}
 
     def take_seconds(self) -> float:
         """Seconds of drafting and reading since last asked."""
@@ -119,31 +109,28 @@ class ModelDrafter:
         of them stays until they end: a prompt that is half computed may have to be read."""
         if self._follows and not follows:
             self._is_followed[:] = False
-            self._num_lapses += 1
+            self._parked = dict.fromkeys(self._parked)
         self._follows = follows
 
     def open(self, lane: int, req_id: str, num_computed: int) -> None:
         """A request takes `lane`, of which the target has computed so many tokens already; what was unread of them when it
         was put aside still is."""
-        parked = self._parked.pop(req_id, None)
-        has_missed = parked is not None and num_computed > 0 and parked.num_lapses != self._num_lapses
+        is_back, rows = req_id in self._parked, self._parked.pop(req_id, None)
+        has_missed = is_back and rows is None and num_computed > 0
         self._is_followed[lane] = self._follows and not has_missed
-        if parked is None or parked.rows is None or not self._is_followed[lane]:
-            return
-        rows = parked.rows
-        if (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
-            again = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
-            self.unread.append([rows.hidden_NF], again)
+        if rows is not None and (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
+            parked = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
+            self.unread.append([rows.hidden_NF], parked)
 
     def close(self, lane: int, req_id: str, *, is_parked: bool) -> bool:
         """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back. Returns whether
         it was followed to its end."""
-        was_followed, lanes = bool(self._is_followed[lane]), np.array([lane])
-        if is_parked:
-            has_rows = was_followed and self.unread.counts(lanes)[0] > 0
-            rows = self.unread.take(lanes) if has_rows else None
-            kept = None if rows is None else replace(rows, hidden_NF=rows.hidden_NF.clone())
-            self._parked[req_id] = _Parked(kept, self._num_lapses if was_followed else _NEVER)
+        was_followed = bool(self._is_followed[lane])
+        if is_parked and was_followed:
+            rows = self.unread.take(np.array([lane]))
+            self._parked[req_id] = replace(rows, hidden_NF=rows.hidden_NF.clone())
+        elif is_parked:
+            self._parked[req_id] = None
         self.unread.forget([lane])
         self._is_followed[lane] = False
         return was_followed and not is_parked

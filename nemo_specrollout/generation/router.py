@@ -136,7 +136,7 @@ class Router:
     ) -> list[list[int]]:
         """vLLM's hook: the draft tokens of each request of the batch, none to `num_speculative_tokens` of them."""
         started, self._has_proposed = time.perf_counter(), True
-        num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+        num_sampled_B = count_tokens(sampled_token_ids)
         drafts = self._propose(num_sampled_B, num_tokens_no_spec, token_ids_cpu)
         self._last_step = self.trace.end_step(time.perf_counter() - started)
         return drafts
@@ -159,7 +159,7 @@ class Router:
         self.model.follow(self._follows)
         batch = self._runner.input_batch
         self._sync_lanes(batch.token_ids_cpu)
-        num_sampled_B = np.fromiter(map(len, sampled_token_ids), np.int64, len(sampled_token_ids))
+        num_sampled_B = count_tokens(sampled_token_ids)
         self._followed_s = 0.0
         self._keep(num_sampled_B, common_attn_metadata, hidden_states, aux_hidden_states)
         drafts = self._propose(num_sampled_B, batch.num_tokens_no_spec, batch.token_ids_cpu)
@@ -183,7 +183,7 @@ class Router:
         """Hands the step's hidden states to those who want them."""
         started = time.perf_counter()
         assert self.model is not None and self._sampler is not None
-        if self.capture is None and not self.model.follows_any and not compat.computes_prompts(self._runner):
+        if self.capture is None and not self.model.follows_any and not compat.computes_prompt(self._runner).any():
             self.model.skip()
             return
         num_drafts_B, lanes_B = self._sampler.num_drafts_B, self._lanes.lanes_B
@@ -384,6 +384,11 @@ class Proposals:
     def of(self, drafter: int) -> Proposal:
         """Where one drafter writes."""
         return Proposal(self.tokens_DBK[drafter], self.levels_DBK[drafter], self.lengths_DB[drafter])
+
+
+def count_tokens(sampled: list[list[int]]) -> np.ndarray:
+    """How many tokens each request sampled, int64 [B]."""
+    return np.fromiter(map(len, sampled), np.int64, len(sampled))
 
 
 def take_tokens(tokens_DBK: np.ndarray, drafters_B: np.ndarray, counts_B: np.ndarray) -> np.ndarray:

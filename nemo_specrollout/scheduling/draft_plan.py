@@ -133,7 +133,7 @@ class AutoPlanner(DraftPlanner):
     size of batch: requests for which a model is asked are the hard ones, and its passes leave cold caches behind.
     """
 
-    def __init__(self, margin: float, terms: ModelTerms = ALONE) -> None:
+    def __init__(self, margin: float, terms: ModelTerms) -> None:
         self.margin, self.terms = margin, terms
         self._num_lessons = 0
         self._rest, self._size_at_refusal = Rest(terms.max_rest), 0

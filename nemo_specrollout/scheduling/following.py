@@ -31,8 +31,8 @@ class Following:
         self._cost_s += cost_s
         self._most_at_once = max(self._most_at_once, num_requests)
         if self._num_ended >= GENERATIONS * self._most_at_once:
-            cost_s, self.is_on = self._cost_s, self._won_s >= self._cost_s
-            self._resumes_at_s = now_s + cost_s / WATCH_SHARE
+            self.is_on = self._won_s >= self._cost_s
+            self._resumes_at_s = now_s + self._cost_s / WATCH_SHARE
             self._judge_anew()
 
     def ended(self, num_requests: int) -> None:
