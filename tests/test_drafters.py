@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import TEXT_DRAFTERS, DrafterConfig
 from nemo_specrollout.drafters import build_drafter
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Batch, Demand, Drafter, Proposal
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Batch, Demand, Drafter, DraftRequest, Proposal
 from nemo_specrollout.drafters.context_index import ContextIndex
 
 pytestmark = pytest.mark.unit
@@ -48,7 +48,7 @@ def propose(drafter: Drafter, batch: Batch, max_tokens: int = 6, floor: float = 
 
 def open_all(drafter: Drafter, batch: Batch, groups: list[int], prompt_length: int) -> None:
     for lane, group in enumerate(groups):
-        drafter.open(lane, 1000 + lane, group, batch.token_ids_BL[lane, :prompt_length])
+        drafter.open(lane, DraftRequest(1000 + lane, group, batch.token_ids_BL[lane, :prompt_length]))
 
 
 def test_ngram_goes_on_as_the_text_went_before() -> None:

@@ -18,11 +18,12 @@ ALLOWED = {
     "sampling": set(),
     "scheduling": {"config"},
     "drafters": {"config", "sampling"},
+    "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
-    "generation": {"config", "sampling", "scheduling", "drafters", "training"},
+    "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
     "local": {"config", "sampling", "scheduling", "drafters", "training", "generation"},
     "nemo_rl": {"config", "sampling", "scheduling", "training", "generation"},
-    "cli": {"config", "sampling", "scheduling", "drafters", "training", "generation", "local", "nemo_rl"},
+    "cli": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation", "local", "nemo_rl"},
 }
 # Which rooms alone may touch a heavy package.
 OWNERS = {
@@ -31,6 +32,7 @@ OWNERS = {
     "speculators": {"training"},
     "nemo_rl": {"nemo_rl"},
     "ray": {"nemo_rl"},
+    "zmq": {"decoupled"},
 }
 TORCH_FREE = ("config", "scheduling", "cli")
 

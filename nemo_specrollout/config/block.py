@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block `policy.generation.specrollout`: all that a user may ask of this package. Strict, frozen, torch-free."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from nemo_specrollout.config.addresses import check_address
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, choice
 
 BLOCK_PATH = "policy.generation.specrollout"
 TEXT_DRAFTERS = ("ngram", "suffix", "random")
 MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp")
+REMOTE_DRAFTER = "remote"
 DRAFT_SAMPLING = ("shared_noise", "greedy")
 BUDGET_POLICIES = ("auto", "fixed", "random")
 
@@ -17,12 +21,13 @@ BUDGET_POLICIES = ("auto", "fixed", "random")
 class DrafterConfig:
     """One drafter; several may be named, and the router picks among them for each request and step."""
 
-    type: str = choice(*TEXT_DRAFTERS, *MODEL_DRAFTERS)
+    type: str = choice(*TEXT_DRAFTERS, *MODEL_DRAFTERS, REMOTE_DRAFTER)
     """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases.
-    `eagle3`: a head on the policy's hidden states. `draft_model`: a small model. `mtp`: the policy's own heads."""
+    `eagle3`: a head on the policy's hidden states. `draft_model`: a small model. `mtp`: the policy's own heads. `remote`: a
+    small model in an engine of its own, which runs ahead while the policy's engine verifies."""
 
     model: str | None = None
-    """Folder of the head or the small model: `eagle3` and `draft_model` need one, no other has one."""
+    """Folder of the head or the small model: `eagle3`, `draft_model` and `remote` need one, no other has one."""
 
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
     """What a drafter with weights samples: its own distribution with the request's noise, or its most likely token."""
@@ -33,14 +38,48 @@ class DrafterConfig:
     num_slots: int = bounded(1 << 18, low=1 << 10, high=1 << 26)
     """Contexts remembered, a power of two; 64 bytes each, about five a token. The least used make room."""
 
+    workers: int = bounded(0, low=0, high=64)
+    """Of `remote`: drafter processes that the run starts and looks after; 0 with `addresses`."""
+
+    addresses: tuple[str, ...] = ()
+    """Of `remote`: where drafters listen that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
+
+    most_ahead: int = bounded(12, low=1, high=64)
+    """Of `remote`: draft tokens that a drafter may be ahead of a request's committed text."""
+
+    max_requests: int = bounded(256, low=1, high=4096)
+    """Of `remote`: requests that one drafter process drafts for at a time, of all engines together."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """Of `remote`: the hosts that may ask a drafter for drafts, as IP addresses; empty is any that knows the secret."""
+
+    vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Of `remote`: passed to the draft model's engine, e.g. gpu_memory_utilization."""
+
     def check(self, path: str) -> None:
-        """Raises ConfigError if `num_slots` is not a power of two, or `model` does not go with the type."""
-        if (self.model is not None) != (self.type in ("eagle3", "draft_model")):
+        """Raises ConfigError if `num_slots` is not a power of two, or a field does not go with the type."""
+        if (self.model is not None) != (self.type in ("eagle3", "draft_model", REMOTE_DRAFTER)):
             fix = "name the folder of its weights" if self.model is None else "remove it"
             raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
+        if self.type == REMOTE_DRAFTER:
+            self._check_remote(path)
+        elif self.workers or self.addresses or self.allowed_hosts or self.vllm_kwargs:
+            raise ConfigError(
+                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, addresses, allowed_hosts and "
+                "vllm_kwargs, or use type remote"
+            )
         if self.num_slots & (self.num_slots - 1):
             rounded = 1 << self.num_slots.bit_length()
             raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
+
+    def _check_remote(self, path: str) -> None:
+        if bool(self.workers) == bool(self.addresses):
+            raise ConfigError(
+                f"{path}: workers {self.workers} and addresses {list(self.addresses)}; say how many drafters the run starts, "
+                "or where they listen: one of the two"
+            )
+        for address in self.addresses:
+            check_address(f"{path}.addresses", address)
 
 
 @dataclass(frozen=True)
@@ -94,6 +133,11 @@ class SpecrolloutConfig:
     def model_drafter(self) -> DrafterConfig | None:
         """The drafter with weights, if there is one; there is one at most."""
         return next((d for d in self.drafters if d.type in MODEL_DRAFTERS), None)
+
+    @property
+    def remote(self) -> DrafterConfig | None:
+        """The drafter on other workers, if there is one."""
+        return next((d for d in self.drafters if d.type == REMOTE_DRAFTER), None)
 
     @property
     def head(self) -> str | None:

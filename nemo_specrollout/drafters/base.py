@@ -16,6 +16,20 @@ NUM_LEVELS = len(LEVEL_PRIORS)
 
 
 @dataclass(frozen=True)
+class DraftRequest:
+    """A request that is to be drafted for: the key of its noise, that of its group of siblings, its prompt (int32), how it is
+    sampled, and how long it may get, prompt included."""
+
+    key: int
+    group: int
+    prompt: np.ndarray
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    limit: int = 1 << 30
+
+
+@dataclass(frozen=True)
 class Batch:
     """The running requests as a drafter sees them; arrays are views of the engine's, to be read only.
 
@@ -52,17 +66,20 @@ class Drafter(ABC):
     """Proposes continuations; owns whatever it remembers of the texts that it was shown.
 
     Invariant: nothing that a drafter does can change a request's output, only when it arrives.
-    Example: `open(3, group, prompt)`, then each step `propose(batch, demand, out)`, at the end `close(3)`.
+    Example: `open(3, request)`, then each step `propose(batch, demand, out)`, at the end `close(3)`.
     """
 
     name: str
 
     @abstractmethod
-    def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
-        """A request takes `lane`; siblings share `group_key`. `prompt` is its text so far."""
+    def open(self, lane: int, request: DraftRequest) -> None:
+        """A request takes `lane`."""
 
     def close(self, lane: int) -> None:  # noqa: B027 - most drafters keep nothing per lane
         """The request of `lane` ended or was put aside."""
+
+    def follow(self, batch: Batch) -> None:  # noqa: B027 - what reads text can catch up later
+        """The step's texts, where nobody is asked to draft."""
 
     @abstractmethod
     def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:

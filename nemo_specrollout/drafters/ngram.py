@@ -3,6 +3,7 @@
 
 import numpy as np
 
+from nemo_specrollout.drafters.base import DraftRequest
 from nemo_specrollout.drafters.context_drafter import ContextDrafter
 
 
@@ -16,7 +17,7 @@ class NgramDrafter(ContextDrafter):
     name = "ngram"
     shortest_context = 2
 
-    def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
-        self._salts[lane] = request_key
-        text = np.ascontiguousarray(prompt, np.int32)[None, :]
+    def open(self, lane: int, request: DraftRequest) -> None:
+        self._salts[lane] = request.key
+        text = np.ascontiguousarray(request.prompt, np.int32)[None, :]
         self._index.learn(self._salts[lane : lane + 1], text, np.array([0]), np.array([text.shape[1]]))

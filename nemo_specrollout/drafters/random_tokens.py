@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Demand, Drafter, Proposal
+from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Demand, Drafter, DraftRequest, Proposal
 
 
 class RandomDrafter(Drafter):
@@ -15,7 +15,7 @@ class RandomDrafter(Drafter):
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
 
-    def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
+    def open(self, lane: int, request: DraftRequest) -> None:
         pass
 
     def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suffix drafting from siblings and past rollouts of the same prompt (after SuffixDecoding, arXiv 2411.04975)."""
 
-import numpy as np
-
+from nemo_specrollout.drafters.base import DraftRequest
 from nemo_specrollout.drafters.context_drafter import ContextDrafter
 
 
@@ -16,5 +15,5 @@ class SuffixDrafter(ContextDrafter):
     name = "suffix"
     shortest_context = 1
 
-    def open(self, lane: int, request_key: int, group_key: int, prompt: np.ndarray) -> None:
-        self._salts[lane] = group_key
+    def open(self, lane: int, request: DraftRequest) -> None:
+        self._salts[lane] = request.group

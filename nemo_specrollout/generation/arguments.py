@@ -14,6 +14,23 @@ WORKER_CLASSES = {
 ROUTER_CLASS = "nemo_specrollout.generation.router.Router"
 # vLLM's V2 model runner samples in another place; see docs/exactness.md.
 ENGINE_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+# What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
+PROCESS_ENVIRONMENT = {
+    **ENGINE_ENVIRONMENT,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+QUIET_START = {
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+}
 
 
 def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str) -> dict[str, Any]:

@@ -93,6 +93,14 @@ def verify_model_runner(runner: Any) -> None:
         raise RuntimeError("specrollout chooses drafts on the host, which needs vllm_kwargs.async_scheduling: false")
 
 
+def scheduler_of(engine: Any) -> Any:
+    """The scheduler of an engine whose core runs in this process."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None:
+        raise RuntimeError("a drafter's engine core must run in its own process: set VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    return core.scheduler
+
+
 def device_type() -> str:
     """`cuda` or `cpu`: what vLLM runs on in this process."""
     from vllm.platforms import current_platform
@@ -145,6 +153,19 @@ def skip_empty_draft_metadata(runner: Any) -> None:
         return SimpleNamespace(logits_indices=indices)
 
     runner._calc_spec_decode_metadata = calculate_unless_empty
+
+
+def replace_output(runner: Any, req_id: str, num_kept: int, tokens: list[int]) -> None:
+    """A request keeps its first `num_kept` output tokens, and goes on with `tokens`, none of them computed yet."""
+    state, batch = runner.requests[req_id], runner.input_batch
+    del state.output_token_ids[num_kept:]
+    state.output_token_ids.extend(tokens)
+    row = batch.req_id_to_index.get(req_id)
+    if row is not None:
+        start = int(batch.num_prompt_tokens[row]) + num_kept
+        batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
+        batch.is_token_ids[row, start : start + len(tokens)] = True
+        batch.num_tokens_no_spec[row] = start + len(tokens)
 
 
 def draft_after_bookkeeping(runner: Any) -> None:

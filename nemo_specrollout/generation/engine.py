@@ -15,31 +15,15 @@ import torch
 
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT, with_specrollout
+from nemo_specrollout.generation.arguments import PROCESS_ENVIRONMENT, QUIET_START, with_specrollout
+from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec, with_addresses
 from nemo_specrollout.generation.identity import rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features import SequenceFeatures
 
-# What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
-_PROCESS_ENVIRONMENT = {
-    **ENGINE_ENVIRONMENT,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 DEFAULT_MAX_NUM_SEQS = 64
-_QUIET_START = {
-    "use_tqdm_on_load": False,
-    "disable_log_stats": True,
-    "skip_tokenizer_init": True,
-    "distributed_executor_backend": "uni",
-}
 
 
 @dataclass(frozen=True)
@@ -77,10 +61,8 @@ class RolloutEngine:
 
         Raises ConfigError for what vLLM refuses.
         """
-        for name, value in _PROCESS_ENVIRONMENT.items():
+        for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from vllm import LLM
-
         from nemo_specrollout.generation import compat
 
         compat.check_version()
@@ -90,7 +72,31 @@ class RolloutEngine:
         self._generation = generation
         self._seed = seed
         self._stop_token_ids = _stop_token_ids(model)
-        arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, generation.specrollout, "cpu")
+        self.drafters = self._start_drafters(generation)
+        try:
+            self._start(model, generation, seed, overrides)
+            if self.drafters is not None:
+                self.drafters.wait_until_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_drafters(self, generation: GenerationConfig) -> DrafterPool | None:
+        """The drafter processes that the block asks for: they start while this engine does."""
+        block = generation.specrollout
+        if not block.enabled or block.remote is None or not block.remote.workers:
+            return None
+        return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg, "cpu")] * block.remote.workers)
+
+    def _start(self, model: Path, generation: GenerationConfig, seed: int, overrides: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        from nemo_specrollout.generation import compat
+
+        block = generation.specrollout
+        if self.drafters is not None:
+            block = with_addresses(block, self.drafters.addresses())
+        arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, block, "cpu")
         self._has_our_worker = "worker_cls" in arguments
         self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
         arguments["max_num_seqs"] = self.max_num_seqs
@@ -105,7 +111,7 @@ class RolloutEngine:
             "seed": seed,
         }
         try:
-            self._llm = LLM(**{**_QUIET_START, **arguments})
+            self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
 
@@ -202,7 +208,9 @@ class RolloutEngine:
         return int(drafts), list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
 
     def close(self) -> None:
-        """Stops the engine and frees its memory."""
+        """Stops the engine and its drafters, and frees its memory."""
+        if self.drafters is not None:
+            self.drafters.stop()
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
             engine.llm_engine.engine_core.shutdown()

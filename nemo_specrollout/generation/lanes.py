@@ -67,6 +67,10 @@ class Lanes:
         self._limit[lane] = room if speculate else 0
         return lane
 
+    def limit(self, lane: int) -> int:
+        """How long the request of `lane` may get and still be drafted for."""
+        return int(self._limit[lane])
+
     def reorder(self, req_ids: list[str]) -> None:
         """The batch is now `req_ids`, all of which have lanes."""
         self._order = list(req_ids)

@@ -14,19 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import StepOutput
 from nemo_specrollout.generation.row_buffer import RowBuffer, Rows, StepRows
-from nemo_specrollout.generation.sampler import BatchKeys
+from nemo_specrollout.generation.sampler import BatchKeys, evidence_levels
 from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
 from nemo_specrollout.scheduling.draft_time import DraftTimes
 
-# By how many nats a draft token beat the runner-up, in as many levels of evidence, and the rates believed of them at first.
-MARGIN_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, 5.5])
 UNREAD_BYTES = 64 << 20
 """Room for what a drafter has not read: tokens beyond are read without being asked."""
-MODEL_LEVEL_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
 
 
 class CoupledDraftSampling:
@@ -191,7 +187,7 @@ class ModelDrafter:
         started = time.perf_counter()
         tokens_bK = self._run(rows_b, lanes_B, token_ids_BL, depth, keys)
         margins_bK = torch.stack(self._sampling.margins, dim=1).cpu().numpy()
-        levels_bK = np.searchsorted(MARGIN_EDGES, margins_bK).astype(np.int8)
+        levels_bK = evidence_levels(margins_bK)
         self.times.observe(num_unread, len(rows_b), depth, time.perf_counter() - started)
         return tokens_bK, levels_bK
 

@@ -9,22 +9,34 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 
-from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
+from nemo_specrollout.config.addresses import shared_secret
+from nemo_specrollout.config.block import (
+    BLOCK_PATH,
+    MODEL_DRAFTERS,
+    REMOTE_DRAFTER,
+    TEXT_DRAFTERS,
+    DrafterConfig,
+    SpecrolloutConfig,
+)
+from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.config.strict import build
+from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter
+from nemo_specrollout.decoupled.verifier_side import PolicyModel
 from nemo_specrollout.drafters import build_drafter
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Demand, Proposal
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Demand, DraftRequest, Proposal
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.lanes import Lanes
-from nemo_specrollout.generation.model_drafter import MODEL_LEVEL_PRIORS, ModelDrafter
+from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.row_buffer import StepRows
-from nemo_specrollout.generation.sampler import CoupledSampler
+from nemo_specrollout.generation.sampler import MARGIN_LEVEL_PRIORS, CoupledSampler
 from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator, count_outcomes
@@ -60,21 +72,26 @@ class Router:
         self._drafters = {
             i: build_drafter(d, num_lanes, vocab_size) for i, d in enumerate(config.drafters) if is_text[i]
         }
+        self.remote: RemoteDrafter | None = None
+        if config.remote is not None:
+            self.remote = _remote_drafter(config.remote, vllm_config, num_lanes)
+            self._drafters[self.names.index(REMOTE_DRAFTER)] = self.remote
         self.model: ModelDrafter | None = None
         self.capture: FeatureCapture | None = None
-        self._model_index = -1 if all(is_text) else is_text.index(False)
+        answers_at_once = [d.type not in MODEL_DRAFTERS for d in config.drafters]
+        self._model_index = -1 if all(answers_at_once) else answers_at_once.index(False)
         self._model_config = config.model_drafter
-        self._planner = build_planner(config.budget, BESIDE_TEXT if any(is_text) else ALONE)
+        self._planner = build_planner(config.budget, BESIDE_TEXT if any(answers_at_once) else ALONE)
         self._going_rate = GoingRate()
         self._plans = (NO_PLAN, NO_PLAN)  # of the step before, and of this one
         self._drafted_s = self._followed_s = self._worked_s = 0.0
         self._follows = True
         self._lanes = Lanes(num_lanes, vllm_config.model_config.max_model_len)
         self._buffers = Proposals.buffers(len(self.names), num_lanes, self._num_tokens)
-        priors = np.array([LEVEL_PRIORS if text else MODEL_LEVEL_PRIORS for text in is_text])
+        priors = np.array([LEVEL_PRIORS if text else MARGIN_LEVEL_PRIORS for text in is_text])
         self._estimator = AcceptanceEstimator(num_lanes, self._num_tokens, priors)
         self._budget = build_budget(config.budget)
-        self._pacer = build_pacer(config.budget.policy, self._num_tokens, reads_text=any(is_text))
+        self._pacer = build_pacer(config.budget.policy, self._num_tokens, reads_text=any(answers_at_once))
         self.table = StepTimeTable(min(num_lanes * (self._num_tokens + 1), scheduler.max_num_batched_tokens))
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
@@ -205,6 +222,7 @@ class Router:
             return [[] for _ in range(num_requests)]
         if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             self._lead(NO_PLAN)
+            self._follow(emitted_B, num_tokens, token_ids)
             return [[] for _ in range(num_requests)]
         if self._last_step is not None:
             self.table.observe(*self._last_step)
@@ -234,6 +252,13 @@ class Router:
             self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
+
+    def _follow(self, emitted_B: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
+        """Tells drafters elsewhere of a step in which nobody is asked: what they have ready must fit when somebody is."""
+        if self.remote is not None:
+            self._sync_lanes(token_ids)
+            lengths_B = num_tokens[: len(emitted_B)].astype(np.int64)
+            self.remote.follow(Batch(self._lanes.lanes_B, token_ids, lengths_B, lengths_B))
 
     def _plan(self, batch: Batch, caps_B: np.ndarray, found_BK: np.ndarray) -> DraftPlan:
         """Whom the drafter with weights drafts for, and how deep."""
@@ -313,8 +338,18 @@ class Router:
             self.model.open(lane, req_id, int(self._runner.input_batch.num_computed_tokens_cpu[row]))
         if self.capture is not None:
             self.capture.open(lane, identity.seed, prompt_length)
+        params = state.sampling_params
+        request = DraftRequest(
+            identity.seed,
+            identity.group,
+            token_ids[row, :prompt_length],
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            self._lanes.limit(lane),
+        )
         for drafter in self._drafters.values():
-            drafter.open(lane, identity.seed, identity.group, token_ids[row, :prompt_length])
+            drafter.open(lane, request)
 
     def _collect(self, batch: Batch) -> "Proposals":
         """What the drafters that read text propose, and room for one with weights."""
@@ -384,6 +419,15 @@ class Proposals:
     def of(self, drafter: int) -> Proposal:
         """Where one drafter writes."""
         return Proposal(self.tokens_DBK[drafter], self.levels_DBK[drafter], self.lengths_DB[drafter])
+
+
+def _remote_drafter(config: DrafterConfig, vllm_config: Any, num_lanes: int) -> RemoteDrafter:
+    """The drafters at the addresses of `config`."""
+    folder = Path(vllm_config.model_config.model)
+    model = PolicyModel(
+        vllm_config.model_config.get_vocab_size(), tokenizer_fingerprint(folder), tuple(stop_token_ids(folder))
+    )
+    return RemoteDrafter(config.addresses, shared_secret(config.addresses), num_lanes, config.most_ahead, model)
 
 
 def count_tokens(sampled: list[list[int]]) -> np.ndarray:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where drafters listen, and the secret that both ends share where others could reach them."""
+
+import os
+import re
+from collections.abc import Iterable
+
+from nemo_specrollout.config.strict import ConfigError
+
+SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
+SHORTEST_SECRET = 16
+_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def check_address(path: str, address: str) -> None:
+    """Raises ConfigError unless `address` is tcp://HOST:PORT."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(f"{path}: {address!r} is no address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach it."""
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and match[1] in _LOOPBACK
+
+
+def shared_secret(addresses: Iterable[str]) -> bytes:
+    """What both ends prove to know, from the environment. May be empty on the loopback only.
+
+    Raises ConfigError if it is missing or short and an address is not a loopback.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if len(secret) < SHORTEST_SECRET and not all(map(is_loopback, addresses)):
+        raise ConfigError(
+            f"{SECRET_VARIABLE}: drafters that other machines can reach need a shared secret of at least {SHORTEST_SECRET} "
+            "characters in the environment of both ends"
+        )
+    return secret.encode()[:64]

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafters and verifiers say to each other: typed, bounded, packed by msgspec. Nothing here can carry code.
+
+What concerns many requests travels in columns, little-endian bytes of one type, so that neither side loops over them.
+A verifier's request is known by its session (one run of one engine) and a number that is never used twice in it.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 16 << 20
+MAX_COLUMN = 1 << 16
+
+
+class FrameError(ValueError):
+    """A frame that no peer of this protocol sends."""
+
+
+class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True):
+    """Verifier: who I am, and what a drafter of mine must match."""
+
+    protocol: int
+    session: int
+    vocab_size: int
+    tokenizer: str
+    stop_token_ids: list[int]
+
+
+class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=True):
+    """Drafter: I draft for you. `drafter` is one run of one engine; `num_mirrors` is how many requests it can hold."""
+
+    session: int
+    drafter: int
+    draft_version: int
+    max_model_len: int
+    num_mirrors: int
+
+
+class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, frozen=True):
+    """Drafter: I do not draft for you, and why."""
+
+    session: int
+    reason: str
+
+
+class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A request, with all of its text so far (int32), and how it is sampled. It never grows beyond `limit` tokens."""
+
+    request: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    limit: int
+    window: int
+    tokens: bytes
+
+
+class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
+    """Verifier, after each of its steps: requests opened and closed (int64), and what the others have committed.
+
+    A row of the commits: request int64; base int64, how long its text was; prefix_hash uint64, of those first `base` tokens;
+    count int64 of new tokens; window uint8, how far its mirror may run ahead of them; resend uint8, 1 to be told again what
+    was drafted beyond them. `tokens` int32 of all rows.
+    """
+
+    session: int
+    number: int
+    sent_ns: int
+    opens: list[Open]
+    closes: bytes
+    requests: bytes
+    bases: bytes
+    hashes: bytes
+    counts: bytes
+    windows: bytes
+    resends: bytes
+    tokens: bytes
+
+
+class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=True):
+    """Drafter, after each of its steps and in answer to each `Step`.
+
+    A row: request int64; position int64 of the token in its text; prefix_hash uint64 of all tokens before it; token int32;
+    level int8 of its evidence. `lacking` int64: requests that it has to be told anew. `answers` is the number of the last
+    `Step` that came, which waited `held_ns` until this was sent; `step_s` is what a step of the engine takes.
+    """
+
+    session: int
+    drafter: int
+    number: int
+    answers: int
+    echo_ns: int
+    held_ns: int
+    draft_version: int
+    step_s: float
+    num_mirrors: int
+    requests: bytes
+    positions: bytes
+    hashes: bytes
+    tokens: bytes
+    levels: bytes
+    lacking: bytes
+
+
+class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=True):
+    """Whoever trains the draft model: its weights are now those in `folder`, a path of the drafter's machine."""
+
+    folder: str
+    draft_version: int
+
+
+class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, frozen=True):
+    """Drafter: done, or why not."""
+
+    draft_version: int
+    error: str
+
+
+Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """The message in `frame`. Raises FrameError for anything else, oversized frames and ragged columns included."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(frame)} bytes; the most is {MAX_FRAME_BYTES}")
+    try:
+        message: Message = _decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FrameError(str(error)) from None
+    if isinstance(message, Step):
+        _check_columns(
+            message, (("requests", 8), ("bases", 8), ("hashes", 8), ("counts", 8), ("windows", 1), ("resends", 1))
+        )
+        counts = column(message.counts, np.int64)
+        if len(counts) and (counts.min() < 0 or counts.max() > MAX_COLUMN):
+            raise FrameError("a count out of range")
+        if int(counts.sum()) * 4 != len(message.tokens) or len(message.closes) % 8:
+            raise FrameError("ragged columns")
+        if any(len(o.tokens) % 4 for o in message.opens):
+            raise FrameError("ragged tokens")
+    if isinstance(message, Drafts):
+        _check_columns(message, (("requests", 8), ("positions", 8), ("hashes", 8), ("tokens", 4), ("levels", 1)))
+        if len(message.lacking) % 8:
+            raise FrameError("ragged columns")
+    return message
+
+
+def _check_columns(message: Any, columns: tuple[tuple[str, int], ...]) -> None:
+    sizes = {len(getattr(message, name)) / width for name, width in columns}
+    if len(sizes) != 1 or sizes.pop() > MAX_COLUMN:
+        raise FrameError("ragged columns")
+
+
+def column(data: bytes, dtype: type) -> np.ndarray:
+    """A column as an array of its own: compiled kernels do not take what they may not write to."""
+    return np.frombuffer(data, dtype).copy()

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verifier's tail buffers: of each request, what was drafted beyond the text that it has committed.
+
+Shapes: B requests of the batch, b some of them, N rows of a message, L longest sequence, K draft positions, S room of a tail.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from nemo_specrollout.decoupled.prefix_hash import extend, of_text
+
+NO_REQUEST = -1
+LANE_BITS = 16
+"""A request's number holds its lane in so many low bits, so that no table is needed to find it."""
+
+
+@dataclass
+class TailCounts:
+    """What became of the draft tokens that came, as sums."""
+
+    kept: int = 0
+    """Put behind a tail."""
+    late: int = 0
+    """The verifier had sampled that position itself by then."""
+    stale: int = 0
+    """Of a text that is not the request's (any more), or of a request that is gone."""
+    beyond: int = 0
+    """Not contiguous: something before it was lost; or more than there is room for."""
+    wrong: int = 0
+    """Kept, and dropped when the verifier sampled another token there or before it."""
+
+
+class TailBuffers:
+    """Owns the tails of all lanes.
+
+    Invariants: a tail's token at position p was drafted for exactly the text that ends before p: the committed text and the
+    tail up to there. Whatever arrives, in whatever order and however often, either extends a tail under that rule or changes
+    nothing. The last message about a position counts: a drafter with new weights may overrule itself.
+    """
+
+    def __init__(self, num_lanes: int, most_ahead: int, vocab_size: int, num_levels: int) -> None:
+        size = 1 << (most_ahead + 1).bit_length()
+        self._requests = np.full(num_lanes, NO_REQUEST, np.int64)
+        self._committed = np.zeros(num_lanes, np.int64)
+        self._ends = np.zeros(num_lanes, np.int64)
+        self._hashes = np.zeros((num_lanes, size), np.uint64)
+        self._tokens = np.zeros((num_lanes, size), np.int32)
+        self._levels = np.zeros((num_lanes, size), np.int8)
+        self._lost = np.zeros(num_lanes, np.bool_)
+        self._counts = np.zeros(5, np.int64)
+        self._vocab_size, self._num_levels = vocab_size, num_levels
+
+    @property
+    def counts(self) -> TailCounts:
+        return TailCounts(*self._counts.tolist())
+
+    def open(self, lane: int, request: int, seed: int, text: np.ndarray) -> None:
+        """`lane` is now of `request`, whose int32 `text` is committed."""
+        self._requests[lane] = request
+        self._committed[lane] = self._ends[lane] = len(text)
+        self._hashes[lane, len(text) % self._hashes.shape[1]] = of_text(seed, text)
+        self._lost[lane] = False
+
+    def close(self, lane: int) -> None:
+        """The request of `lane` is gone, and its tail with it."""
+        self._requests[lane] = NO_REQUEST
+        self._ends[lane] = self._committed[lane]
+
+    def drop(self, lanes_B: np.ndarray) -> None:
+        """Forgets what was drafted for these lanes."""
+        self._counts[4] += int((self._ends[lanes_B] - self._committed[lanes_B]).sum())
+        self._ends[lanes_B] = self._committed[lanes_B]
+
+    def commit(
+        self, lanes_b: np.ndarray, token_ids_BL: np.ndarray, rows_b: np.ndarray, lengths_b: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The text of each lane's request, in row `rows_b` of the batch, is now `lengths_b` tokens long. Returns its length
+        before, int64 [b], and the hash of that much, uint64 [b]."""
+        bases_b, hashes_b = self._committed[lanes_b], np.empty(len(lanes_b), np.uint64)
+        _commit(
+            lanes_b, token_ids_BL, rows_b, lengths_b, self._committed, self._ends, self._hashes, self._tokens, hashes_b,
+            self._counts,
+        )  # fmt: skip
+        return bases_b, hashes_b
+
+    def lose(self, lanes_B: np.ndarray) -> None:
+        """Something drafted for these lanes may have been lost on the way."""
+        self._lost[lanes_B] = True
+
+    def take_lost(self, lanes_B: np.ndarray) -> np.ndarray:
+        """Of which lanes something drafted was lost since last asked, uint8 [B]."""
+        lost_B = self._lost[lanes_B].astype(np.uint8)
+        self._lost[lanes_B] = False
+        return lost_B
+
+    def add(
+        self,
+        requests_N: np.ndarray,
+        positions_N: np.ndarray,
+        hashes_N: np.ndarray,
+        tokens_N: np.ndarray,
+        levels_N: np.ndarray,
+    ) -> None:
+        """Draft tokens have come."""
+        _add(
+            requests_N, positions_N, hashes_N, tokens_N, levels_N, self._requests, self._committed, self._ends, self._hashes,
+            self._tokens, self._levels, self._counts, self._vocab_size, self._num_levels,
+        )  # fmt: skip
+
+    def lengths(self, lanes_B: np.ndarray) -> np.ndarray:
+        """How long the tails are, int64 [B]."""
+        return self._ends[lanes_B] - self._committed[lanes_B]
+
+    def read(self, lanes_B: np.ndarray, tokens_BK: np.ndarray, levels_BK: np.ndarray, lengths_B: np.ndarray) -> None:
+        """Writes the first K tokens of each tail, their levels, and how many they are."""
+        _read(lanes_B, self._committed, self._ends, self._tokens, self._levels, tokens_BK, levels_BK, lengths_B)
+
+
+@njit(
+    "void(int64[:], int32[:,:], int64[:], int64[:], int64[:], int64[:], uint64[:,:], int32[:,:], uint64[:], int64[:])",
+    cache=True,
+)
+def _commit(  # type: ignore[no-untyped-def]
+    lanes_b, token_ids_BL, rows_b, lengths_b, committed, ends, hashes, tokens, hashes_b, counts
+):
+    mask = tokens.shape[1] - 1
+    for b in range(len(lanes_b)):
+        lane = lanes_b[b]
+        prefix_hash = hashes[lane, committed[lane] & mask]
+        hashes_b[b] = prefix_hash
+        for p in range(committed[lane], lengths_b[b]):
+            token = token_ids_BL[rows_b[b], p]
+            if p < ends[lane] and tokens[lane, p & mask] != token:
+                counts[4] += ends[lane] - p
+                ends[lane] = p
+            prefix_hash = extend(prefix_hash, token)
+            hashes[lane, (p + 1) & mask] = prefix_hash
+        committed[lane] = lengths_b[b]
+        ends[lane] = max(ends[lane], committed[lane])
+
+
+@njit(
+    "void(int64[:], int64[:], uint64[:], int32[:], int8[:], int64[:], int64[:], int64[:], uint64[:,:], int32[:,:], int8[:,:],"
+    " int64[:], int64, int64)",
+    cache=True,
+)
+def _add(  # type: ignore[no-untyped-def]
+    requests_N, positions_N, hashes_N, tokens_N, levels_N, requests, committed, ends, hashes, tokens, levels, counts,
+    vocab_size, num_levels,
+):  # fmt: skip
+    size = tokens.shape[1]
+    mask = size - 1
+    for n in range(len(requests_N)):
+        lane = requests_N[n] & ((1 << LANE_BITS) - 1)
+        p = positions_N[n]
+        is_sane = 0 <= tokens_N[n] < vocab_size and 0 <= levels_N[n] < num_levels
+        if not is_sane or requests_N[n] < 0 or lane >= len(requests) or requests[lane] != requests_N[n]:
+            counts[2] += 1
+        elif p < committed[lane]:
+            counts[1] += 1
+        elif p > ends[lane] or p - committed[lane] >= size - 1:
+            counts[3] += 1
+        elif hashes[lane, p & mask] != hashes_N[n]:
+            counts[2] += 1
+        elif p == ends[lane] or tokens[lane, p & mask] != tokens_N[n]:
+            counts[0] += 1
+            counts[4] += ends[lane] - p
+            tokens[lane, p & mask] = tokens_N[n]
+            levels[lane, p & mask] = levels_N[n]
+            hashes[lane, (p + 1) & mask] = extend(hashes_N[n], tokens_N[n])
+            ends[lane] = p + 1
+
+
+@njit("void(int64[:], int64[:], int64[:], int32[:,:], int8[:,:], int32[:,:], int8[:,:], int64[:])", cache=True)
+def _read(lanes_B, committed, ends, tokens, levels, tokens_BK, levels_BK, lengths_B):  # type: ignore[no-untyped-def]
+    mask = tokens.shape[1] - 1
+    for b in range(len(lanes_B)):
+        lane = lanes_B[b]
+        lengths_B[b] = min(ends[lane] - committed[lane], tokens_BK.shape[1])
+        for k in range(lengths_B[b]):
+            p = (committed[lane] + k) & mask
+            tokens_BK[b, k] = tokens[lane, p]
+            levels_BK[b, k] = levels[lane, p]

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verifier's half of the protocol: its requests and what drafters say in, messages and draft tokens out. No socket, no
+engine, no clock of its own.
+
+Shapes: B requests of the batch, L longest sequence, K draft positions.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from nemo_specrollout.decoupled.messages import PROTOCOL, Drafts, Hello, Message, Open, Refuse, Step, Welcome, column
+from nemo_specrollout.decoupled.tails import LANE_BITS, NO_REQUEST, TailBuffers
+
+NO_DRAFTER = -1
+# A drafter is dropped if it answers nothing for so long, or says more than so many times what it was asked for; it is greeted
+# again after a pause, that doubles each time it fails.
+ANSWER_DEADLINE_S, FLOOD_FACTOR, FLOOD_ALLOWANCE = 2.0, 4, 4096
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class PeerState(Enum):
+    """Where a verifier stands with a drafter."""
+
+    AWAY = "away"  # to be greeted when the pause is over
+    GREETED = "greeted"  # said hello, no answer yet
+    READY = "ready"
+    REFUSED = "refused"  # it said that it does not fit: never asked again
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """What a drafter must know of the policy: its ids, a fingerprint of its tokenizer (empty: not known), what ends a text."""
+
+    vocab_size: int
+    tokenizer: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request is sampled."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass
+class Peer:
+    """What a verifier knows of one drafter. States: see `PeerState`."""
+
+    state: PeerState = PeerState.AWAY
+    reason: str = ""
+    drafter: int = 0
+    draft_version: int = 0
+    max_model_len: int = 0
+    num_mirrors: int = 0
+    num_open_there: int = 0
+    num_own: int = 0
+    step_s: float = 0.0
+    round_trip_s: float = 0.0
+    resume_at_s: float = 0.0
+    pause_s: float = FIRST_PAUSE_S
+    waiting_since_s: float | None = None
+    last_number: int = -1
+    last_answered: int = -1
+    num_rows: int = 0
+    num_asked: int = 0
+    num_failures: int = 0
+
+    @property
+    def load(self) -> int:
+        """Requests that it drafts for, ours and, as far as it told, those of others."""
+        return max(self.num_own, self.num_open_there)
+
+
+@dataclass
+class _Lane:
+    request: int
+    seed: int
+    sampling: Sampling
+    limit: int
+
+
+class VerifierSide:
+    """Owns lanes, their tails, and where we stand with each drafter. After each step `follow` takes the batch as it is; then
+    `outgoing` is sent; whatever comes goes to `receive`; `read` gives the draft tokens at hand.
+
+    Invariants: nothing here ever waits. A lane has one drafter or none; what any other says of it is dropped. A drafter that
+    failed is told all anew if it comes back, as if it had never been there.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        num_lanes: int,
+        num_drafters: int,
+        most_ahead: int,
+        model: PolicyModel,
+        num_levels: int,
+    ) -> None:
+        self.session = session
+        self._most_ahead = most_ahead
+        self.peers = [Peer() for _ in range(num_drafters)]
+        self.tails = TailBuffers(num_lanes, most_ahead, model.vocab_size, num_levels)
+        self.windows = np.full(num_lanes, most_ahead, np.uint8)
+        self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, list(model.stop_token_ids))
+        self._lanes: dict[int, _Lane] = {}
+        self._drafter_of = np.full(num_lanes, NO_DRAFTER, np.int64)
+        self._is_told = np.zeros(num_lanes, np.bool_)
+        self._requests = np.full(num_lanes, NO_REQUEST, np.int64)
+        self._num_requests = 0
+        self._num_steps = 0
+        self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
+        self._outbox: list[tuple[int, Message]] = []
+
+    def open(self, lane: int, seed: int, sampling: Sampling, limit: int) -> None:
+        """A request takes `lane`; it never grows beyond `limit` tokens."""
+        self._num_requests += 1
+        request = (self._num_requests << LANE_BITS) | lane
+        self._lanes[lane] = _Lane(request, seed, sampling, limit)
+        self._requests[lane] = request
+        self._drafter_of[lane], self._is_told[lane] = NO_DRAFTER, False
+
+    def close(self, lane: int) -> None:
+        """The request of `lane` ended or was put aside."""
+        entry = self._lanes.pop(lane)
+        drafter = int(self._drafter_of[lane])
+        if drafter != NO_DRAFTER:
+            self._closes[drafter].append(entry.request)
+            self.peers[drafter].num_own -= 1
+        self.tails.close(lane)
+        self._requests[lane] = NO_REQUEST
+        self._drafter_of[lane] = NO_DRAFTER
+
+    def follow(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray, now_s: float) -> None:
+        """The batch's texts as they are now. Says what is new to each drafter, and greets those that are to be greeted."""
+        self._greet(now_s)
+        self._place(lanes_B, token_ids_BL, lengths_B)
+        drafters_B = self._drafter_of[lanes_B]
+        self._num_steps += 1
+        for drafter, peer in enumerate(self.peers):
+            rows_b = np.flatnonzero(drafters_B == drafter)
+            if peer.state is PeerState.READY and (len(rows_b) or self._closes[drafter]):
+                step = self._step(drafter, lanes_B[rows_b], token_ids_BL, rows_b, lengths_B[rows_b], now_s)
+                self._outbox.append((drafter, step))
+                peer.num_asked += len(rows_b)
+                if peer.waiting_since_s is None:
+                    peer.waiting_since_s = now_s
+                elif now_s - peer.waiting_since_s > ANSWER_DEADLINE_S:
+                    self._drop(drafter, "left a step unanswered", now_s)
+
+    def receive(self, drafter: int, message: Message, now_s: float) -> None:
+        """A message of a drafter. What no drafter says is dropped."""
+        peer = self.peers[drafter]
+        if isinstance(message, Welcome | Refuse | Drafts) and message.session != self.session:
+            return
+        if isinstance(message, Welcome):
+            self._welcomed(drafter, message)
+        elif isinstance(message, Refuse):
+            if peer.state is PeerState.GREETED:
+                peer.state, peer.reason = PeerState.REFUSED, message.reason
+            elif peer.state is PeerState.READY:
+                self._drop(drafter, message.reason, now_s)
+        elif isinstance(message, Drafts) and peer.state is PeerState.READY and message.drafter == peer.drafter:
+            self._listen(drafter, message, now_s)
+
+    def outgoing(self) -> list[tuple[int, Message]]:
+        """What is to be sent, and to which drafter."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def failed(self, drafter: int, reason: str, now_s: float) -> None:
+        """The transport cannot reach a drafter, or it says what nobody says."""
+        if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
+            self._drop(drafter, reason, now_s)
+
+    def _greet(self, now_s: float) -> None:
+        for drafter, peer in enumerate(self.peers):
+            if peer.state is PeerState.GREETED and now_s >= peer.resume_at_s:
+                peer.state, peer.reason = PeerState.AWAY, peer.reason or "does not answer"
+            if peer.state is PeerState.AWAY and now_s >= peer.resume_at_s:
+                peer.state, peer.resume_at_s = PeerState.GREETED, now_s + ANSWER_DEADLINE_S
+                self._outbox.append((drafter, self._hello))
+
+    def _welcomed(self, drafter: int, welcome: Welcome) -> None:
+        peer = self.peers[drafter]
+        if peer.state is not PeerState.GREETED:
+            return
+        self._disown(drafter)
+        peer.state, peer.reason, peer.drafter = PeerState.READY, "", welcome.drafter
+        peer.draft_version, peer.max_model_len, peer.num_mirrors = (
+            welcome.draft_version,
+            welcome.max_model_len,
+            welcome.num_mirrors,
+        )
+        peer.waiting_since_s, peer.last_number = None, 0
+
+    def _drop(self, drafter: int, reason: str, now_s: float) -> None:
+        """A drafter failed: its requests are others', and it is greeted again after a pause."""
+        peer = self.peers[drafter]
+        self._disown(drafter)
+        peer.state, peer.reason = PeerState.AWAY, reason
+        peer.num_failures += 1
+        peer.resume_at_s = now_s + peer.pause_s
+        peer.pause_s = min(2 * peer.pause_s, LONGEST_PAUSE_S)
+
+    def _disown(self, drafter: int) -> None:
+        lanes = np.flatnonzero(self._drafter_of == drafter)
+        self._drafter_of[lanes], self._is_told[lanes] = NO_DRAFTER, False
+        self.tails.drop(lanes)
+        self._closes[drafter] = []
+        peer = self.peers[drafter]
+        peer.num_own = peer.num_rows = peer.num_asked = 0
+        peer.waiting_since_s = None
+
+    def _place(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray) -> None:
+        """Gives lanes without a drafter to the least loaded that is ready."""
+        for row in np.flatnonzero(self._drafter_of[lanes_B] == NO_DRAFTER).tolist():
+            lane, length = int(lanes_B[row]), int(lengths_B[row])
+            ready = [
+                d
+                for d, peer in enumerate(self.peers)
+                if peer.state is PeerState.READY and peer.load < peer.num_mirrors and length < peer.max_model_len
+            ]
+            if not ready:
+                return
+            drafter = min(ready, key=lambda d: self.peers[d].load)
+            self._drafter_of[lane] = drafter
+            self.peers[drafter].num_own += 1
+
+    def _step(
+        self,
+        drafter: int,
+        lanes_b: np.ndarray,
+        token_ids_BL: np.ndarray,
+        rows_b: np.ndarray,
+        lengths_b: np.ndarray,
+        now_s: float,
+    ) -> Step:
+        is_told_b = self._is_told[lanes_b]
+        new = [
+            self._open_message(int(lanes_b[i]), token_ids_BL[rows_b[i], : lengths_b[i]])
+            for i in np.flatnonzero(~is_told_b)
+        ]
+        lanes_t, rows_t, lengths_t = lanes_b[is_told_b], rows_b[is_told_b], lengths_b[is_told_b]
+        bases_t, hashes_t = self.tails.commit(lanes_t, token_ids_BL, rows_t, lengths_t)
+        counts_t = lengths_t - bases_t
+        tokens = gather(token_ids_BL, rows_t, bases_t, counts_t)
+        closes, self._closes[drafter] = self._closes[drafter], []
+        return Step(
+            self.session,
+            self._num_steps,
+            int(now_s * 1e9),
+            new,
+            np.array(closes, np.int64).tobytes(),
+            self._requests[lanes_t].tobytes(),
+            bases_t.tobytes(),
+            hashes_t.tobytes(),
+            counts_t.tobytes(),
+            self.windows[lanes_t].tobytes(),
+            self.tails.take_lost(lanes_t).tobytes(),
+            tokens.tobytes(),
+        )
+
+    def _open_message(self, lane: int, text: np.ndarray) -> Open:
+        entry = self._lanes[lane]
+        self.tails.open(lane, entry.request, entry.seed, text)
+        self._is_told[lane] = True
+        s = entry.sampling
+        return Open(
+            entry.request,
+            entry.seed,
+            s.temperature,
+            s.top_k,
+            s.top_p,
+            entry.limit,
+            int(self.windows[lane]),
+            text.tobytes(),
+        )
+
+    def _listen(self, drafter: int, drafts: Drafts, now_s: float) -> None:
+        peer = self.peers[drafter]
+        requests_N = column(drafts.requests, np.int64)
+        peer.num_rows += len(requests_N)
+        if peer.num_rows > FLOOD_FACTOR * self._most_ahead * peer.num_asked + FLOOD_ALLOWANCE:
+            self._drop(drafter, "sends far more drafts than it was asked for", now_s)
+            return
+        peer.waiting_since_s, peer.pause_s = None, FIRST_PAUSE_S
+        if drafts.number > peer.last_number + 1:
+            self.tails.lose(np.flatnonzero(self._drafter_of == drafter))
+        peer.last_number = max(peer.last_number, drafts.number)
+        if drafts.answers > peer.last_answered and drafts.echo_ns:
+            peer.round_trip_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
+        peer.last_answered = max(peer.last_answered, drafts.answers)
+        peer.draft_version, peer.step_s, peer.num_open_there = drafts.draft_version, drafts.step_s, drafts.num_mirrors
+        self.tails.add(
+            requests_N,
+            column(drafts.positions, np.int64),
+            column(drafts.hashes, np.uint64),
+            column(drafts.tokens, np.int32),
+            column(drafts.levels, np.int8),
+        )
+        for request in column(drafts.lacking, np.int64).tolist():
+            lane = request & ((1 << LANE_BITS) - 1)
+            if lane in self._lanes and self._lanes[lane].request == request and self._drafter_of[lane] == drafter:
+                self._is_told[lane] = False
+
+
+def gather(token_ids_BL: np.ndarray, rows_b: np.ndarray, starts_b: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
+    """The `counts_b` tokens of each row from `starts_b` on, one row after the other, int32."""
+    rows = np.repeat(rows_b, counts_b)
+    ends = np.cumsum(counts_b)
+    offsets = np.arange(len(rows)) - np.repeat(ends - counts_b, counts_b)
+    return token_ids_BL[rows, np.repeat(starts_b, counts_b) + offsets].astype(np.int32)

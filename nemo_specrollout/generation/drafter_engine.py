@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter's engine: vLLM with our sampler, whose requests are mirrors of other engines' requests."""
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.config.model_folder import longest_text, tokenizer_fingerprint
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorClosing, MirrorOpening, Order
+from nemo_specrollout.decoupled.mirrors import Drafted
+from nemo_specrollout.generation.arguments import PROCESS_ENVIRONMENT, QUIET_START
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
+
+WORKERS = {
+    "cpu": "nemo_specrollout.generation.mirror_worker.MirrorCPUWorker",
+    "cuda": "nemo_specrollout.generation.mirror_worker.MirrorGPUWorker",
+}
+SCHEDULER = "nemo_specrollout.generation.mirror_scheduler.MirrorScheduler"
+
+
+class DrafterEngine:
+    """Owns the engine of one draft model. `apply` what verifiers want, then `draft` for some mirrors, again and again."""
+
+    def __init__(
+        self, model: Path, num_mirrors: int, max_model_len: int, device: str = "cpu", **vllm_kwargs: Any
+    ) -> None:
+        """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError for what vLLM refuses."""
+        for name, value in PROCESS_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation.mirror_scheduler import MirrorScheduler
+
+        compat.check_version()
+        compat.allow_several_engines()
+        arguments = {
+            **QUIET_START,
+            **vllm_kwargs,
+            "model": str(model),
+            "max_model_len": min(max_model_len, longest_text(model) or max_model_len),
+            "max_num_seqs": num_mirrors,
+            "worker_cls": WORKERS[device],
+            "scheduler_cls": SCHEDULER,
+            "async_scheduling": False,
+            # A mirror's text is not final: what is cached of it would be another text's.
+            "enable_prefix_caching": False,
+            "additional_config": {"specrollout": {"drafters": []}},
+        }
+        compat.check_arguments(arguments)
+        try:
+            self._llm = LLM(**arguments)
+        except ValueError as error:
+            raise ConfigError(f"vLLM cannot start the draft model: {' '.join(str(error).split())}") from error
+        engine = self._llm.llm_engine
+        self._scheduler = compat.scheduler_of(engine)
+        if not isinstance(self._scheduler, MirrorScheduler):
+            raise RuntimeError(
+                f"vLLM built {type(self._scheduler).__name__} where specrollout's MirrorScheduler was named"
+            )
+        # One token less than vLLM would allow: a request that reaches its end is freed.
+        self.model = DraftModel(
+            engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
+        )
+
+    def apply(self, orders: Sequence[Order]) -> int:
+        """Opens, closes and corrects mirrors, in this order; returns how many were corrected."""
+        num_corrected = 0
+        for order in orders:
+            if isinstance(order, MirrorOpening):
+                self._open(order)
+            elif isinstance(order, MirrorClosing):
+                self._llm.llm_engine.abort_request([str(order.mirror)])
+            else:
+                self._scheduler.correct(order)
+                num_corrected += 1
+        return num_corrected
+
+    def draft(self, mirrors_M: np.ndarray) -> Drafted:
+        """One token for each of these mirrors; none for those whose text is still being read."""
+        self._scheduler.awake = mirrors_M.tolist()
+        self._llm.llm_engine.step()
+        return self._scheduler.take_drafted()
+
+    def close(self) -> None:
+        """Stops the engine and frees its memory."""
+        engine = self.__dict__.pop("_llm", None)
+        if engine is not None:
+            self.__dict__.pop("_scheduler", None)
+            engine.llm_engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+
+    def _open(self, opening: MirrorOpening) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=opening.temperature,
+            top_k=opening.top_k,
+            top_p=opening.top_p,
+            max_tokens=None,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={EXTRA_ARGS_KEY: {"seed": opening.seed}},
+        )
+        self._llm.llm_engine.add_request(str(opening.mirror), {"prompt_token_ids": opening.text.tolist()}, params)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter processes of a run: started, watched, restarted. A rollout never waits for them, but to be there at first."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import VllmConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.drafter_service import DrafterSpec, Status
+
+# A process that says nothing for so long is killed; how long one may take to start; pauses before it is started again.
+HANG_S, START_S = 30.0, 180.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+_WATCH_PERIOD_S = 0.5
+ANY_PORT = "tcp://127.0.0.1:0"
+CPU_KV_BYTES = 256 << 20
+
+
+class DrafterProcess:
+    """One process, and its successors at the same address. Owns the child; `watch` is to be called again and again.
+
+    States: starting, up, down (until its pause is over, when it is started again), stopped.
+    """
+
+    def __init__(
+        self, spec: DrafterSpec, log: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.spec = spec
+        self.status: Status | None = None
+        self.num_starts = 0
+        self._log = log
+        self._environment = dict(environment or {})
+        self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
+        self._child: subprocess.Popen[str] | None = None
+        self._heard_s = 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it drafts."""
+        return self.status is not None and self.status.is_up
+
+    def watch(self) -> None:
+        """Kills a child that hangs, starts one again that is gone."""
+        now_s = time.monotonic()
+        if self._child is not None:
+            silence_s = now_s - self._heard_s
+            if silence_s > (HANG_S if self.is_up else START_S):
+                self._child.kill()
+            if self._child.poll() is None:
+                return
+            self._bury(now_s)
+        if now_s >= self._resume_at_s:
+            self._start()
+
+    def stop(self) -> None:
+        """Ends the process for good."""
+        child, self._child, self._resume_at_s = self._child, None, float("inf")
+        if child is not None:
+            child.kill()
+            child.wait()
+
+    def failure(self) -> str | None:
+        """What a child that ended before it was up said last; None while it lives or is up."""
+        if self.is_up or self._child is None or self._child.poll() is None:
+            return None
+        said = [] if self._log is None or not self._log.is_file() else self._log.read_text().strip().splitlines()
+        return said[-1] if said else f"exit code {self._child.returncode}"
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "nemo_specrollout.generation.drafter_service", self.spec.wire()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
+        with contextlib.ExitStack() as stack:
+            errors: Any = subprocess.DEVNULL if self._log is None else stack.enter_context(self._log.open("a"))
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        self.status, self._heard_s = None, time.monotonic()
+        self.num_starts += 1
+        threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
+
+    def _listen(self, child: "subprocess.Popen[str]") -> None:
+        """Reads what a child says of itself until it ends; runs in a thread of its own."""
+        assert child.stdout is not None
+        for line in child.stdout:
+            with contextlib.suppress(ValueError, TypeError):
+                status = Status(**json.loads(line))
+                if child is self._child:
+                    self.status, self._heard_s = status, time.monotonic()
+                    self.spec = replace(self.spec, address=status.address)
+                    self._pause_s = FIRST_PAUSE_S
+
+    def _bury(self, now_s: float) -> None:
+        self._child, self.status = None, None
+        self._resume_at_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+class DrafterPool:
+    """All drafter processes of a run. Owns them and the thread that watches them.
+
+    Example: `with DrafterPool(specs) as pool: engine = ...(pool.addresses()); pool.wait_until_up()`.
+    """
+
+    def __init__(self, specs: Sequence[DrafterSpec], log_dir: Path | None = None) -> None:
+        """Starts all of them; `wait_until_up` before the addresses are known."""
+        logs = [None if log_dir is None else log_dir / f"drafter_{i}.log" for i in range(len(specs))]
+        self.processes = [DrafterProcess(spec, log) for spec, log in zip(specs, logs, strict=True)]
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def addresses(self) -> list[str]:
+        """Where the drafters listen, or will when they are up. Raises ConfigError if one cannot start."""
+        self._wait(lambda process: process.status is not None)
+        return [p.spec.address for p in self.processes]
+
+    def wait_until_up(self) -> None:
+        """Returns when all drafters draft; from then on those that fail are started again. Raises ConfigError if one cannot
+        start."""
+        self._wait(lambda process: process.is_up)
+        self._watcher.start()
+
+    def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not all(map(is_there, self.processes)):
+            reasons = [r for r in (p.failure() for p in self.processes) if r is not None]
+            if not reasons and time.monotonic() > deadline:
+                reasons = [f"not up after {START_S:.0f} s"]
+            if reasons:
+                self.stop()
+                raise ConfigError(f"a drafter process cannot start: {reasons[0]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        self._stopped.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for process in self.processes:
+            process.stop()
+
+    def __enter__(self) -> "DrafterPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_PERIOD_S):
+            for process in self.processes:
+                process.watch()
+
+
+def drafter_spec(drafter: DrafterConfig, engine: VllmConfig, device: str, address: str = ANY_PORT) -> DrafterSpec:
+    """What a drafter process is told, for policies served by `engine`. Raises ConfigError if the model is not there."""
+    assert drafter.model is not None
+    if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
+        raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
+    on_device = {"kv_cache_memory_bytes": CPU_KV_BYTES} if device == "cpu" else {}
+    return DrafterSpec(
+        address=address,
+        model=drafter.model,
+        precision=engine.precision,
+        max_model_len=engine.max_model_len,
+        max_requests=drafter.max_requests,
+        most_ahead=drafter.most_ahead,
+        device=device,
+        allowed_hosts=drafter.allowed_hosts,
+        vllm_kwargs={"enforce_eager": engine.enforce_eager, **on_device, **drafter.vllm_kwargs},
+    )
+
+
+def with_addresses(block: SpecrolloutConfig, addresses: Sequence[str]) -> SpecrolloutConfig:
+    """`block`, whose remote drafter listens at `addresses`."""
+    assert block.remote is not None
+    remote = replace(block.remote, workers=0, addresses=tuple(addresses))
+    return replace(block, drafters=tuple(remote if d is block.remote else d for d in block.drafters))

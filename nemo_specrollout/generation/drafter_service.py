@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter process: an engine, a socket, and the loop between them. `python -m ...drafter_service SPEC` runs one."""
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nemo_specrollout.config.addresses import shared_secret
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.decoupled.drafter_side import DrafterSide
+from nemo_specrollout.decoupled.transport import DrafterSocket
+
+if TYPE_CHECKING:
+    from nemo_specrollout.generation.drafter_engine import DrafterEngine
+
+IDLE_WAIT_S, STATUS_PERIOD_S = 0.05, 1.0
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """All that a drafter process is told when it starts."""
+
+    model: str
+    address: str = "tcp://127.0.0.1:0"
+    precision: str = "float32"
+    max_model_len: int = 2048
+    max_requests: int = 256
+    most_ahead: int = 12
+    device: str = "cpu"
+    allowed_hosts: tuple[str, ...] = ()
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def wire(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_wire(cls, text: str) -> "DrafterSpec":
+        """The inverse of `wire`."""
+        return cls(**json.loads(text))
+
+
+@dataclass
+class Status:
+    """What a drafter process did since its start, and what it does now."""
+
+    address: str
+    is_up: bool = False
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_corrections: int = 0
+    num_refused_frames: int = 0
+    num_open: int = 0
+    draft_version: int = 0
+    busy_s: float = 0.0
+    up_s: float = 0.0
+
+
+class DrafterService:
+    """Owns engine, socket and protocol of one process. `run` until told to stop."""
+
+    def __init__(self, spec: DrafterSpec, on_bound: Callable[[Status], object] = lambda status: None) -> None:
+        """Binds, tells `on_bound` where, then starts the engine. Raises ConfigError."""
+        self._socket = DrafterSocket(spec.address, shared_secret([spec.address]), spec.allowed_hosts)
+        self.status = Status(self._socket.address)
+        on_bound(self.status)
+        self._engine = _build_engine(spec)
+        drafter = secrets.randbits(62)
+        self._side = DrafterSide(self._engine.model, drafter, spec.max_requests, spec.most_ahead)
+        self._started = time.monotonic()
+        self.status.is_up = True
+
+    def run(self, on_status: Callable[[Status], bool]) -> None:
+        """Drafts until `on_status`, which is called about once a second, returns false."""
+        due = 0.0
+        while True:
+            now_s = time.monotonic()
+            if now_s >= due:
+                due = now_s + STATUS_PERIOD_S
+                self._side.forget_silent(now_s)
+                self.status.up_s = now_s - self._started
+                if not on_status(self.status):
+                    return
+            if not self.turn():
+                self._socket.wait(IDLE_WAIT_S)
+
+    def turn(self) -> bool:
+        """Hears what came, carries it out, drafts a token for each mirror that wants one, and tells; whether any did."""
+        side, status = self._side, self.status
+        for peer, message in self._socket.receive():
+            side.receive(peer, message, time.monotonic())
+        status.num_corrections += self._engine.apply(side.take_orders())
+        mirrors_M = side.wanting()
+        if len(mirrors_M):
+            self._draft(mirrors_M)
+        for verifier, reply in side.outgoing(time.monotonic()):
+            self._socket.send(verifier, reply)
+        status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
+        status.draft_version = side.draft_version
+        return len(mirrors_M) > 0
+
+    def close(self) -> None:
+        """Stops the engine and frees the address."""
+        self._socket.close()
+        self._engine.close()
+
+    def _draft(self, mirrors_M: np.ndarray) -> None:
+        started = time.perf_counter()
+        new = self._engine.draft(mirrors_M)
+        seconds = time.perf_counter() - started
+        self._side.drafted(new, seconds)
+        self.status.num_steps += 1
+        self.status.num_drafted += len(new.mirrors_M)
+        self.status.busy_s += seconds
+
+
+def _build_engine(spec: DrafterSpec) -> "DrafterEngine":
+    from nemo_specrollout.generation.drafter_engine import DrafterEngine
+
+    return DrafterEngine(
+        Path(spec.model),
+        spec.max_requests,
+        spec.max_model_len,
+        spec.device,
+        dtype=spec.precision,
+        **spec.vllm_kwargs,
+    )
+
+
+def main(text: str) -> int:
+    """Serves by the spec in `text` as long as its parent lives; a line of JSON on stdout a second. Returns the exit code."""
+    parent = os.getppid()
+
+    def report(status: Status) -> bool:
+        print(json.dumps(asdict(status)), flush=True)
+        return os.getppid() == parent
+
+    try:
+        service = DrafterService(DrafterSpec.from_wire(text), report)
+    except ConfigError as error:
+        print(str(error), file=sys.stderr)
+        return 2
+    try:
+        service.run(report)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        service.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker of a drafter's engine: ours, and it lets mirrors be corrected, and grades the evidence of what it samples."""
+
+from typing import Any
+
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
+
+
+class MirrorWorkerMixin:
+    """What `MirrorScheduler` has to tell its workers, and they it."""
+
+    model_runner: Any
+    specrollout_sampler: Any
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        self.specrollout_sampler.grades_evidence = True
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; mirrors get their corrected texts first."""
+        for req_id, (num_outputs, tokens) in scheduler_output.specrollout_corrections.items():
+            compat.replace_output(self.model_runner, req_id, num_outputs, tokens)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; with the evidence level of each token."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if output is not None:
+            output.specrollout_levels = self.specrollout_sampler.levels_B
+        return output
+
+
+class MirrorCPUWorker(MirrorWorkerMixin, SpecrolloutCPUWorker):
+    """On a CPU."""
+
+
+class MirrorGPUWorker(MirrorWorkerMixin, SpecrolloutGPUWorker):
+    """On a GPU, V1 model runner."""

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A world in which both sides of the protocol run against a network that delays, loses, doubles and reorders, on a clock of
+its own. The engines are small deterministic functions; the protocol, its messages and their bytes are the real ones."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemo_specrollout.decoupled.drafter_side import DrafterSide, DraftModel, MirrorClosing, MirrorOpening
+from nemo_specrollout.decoupled.messages import decode, encode
+from nemo_specrollout.decoupled.mirrors import Drafted
+from nemo_specrollout.decoupled.prefix_hash import of_text
+from nemo_specrollout.decoupled.verifier_side import PolicyModel, Sampling, VerifierSide
+from nemo_specrollout.sampling.seeds import combine
+
+VOCAB, MAX_LEN, LANES, MOST_AHEAD, MIRRORS = 41, 96, 4, 6, 16
+STOP, ACCEPTANCE = 0, 0.8
+
+
+def policy_token(seed: int, text: list[int]) -> int:
+    """What the policy samples after `text`."""
+    return combine(seed, len(text), *text[-3:]) % VOCAB
+
+
+def draft_token(seed: int, text: list[int], version: int, acceptance: float) -> int:
+    """What a drafter of some version samples after `text`: often the same."""
+    agrees = combine(seed, version, len(text), 7) % 1000 < 1000 * acceptance
+    return policy_token(seed, text) if agrees else combine(seed, version, len(text)) % VOCAB
+
+
+def plain_text(seed: int, prompt: list[int], limit: int) -> list[int]:
+    """What plain decoding makes of `prompt`."""
+    text = list(prompt)
+    while len(text) < limit and (len(text) == len(prompt) or text[-1] != STOP):
+        text.append(policy_token(seed, text))
+    return text
+
+
+@dataclass
+class Faults:
+    """How bad the network is: shares of frames lost and doubled, longest delay in seconds, whether order may change."""
+
+    loss: float = 0.0
+    doubling: float = 0.0
+    delay_s: float = 0.0
+    reorders: bool = False
+
+
+@dataclass
+class Request:
+    seed: int
+    prompt: list[int]
+    limit: int
+    text: list[int] = field(default_factory=list)
+
+
+class Network:
+    """Frames under way between named ends."""
+
+    def __init__(self, rng: random.Random, faults: Faults) -> None:
+        self.rng, self.faults = rng, faults
+        self._under_way: list[tuple[float, int, object, object, bytes]] = []
+        self._last: dict[tuple[object, object], float] = {}
+        self._count = 0
+
+    def send(self, source: object, target: object, frame: bytes, now_s: float) -> None:
+        f = self.faults
+        for _ in range(1 + (self.rng.random() < f.doubling)):
+            if self.rng.random() < f.loss:
+                continue
+            due = now_s + self.rng.random() * f.delay_s
+            if not f.reorders:
+                due = self._last[source, target] = max(due, self._last.get((source, target), 0.0))
+            self._count += 1
+            self._under_way.append((due, self._count, source, target, frame))
+
+    def arrived(self, target: object, now_s: float) -> list[tuple[object, bytes]]:
+        due = sorted(f for f in self._under_way if f[3] == target and f[0] <= now_s)
+        self._under_way = [f for f in self._under_way if not (f[3] == target and f[0] <= now_s)]
+        return [(f[2], f[4]) for f in due]
+
+
+class FakeDrafter:
+    """A drafter whose engine is `draft_token`; it keeps full texts, as vLLM does, and obeys corrections."""
+
+    def __init__(self, name: object, rng: random.Random, truth: dict[int, list[int]]) -> None:
+        self.name, self.rng, self.truth = name, rng, truth
+        self.runs = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.runs += 1
+        self.side = DrafterSide(
+            DraftModel(VOCAB, "", MAX_LEN), combine(hash(self.name) & 0xFFFF, self.runs), MIRRORS, MOST_AHEAD
+        )
+        self.texts: dict[int, tuple[int, list[int]]] = {}
+        self.version = 0
+
+    def publish(self) -> None:
+        """New weights."""
+        self.version += 1
+        self.side.published(self.version)
+
+    def check(self) -> None:
+        """What the protocol believes of its mirrors is what the engine holds, and what it takes to be committed is."""
+        for mirror, (seed, text) in self.texts.items():
+            assert self.side.mirrors.text_hash(mirror) == (len(text), of_text(seed, np.array(text, np.int32)))
+            num_committed = self.side.mirrors.num_committed(mirror)
+            assert text[:num_committed] == self.truth[seed][:num_committed]
+
+    def step(self, network: Network, now_s: float) -> None:
+        for peer, frame in network.arrived(self.name, now_s):
+            self.side.receive(peer, decode(frame), now_s)
+        self._obey()
+        wanting = self.side.wanting()[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
+        rows = [self._draft(int(m)) for m in wanting]
+        if rows:
+            positions, tokens = (np.array(c) for c in zip(*rows, strict=True))
+            levels = np.zeros(len(rows), np.int8)
+            self.side.drafted(Drafted(wanting, positions.astype(np.int64), tokens.astype(np.int32), levels), 0.001)
+        self.side.forget_silent(now_s)
+        for peer, reply in self.side.outgoing(now_s):
+            network.send(self.name, peer, encode(reply), now_s)
+
+    def _obey(self) -> None:
+        for order in self.side.take_orders():
+            if isinstance(order, MirrorClosing):
+                del self.texts[order.mirror]
+            elif isinstance(order, MirrorOpening):
+                assert order.mirror not in self.texts
+                self.texts[order.mirror] = (order.seed, order.text.tolist())
+            else:
+                seed, text = self.texts[order.mirror]
+                assert order.num_kept <= len(text)
+                self.texts[order.mirror] = (seed, text[: order.num_kept] + order.tokens)
+
+    def _draft(self, mirror: int) -> tuple[int, int]:
+        seed, text = self.texts[mirror]
+        token = draft_token(seed, text, self.version, ACCEPTANCE)
+        text.append(token)
+        return len(text) - 1, token
+
+
+class FakeVerifier:
+    """An engine that decodes `policy_token`s, with the drafts of its tails. `done` holds what it made of its requests."""
+
+    def __init__(self, name: object, rng: random.Random, num_drafters: int, requests: list[Request]) -> None:
+        self.name, self.rng, self.num_drafters = name, rng, num_drafters
+        self.waiting = list(requests)
+        self.done: list[Request] = []
+        self.num_accepted = 0
+        self.running: dict[int, Request] = {}
+        self.token_ids = np.zeros((LANES, MAX_LEN), np.int32)
+        self.runs = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """The process is another one: it starts over what it had not done."""
+        self.runs += 1
+        self.waiting = [Request(r.seed, r.prompt, r.limit) for r in self.running.values()] + self.waiting
+        self.running = {}
+        model = PolicyModel(VOCAB, "", (STOP,))
+        self.side = VerifierSide(
+            combine(hash(self.name) & 0xFFFF, self.runs) >> 1, LANES, self.num_drafters, MOST_AHEAD, model, 1
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return not self.running and not self.waiting
+
+    def step(self, network: Network, now_s: float) -> None:
+        """One engine step: take what came, say what is new, verify the drafts at hand."""
+        self._admit()
+        for drafter, frame in network.arrived((self.name, self.runs), now_s):
+            self.side.receive(drafter, decode(frame), now_s)
+        lanes_B = np.array(sorted(self.running, key=lambda lane: self.rng.random()), np.int64)
+        self.token_ids[:] = -1
+        lengths_B = np.zeros(len(lanes_B), np.int64)
+        for row, lane in enumerate(lanes_B.tolist()):
+            text = self.running[lane].text
+            self.token_ids[row, : len(text)] = text
+            lengths_B[row] = len(text)
+        self.side.follow(lanes_B, self.token_ids, lengths_B, now_s)
+        for drafter, message in self.side.outgoing():
+            network.send((self.name, self.runs), drafter, encode(message), now_s)
+        self._decode(lanes_B)
+
+    def _admit(self) -> None:
+        for lane in range(LANES):
+            if lane not in self.running and self.waiting:
+                request = self.waiting.pop(0)
+                request.text = list(request.prompt)
+                self.running[lane] = request
+                self.side.open(lane, request.seed, Sampling(1.0, 0, 1.0), request.limit)
+
+    def _decode(self, lanes_B: np.ndarray) -> None:
+        tokens_BK, levels_BK = np.zeros((LANES, 4), np.int32), np.zeros((LANES, 4), np.int8)
+        lengths_B = np.zeros(LANES, np.int64)
+        self.side.tails.read(lanes_B, tokens_BK, levels_BK, lengths_B)
+        for row, lane in enumerate(lanes_B.tolist()):
+            request = self.running[lane]
+            drafts = tokens_BK[row, : lengths_B[row]].tolist()
+            self._check(request, drafts)
+            for draft in [*drafts, None]:
+                token = policy_token(request.seed, request.text)
+                request.text.append(token)
+                if token == STOP or len(request.text) >= request.limit:
+                    self.side.close(lane)
+                    self.done.append(self.running.pop(lane))
+                    break
+                if draft != token:
+                    break
+                self.num_accepted += 1
+
+    def _check(self, request: Request, drafts: list[int]) -> None:
+        """Each draft was made for just the text that it stands behind, by a drafter of some version."""
+        text = list(request.text)
+        for draft in drafts:
+            assert draft in {draft_token(request.seed, text, v, ACCEPTANCE) for v in range(20)}
+            text.append(draft)

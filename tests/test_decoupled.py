@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters in processes of their own: the tokens are plain decoding's, whatever becomes of the drafters meanwhile."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from conftest import STEP_ADDER
+from test_equality import assert_equal, requests
+from test_model_drafters import router_of
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import VllmConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.decoupled.messages import MAX_FRAME_BYTES
+from nemo_specrollout.decoupled.transport import VerifierSocket
+from nemo_specrollout.decoupled.verifier_side import PeerState
+from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
+from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
+
+pytestmark = pytest.mark.integration
+
+ALWAYS_3 = BudgetConfig("fixed", k=3)
+
+
+@pytest.fixture(scope="module")
+def similar_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy with some noise in its weights: a drafter that is often, but not always, right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("similar")
+    shutil.copytree(STEP_ADDER, folder, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    noisy = {n: t + 0.05 * t.std() * torch.randn_like(t) if t.ndim == 2 else t for n, t in tensors.items()}
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(similar_model: Path) -> Iterator[DrafterPool]:
+    remote = DrafterConfig("remote", model=str(similar_model), workers=2, max_requests=48)
+    drafters = DrafterPool([drafter_spec(remote, VllmConfig(max_model_len=512), "cpu")] * 2)
+    drafters.addresses()
+    drafters.wait_until_up()
+    yield drafters
+    drafters.stop()
+
+
+def served_by(pool: DrafterPool, model: Path, budget: BudgetConfig = ALWAYS_3) -> SpecrolloutConfig:
+    remote = DrafterConfig("remote", model=str(model), addresses=tuple(pool.addresses()))
+    return SpecrolloutConfig(drafters=(remote,), budget=budget)
+
+
+@pytest.fixture(scope="module")
+def engine(pool: DrafterPool, similar_model: Path, start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
+    return start_engine(STEP_ADDER, served_by(pool, similar_model))
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "T=1": {"temperature": 1.0},
+    "T=0": {"temperature": 0.0},
+    "T=0.7, top-p": {"temperature": 0.7, "top_p": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(start_engine: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    return {name: plain.generate(requests(8, 4), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+def wait_until_ready(engine: RolloutEngine, count: int = 2) -> None:
+    """Rolls out until so many drafters answer."""
+    remote, deadline = router_of(engine).remote, time.monotonic() + 90
+    while sum(p.state is PeerState.READY for p in remote.side.peers) < count:
+        assert time.monotonic() < deadline, [(p.state, p.reason) for p in remote.side.peers]
+        engine.generate(requests(1, 1))
+        time.sleep(0.1)
+
+
+def num_accepted(engine: RolloutEngine) -> int:
+    report = engine.report()
+    assert report is not None
+    return sum(map(sum, report["accepted"]))
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_tokens_are_plain_decodings(engine: RolloutEngine, expected: dict[str, list[Rollout]], name: str) -> None:
+    wait_until_ready(engine)
+    before = num_accepted(engine)
+    assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
+    assert num_accepted(engine) > before + 100
+
+
+def test_requests_are_spread_over_drafters(engine: RolloutEngine) -> None:
+    wait_until_ready(engine)
+    under_way = Generation(engine, requests(8, 4))
+    under_way.advance(seconds=0.3)
+    assert [p.num_own > 8 for p in router_of(engine).remote.side.peers] == [True, True]
+    under_way.advance()
+
+
+def test_two_verifiers_share_two_drafters(
+    pool: DrafterPool,
+    similar_model: Path,
+    engine: RolloutEngine,
+    expected: dict[str, list[Rollout]],
+    start_engine: Callable[..., RolloutEngine],
+) -> None:
+    other = start_engine(STEP_ADDER, served_by(pool, similar_model, BudgetConfig("auto")))
+    wait_until_ready(engine)
+    wait_until_ready(other)
+    runs = [Generation(e, requests(8, 4)) for e in (engine, other)]
+    while not all(run.is_done for run in runs):
+        for run in runs:
+            if not run.is_done:
+                run.advance(seconds=0.05)
+    for run in runs:
+        assert_equal(run.rollouts, expected["T=1"])
+
+
+def struck(pool: DrafterPool, engine: RolloutEngine, blow: signal.Signals) -> tuple[int, list[Rollout]]:
+    """Rolls out, and strikes the first drafter amid it; the process that was struck, and what was made."""
+    wait_until_ready(engine)
+    victim = pool.processes[0].pid
+    assert victim is not None
+    under_way = Generation(engine, requests(8, 4))
+    under_way.advance(seconds=0.2)
+    os.kill(victim, blow)
+    under_way.advance()
+    return victim, under_way.rollouts
+
+
+def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+    peer = router_of(engine).remote.side.peers[0]
+    known, (victim, found) = peer.drafter, struck(pool, engine, signal.SIGKILL)
+    assert_equal(found, expected["T=1"])
+    while peer.drafter == known:  # until the process that replaces it has been greeted
+        assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
+    assert pool.processes[0].pid != victim
+    wait_until_ready(engine)
+    before = num_accepted(engine)
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+    assert num_accepted(engine) > before
+
+
+def test_a_drafter_hangs(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+    peer = router_of(engine).remote.side.peers[0]
+    victim, found = struck(pool, engine, signal.SIGSTOP)
+    assert_equal(found, expected["T=1"])
+    while peer.state is PeerState.READY:
+        assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
+    assert peer.reason == "left a step unanswered"
+    os.kill(victim, signal.SIGCONT)
+    wait_until_ready(engine)
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+
+
+def test_weights_change_between_rollouts_and_amid_them(
+    engine: RolloutEngine, start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    """After a change of the policy's weights its own drafts no longer fit, and are not used for it unknowingly."""
+    from safetensors.torch import load_file
+
+    own = load_file(STEP_ADDER / "model.safetensors")
+    other = {name: t * 1.02 for name, t in own.items()}
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()))
+    wait_until_ready(engine)
+    for e in (plain, engine):
+        e.load_weights(other.items())
+    assert_equal(engine.generate(requests(8, 4)), plain.generate(requests(8, 4)))
+    under_way = Generation(engine, requests(8, 4))
+    under_way.advance(seconds=0.1)
+    engine.load_weights(own.items())
+    under_way.advance()
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+
+
+def test_garbage_and_oversized_frames(
+    pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
+    wait_until_ready(engine)
+    rogue = zmq.Context.instance().socket(zmq.DEALER)
+    rogue.setsockopt(zmq.LINGER, 0)
+    rogue.connect(pool.addresses()[0])
+    under_way = Generation(engine, requests(8, 4))
+    for frame in (b"", b"garbage", os.urandom(1000), b"\x81" * 5000, bytes(MAX_FRAME_BYTES + 1000)):
+        rogue.send(frame)
+        rogue.send_multipart([frame, frame])
+    under_way.advance()
+    assert_equal(under_way.rollouts, expected["T=1"])
+    wait_until_ready(engine)
+    rogue.close()
+
+
+def test_a_drafter_that_talks_nonsense_is_dropped(
+    start_engine: Callable[..., RolloutEngine], similar_model: Path, expected: dict[str, list[Rollout]]
+) -> None:
+    liar = zmq.Context.instance().socket(zmq.ROUTER)
+    liar.setsockopt(zmq.LINGER, 0)
+    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    remote = DrafterConfig("remote", model=str(similar_model), addresses=(f"tcp://127.0.0.1:{port}",))
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,), budget=ALWAYS_3))
+    under_way = Generation(engine, requests(8, 4))
+    under_way.advance(seconds=0.2)
+    peer = liar.recv_multipart()[0]
+    for _ in range(50):
+        liar.send_multipart([peer, os.urandom(200)])
+    under_way.advance()
+    assert_equal(under_way.rollouts, expected["T=1"])
+    side = router_of(engine).remote.side
+    assert side.peers[0].num_failures > 0
+    assert "secret" in side.peers[0].reason
+    liar.close()
+
+
+def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
+    from nemo_specrollout.decoupled.messages import PROTOCOL, Hello
+
+    hello = Hello(PROTOCOL, 1, 96, "", [])
+    wrong, right = (VerifierSocket(pool.addresses()[0], secret) for secret in (b"not the secret", b""))
+    wrong.send(hello)
+    right.send(hello)
+    assert right.wait(5.0)
+    assert not wrong.wait(0.5)
+    for socket in (wrong, right):
+        socket.close()
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(
+    pool: DrafterPool, tiny_model: Path, start_engine: Callable[..., RolloutEngine], tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model, folder)
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    engine = start_engine(folder, served_by(pool, folder))
+    plain = start_engine(folder, SpecrolloutConfig(drafters=()))
+    deadline = time.monotonic() + 20
+    peer = router_of(engine).remote.side.peers[0]
+    while peer.state is not PeerState.REFUSED and time.monotonic() < deadline:
+        found = engine.generate(requests(2, 2))
+    assert "tokenizer" in peer.reason
+    assert_equal(found, plain.generate(requests(2, 2)))
+
+
+def test_an_engine_starts_and_ends_its_own_drafters(
+    similar_model: Path, start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    remote = DrafterConfig("remote", model=str(similar_model), workers=1)
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote, DrafterConfig("suffix"))))
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+    assert engine.drafters is not None
+    pid = engine.drafters.processes[0].pid
+    engine.close()
+    assert pid is not None and not Path(f"/proc/{pid}").exists()
+
+
+def test_a_draft_model_that_cannot_be_loaded_is_a_sentence(
+    tmp_path: Path, start_engine: Callable[..., RolloutEngine]
+) -> None:
+    remote = DrafterConfig("remote", model=str(tmp_path / "nothing"), workers=1)
+    with pytest.raises(ConfigError, match="nothing does not exist"):
+        start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,)))
