@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_specrollout.decoupled.drafter_side import DrafterSide, DraftModel, MirrorClosing, MirrorOpening
+from nemo_specrollout.decoupled.drafter_side import DrafterSide, DraftModel, MirrorClosing, MirrorOpening, Publication
 from nemo_specrollout.decoupled.messages import decode, encode
 from nemo_specrollout.decoupled.mirrors import Drafted
 from nemo_specrollout.decoupled.prefix_hash import of_text
@@ -100,7 +100,7 @@ class FakeDrafter:
     def publish(self) -> None:
         """New weights."""
         self.version += 1
-        self.side.published(self.version)
+        self.side.published(Publication("", self.version, None))
 
     def check(self) -> None:
         """What the protocol believes of its mirrors is what the engine holds, and what it takes to be committed is."""
@@ -121,7 +121,8 @@ class FakeDrafter:
             self.side.drafted(Drafted(wanting, positions.astype(np.int64), tokens.astype(np.int32), levels), 0.001)
         self.side.forget_silent(now_s)
         for peer, reply in self.side.outgoing(now_s):
-            network.send(self.name, peer, encode(reply), now_s)
+            if peer is not None:
+                network.send(self.name, peer, encode(reply), now_s)
 
     def _obey(self) -> None:
         for order in self.side.take_orders():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from conftest import STEP_ADDER
@@ -19,6 +20,7 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.run import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.messages import MAX_FRAME_BYTES
+from nemo_specrollout.decoupled.publishing import publish
 from nemo_specrollout.decoupled.transport import VerifierSocket
 from nemo_specrollout.decoupled.verifier_side import PeerState
 from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
@@ -47,7 +49,7 @@ def similar_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(similar_model: Path) -> Iterator[DrafterPool]:
     remote = DrafterConfig("remote", model=str(similar_model), workers=2, max_requests=48)
-    drafters = DrafterPool([drafter_spec(remote, VllmConfig(max_model_len=512), "cpu")] * 2)
+    drafters = DrafterPool([drafter_spec(remote, VllmConfig(max_model_len=512))] * 2)
     drafters.addresses()
     drafters.wait_until_up()
     yield drafters
@@ -86,10 +88,14 @@ def wait_until_ready(engine: RolloutEngine, count: int = 2) -> None:
         time.sleep(0.1)
 
 
-def num_accepted(engine: RolloutEngine) -> int:
+def proposed_and_accepted(engine: RolloutEngine) -> np.ndarray:
     report = engine.report()
     assert report is not None
-    return sum(map(sum, report["accepted"]))
+    return np.array([np.sum(report["proposed"]), np.sum(report["accepted"])])
+
+
+def num_accepted(engine: RolloutEngine) -> int:
+    return int(proposed_and_accepted(engine)[1])
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -181,6 +187,28 @@ def test_weights_change_between_rollouts_and_amid_them(
     under_way.advance(seconds=0.1)
     engine.load_weights(own.items())
     under_way.advance()
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+
+
+def test_draft_weights_are_published_amid_a_rollout(
+    pool: DrafterPool, similar_model: Path, engine: RolloutEngine, expected: dict[str, list[Rollout]], tmp_path: Path
+) -> None:
+    """The policy's own weights make each draft right; no drafter takes what does not fit."""
+    wait_until_ready(engine)
+    under_way = Generation(engine, requests(8, 4))
+    under_way.advance(seconds=0.2)
+    assert publish(pool.addresses(), b"", str(STEP_ADDER), 5) == {}
+    under_way.advance()
+    assert_equal(under_way.rollouts, expected["T=1"])
+    wait_until_ready(engine)
+    before = proposed_and_accepted(engine)
+    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+    proposed, accepted = proposed_and_accepted(engine) - before
+    assert 0 < proposed == accepted
+    assert {p.draft_version for p in router_of(engine).remote.side.peers} == {5}
+    refusals = publish(pool.addresses(), b"", str(tmp_path), 6)
+    assert all("not a checkpoint like" in refusals[a] for a in pool.addresses())
+    assert publish(pool.addresses(), b"", str(similar_model), 7) == {}
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
 
 

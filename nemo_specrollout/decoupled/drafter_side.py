@@ -17,6 +17,8 @@ from nemo_specrollout.decoupled.messages import (
     Hello,
     Message,
     Open,
+    Publish,
+    Published,
     Refuse,
     Step,
     Welcome,
@@ -57,7 +59,16 @@ class MirrorClosing:
     mirror: int
 
 
-Order = MirrorOpening | MirrorClosing | Correction
+@dataclass(frozen=True)
+class Publication:
+    """The engine is to draft with the weights in `folder`; `DrafterSide.published` is to be told how it went."""
+
+    folder: str
+    draft_version: int
+    peer: Hashable
+
+
+Order = MirrorOpening | MirrorClosing | Correction | Publication
 
 
 @dataclass
@@ -107,6 +118,8 @@ class DrafterSide:
         """A message of a verifier. What no verifier says is dropped."""
         if isinstance(message, Hello):
             self._greet(peer, message, now_s)
+        elif isinstance(message, Publish):
+            self._orders.append(Publication(message.folder, message.draft_version, peer))
         elif isinstance(message, Step):
             session = self._sessions.get(peer)
             if session is None or session.number != message.session:
@@ -132,9 +145,12 @@ class DrafterSide:
             its = new.select(sessions_M == number)
             session.rows.append(self.mirrors.drafted(its, session.stop_token_ids))
 
-    def published(self, draft_version: int) -> None:
-        """The engine drafts with new weights: what was drafted ahead with the old ones is drafted again."""
-        self.draft_version = draft_version
+    def published(self, publication: Publication, error: str = "") -> None:
+        """The engine drafts with new weights, or could not load them. What was drafted ahead with the old ones stays: it is as
+        good a guess as it was."""
+        if not error:
+            self.draft_version = publication.draft_version
+        self._replies.append((publication.peer, Published(publication.draft_version, error)))
 
     def outgoing(self, now_s: float) -> list[tuple[Hashable, Message]]:
         """What is to be said, and to whom."""

@@ -114,7 +114,7 @@ class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=
 
 
 class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, frozen=True):
-    """Drafter: done, or why not."""
+    """Drafter: I draft with the weights of that version; or, if `error` is not empty, why I do not."""
 
     draft_version: int
     error: str

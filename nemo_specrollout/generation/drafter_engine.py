@@ -3,16 +3,18 @@
 
 import gc
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from nemo_specrollout.config.model_folder import longest_text, tokenizer_fingerprint
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorClosing, MirrorOpening, Order
-from nemo_specrollout.decoupled.mirrors import Drafted
+from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorOpening
+from nemo_specrollout.decoupled.mirrors import Correction, Drafted
 from nemo_specrollout.generation.arguments import PROCESS_ENVIRONMENT, QUIET_START
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 
@@ -24,11 +26,9 @@ SCHEDULER = "nemo_specrollout.generation.mirror_scheduler.MirrorScheduler"
 
 
 class DrafterEngine:
-    """Owns the engine of one draft model. `apply` what verifiers want, then `draft` for some mirrors, again and again."""
+    """Owns the engine of one draft model: mirrors are opened, corrected, closed; `draft` makes a token for some of them."""
 
-    def __init__(
-        self, model: Path, num_mirrors: int, max_model_len: int, device: str = "cpu", **vllm_kwargs: Any
-    ) -> None:
+    def __init__(self, model: Path, num_mirrors: int, max_model_len: int, **vllm_kwargs: Any) -> None:
         """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError for what vLLM refuses."""
         for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -45,7 +45,7 @@ class DrafterEngine:
             "model": str(model),
             "max_model_len": min(max_model_len, longest_text(model) or max_model_len),
             "max_num_seqs": num_mirrors,
-            "worker_cls": WORKERS[device],
+            "worker_cls": WORKERS[compat.device_type()],
             "scheduler_cls": SCHEDULER,
             "async_scheduling": False,
             # A mirror's text is not final: what is cached of it would be another text's.
@@ -57,6 +57,7 @@ class DrafterEngine:
             self._llm = LLM(**arguments)
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start the draft model: {' '.join(str(error).split())}") from error
+        self._folder = Path(model)
         engine = self._llm.llm_engine
         self._scheduler = compat.scheduler_of(engine)
         if not isinstance(self._scheduler, MirrorScheduler):
@@ -68,18 +69,34 @@ class DrafterEngine:
             engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
         )
 
-    def apply(self, orders: Sequence[Order]) -> int:
-        """Opens, closes and corrects mirrors, in this order; returns how many were corrected."""
-        num_corrected = 0
-        for order in orders:
-            if isinstance(order, MirrorOpening):
-                self._open(order)
-            elif isinstance(order, MirrorClosing):
-                self._llm.llm_engine.abort_request([str(order.mirror)])
-            else:
-                self._scheduler.correct(order)
-                num_corrected += 1
-        return num_corrected
+    def open(self, opening: MirrorOpening) -> None:
+        """A new mirror; its text is read in the next step."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=opening.temperature,
+            top_k=opening.top_k,
+            top_p=opening.top_p,
+            max_tokens=None,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={EXTRA_ARGS_KEY: {"seed": opening.seed}},
+        )
+        self._llm.llm_engine.add_request(str(opening.mirror), {"prompt_token_ids": opening.text.tolist()}, params)
+
+    def close_mirror(self, mirror: int) -> None:
+        """Forgets a mirror and frees its KV."""
+        self._llm.llm_engine.abort_request([str(mirror)])
+
+    def correct(self, correction: Correction) -> None:
+        """A mirror keeps its first tokens, with their KV, and goes on with others."""
+        self._scheduler.correct(correction)
+
+    def load_weights(self, folder: Path) -> None:
+        """Drafts with the weights in `folder` from now on; mirrors are read anew. Raises ValueError, and goes on with the old
+        ones, if they are not those of a model like the one that it was started with."""
+        self._llm.collective_rpc("specrollout_reload", args=(read_like(folder, self._folder),))
+        self._scheduler.read_anew()
 
     def draft(self, mirrors_M: np.ndarray) -> Drafted:
         """One token for each of these mirrors; none for those whose text is still being read."""
@@ -96,16 +113,19 @@ class DrafterEngine:
             del engine
             gc.collect()
 
-    def _open(self, opening: MirrorOpening) -> None:
-        from vllm import SamplingParams
 
-        params = SamplingParams(
-            temperature=opening.temperature,
-            top_k=opening.top_k,
-            top_p=opening.top_p,
-            max_tokens=None,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={EXTRA_ARGS_KEY: {"seed": opening.seed}},
-        )
-        self._llm.llm_engine.add_request(str(opening.mirror), {"prompt_token_ids": opening.text.tolist()}, params)
+def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
+    """The checkpoint tensors in `folder`. Raises ValueError unless names and shapes are those of the checkpoint in `known`."""
+    found, expected = (_shapes(f) for f in (folder, known))
+    if found != expected:
+        odd = sorted(set(found.items()) ^ set(expected.items()))
+        raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
+    return [(n, t) for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()]
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
+    return shapes

@@ -166,12 +166,14 @@ class DrafterPool:
                 process.watch()
 
 
-def drafter_spec(drafter: DrafterConfig, engine: VllmConfig, device: str, address: str = ANY_PORT) -> DrafterSpec:
+def drafter_spec(
+    drafter: DrafterConfig, engine: VllmConfig, address: str = ANY_PORT, *, on_cpu: bool = True
+) -> DrafterSpec:
     """What a drafter process is told, for policies served by `engine`. Raises ConfigError if the model is not there."""
     assert drafter.model is not None
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
-    on_device = {"kv_cache_memory_bytes": CPU_KV_BYTES} if device == "cpu" else {}
+    on_device = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
     return DrafterSpec(
         address=address,
         model=drafter.model,
@@ -179,7 +181,6 @@ def drafter_spec(drafter: DrafterConfig, engine: VllmConfig, device: str, addres
         max_model_len=engine.max_model_len,
         max_requests=drafter.max_requests,
         most_ahead=drafter.most_ahead,
-        device=device,
         allowed_hosts=drafter.allowed_hosts,
         vllm_kwargs={"enforce_eager": engine.enforce_eager, **on_device, **drafter.vllm_kwargs},
     )

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.drafter_side import DrafterSide
+from nemo_specrollout.decoupled.drafter_side import DrafterSide, MirrorClosing, MirrorOpening, Order, Publication
+from nemo_specrollout.decoupled.mirrors import Correction
 from nemo_specrollout.decoupled.transport import DrafterSocket
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ class DrafterSpec:
     max_model_len: int = 2048
     max_requests: int = 256
     most_ahead: int = 12
-    device: str = "cpu"
     allowed_hosts: tuple[str, ...] = ()
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -97,7 +98,8 @@ class DrafterService:
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
-        status.num_corrections += self._engine.apply(side.take_orders())
+        for order in side.take_orders():
+            self._carry_out(order)
         mirrors_M = side.wanting()
         if len(mirrors_M):
             self._draft(mirrors_M)
@@ -106,6 +108,25 @@ class DrafterService:
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
         status.draft_version = side.draft_version
         return len(mirrors_M) > 0
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Correction):
+            self._engine.correct(order)
+            self.status.num_corrections += 1
+        elif isinstance(order, MirrorOpening):
+            self._engine.open(order)
+        elif isinstance(order, MirrorClosing):
+            self._engine.close_mirror(order.mirror)
+        else:
+            self._publish(order)
+
+    def _publish(self, publication: Publication) -> None:
+        error = ""
+        try:
+            self._engine.load_weights(Path(publication.folder))
+        except (ValueError, OSError, SafetensorError) as refusal:
+            error = str(refusal)
+        self._side.published(publication, error)
 
     def close(self) -> None:
         """Stops the engine and frees the address."""
@@ -129,7 +150,6 @@ def _build_engine(spec: DrafterSpec) -> "DrafterEngine":
         Path(spec.model),
         spec.max_requests,
         spec.max_model_len,
-        spec.device,
         dtype=spec.precision,
         **spec.vllm_kwargs,
     )

@@ -86,7 +86,7 @@ class RolloutEngine:
         block = generation.specrollout
         if not block.enabled or block.remote is None or not block.remote.workers:
             return None
-        return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg, "cpu")] * block.remote.workers)
+        return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg)] * block.remote.workers)
 
     def _start(self, model: Path, generation: GenerationConfig, seed: int, overrides: Mapping[str, Any]) -> None:
         from vllm import LLM

@@ -49,6 +49,11 @@ class MirrorScheduler(Scheduler):
         first, corrected = min(first, num_outputs), corrected[: max(num_outputs - first, 0)] + tokens
         self._corrections[request.request_id] = first, corrected
 
+    def read_anew(self) -> None:
+        """The weights are others: the KV of all texts is computed again, in place, when a mirror is awake."""
+        for request in self.requests.values():
+            request.num_computed_tokens = 0
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with a word to the workers about corrected texts."""
         running, awake = self.running, [self._mirrors[m] for m in self.awake]
