@@ -21,8 +21,8 @@ ALLOWED = {
     "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
-    "local": {"config", "sampling", "scheduling", "drafters", "training", "generation"},
-    "nemo_rl": {"config", "sampling", "scheduling", "training", "generation"},
+    "local": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation"},
+    "nemo_rl": {"config", "sampling", "scheduling", "decoupled", "training", "generation"},
     "cli": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation", "local", "nemo_rl"},
 }
 # Which rooms alone may touch a heavy package.

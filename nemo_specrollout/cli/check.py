@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, Prepared, prepare_local, runtime_of
-from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.addresses import is_loopback
+from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_traps import (
@@ -74,6 +75,8 @@ def _sizes(model: Mapping[str, Any]) -> str:
 def _in_words(drafter: DrafterConfig) -> str:
     if drafter.type in TEXT_DRAFTERS:
         return f"{drafter.type} (contexts to {drafter.max_order} tokens)"
+    if drafter.type == REMOTE_DRAFTER:
+        return f"remote ({drafter.model}, up to {drafter.most_ahead} tokens ahead)"
     return f"{drafter.type} ({drafter.model or 'of the policy itself'}, {drafter.sampling})"
 
 
@@ -93,10 +96,28 @@ def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[st
     verify = block.verify.requests_per_step
     return [
         ("drafters", names),
+        *_explain_remote(block.remote),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
         ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
                       + (f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked")),
     ]  # fmt: skip
+
+
+def _explain_remote(drafter: DrafterConfig | None) -> list[tuple[str, str]]:
+    """Where drafters on other workers are, and who looks after them."""
+    if drafter is None:
+        return []
+    if drafter.workers:
+        where = f"{drafter.workers} on this machine, one thread each, started and watched by the run"
+    else:
+        reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
+        where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
+    return [
+        (
+            "placement",
+            f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded",
+        )
+    ]
 
 
 def _check_nemo_rl(tree: Tree) -> int:

@@ -4,15 +4,28 @@
 import argparse
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 from nemo_specrollout.cli.launch import add_arguments, launch
+from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_arguments
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
+from nemo_specrollout.cli.publish_draft import add_arguments as add_publish_arguments
 from nemo_specrollout.cli.refresh_draft import refresh_draft
 from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
+from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_arguments
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
+# Commands about drafters on other workers, each the function of its own name in a file of that name.
+_OF_DRAFTERS = ("plan", "profile", "serve-drafter", "publish-draft")
+_FLAGS = {
+    "launch": add_arguments,
+    "plan": add_plan_arguments,
+    "profile": add_profile_arguments,
+    "serve-drafter": add_serve_arguments,
+    "publish-draft": add_publish_arguments,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,6 +58,9 @@ def _command(parsed: argparse.Namespace) -> int:
         return launch(parsed)
     if parsed.command == "refresh-draft":
         return refresh_draft(parsed)
+    if parsed.command in _OF_DRAFTERS:
+        name = parsed.command.replace("-", "_")
+        return int(getattr(import_module(f"nemo_specrollout.cli.{name}"), name)(parsed))
     from nemo_specrollout.cli.check import check
 
     return check(parsed.config, parsed.overrides)
@@ -71,12 +87,16 @@ def _parser() -> argparse.ArgumentParser:
         ("bench", "the same rollouts with and without speculation, interleaved"),
         ("check", "validates a config and says what will run; loads neither torch nor vllm"),
         ("launch", "a run in NeMo-RL on a Slurm cluster"),
+        ("plan", "where to verify and where to draft, by measured times; loads neither torch nor vllm"),
+        ("profile", "measures on this CPU the times that `plan` needs"),
+        ("serve-drafter", "a drafter for engines that name its address"),
+        ("publish-draft", "drafters on other workers go on with other weights"),
     ):
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("config", type=Path, metavar="CONFIG", help="a NeMo-RL-shaped YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. grpo.max_num_steps=3")
-        if name == "launch":
-            add_arguments(command)
+        if name in _FLAGS:
+            _FLAGS[name](command)
     text = "trains an EAGLE-3 draft head for a policy, or refreshes one"
     command = commands.add_parser("refresh-draft", help=text, description=text, allow_abbrev=False)
     add_refresh_arguments(command)

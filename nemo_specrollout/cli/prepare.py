@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.addresses import shared_secret
+from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
@@ -67,6 +68,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
     _check_head(config.policy.generation.specrollout.head, Path(config.policy.model_name))
+    _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
@@ -115,6 +117,15 @@ def _check_head(head: str | None, policy: Path) -> None:
         check_head(Path(head), policy, read_tensors=False)
     except ValueError as error:
         raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
+
+
+def _check_remote(drafter: DrafterConfig | None) -> None:
+    """Its model must be a folder here, if the run starts it, and the secret must be there, if others can reach it."""
+    if drafter is None:
+        return
+    if drafter.workers and not Path(str(drafter.model)).is_dir():
+        raise ConfigError(f"{BLOCK_PATH}.drafters: folder {drafter.model} of the draft model does not exist")
+    shared_secret(drafter.addresses)
 
 
 def _check_trainer(config: RunConfig) -> None:

@@ -39,8 +39,14 @@ def effective_block(tree: Tree) -> dict[str, Any] | None:
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
     if native_drafts(tree) and config.drafters:
         raise ConfigError(f"{BLOCK_PATH}.drafters: named beside {SPECULATIVE_CONFIG}; remove one of them")
-    plain = dataclasses.asdict(config)
-    return {**plain, "drafters": list(plain["drafters"])}
+    return dict(_plain(dataclasses.asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, as YAML would have it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_nemo_rl(tree: Tree) -> list[Finding]:

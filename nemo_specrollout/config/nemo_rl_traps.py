@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER
 
 Tree = Mapping[str, Any]
 GENERATION = "policy.generation"
@@ -80,6 +80,10 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
+def _starts_workers(drafter: Any) -> bool:
+    return isinstance(drafter, Mapping) and drafter.get("type") == REMOTE_DRAFTER and bool(drafter.get("workers"))
+
+
 _async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
 _refreshed = _on(f"{BLOCK_PATH}.draft_refresh")
 _NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
@@ -115,6 +119,8 @@ _RULES = (
     _Rule(f"{VLLM_CFG}.enable_prefix_caching", bool, "of the samples that share a prompt's KV only the first gives features: "
           f"raise {BLOCK_PATH}.draft_refresh.rollout_capture_share towards 1", "note",
           lambda tree: _refreshed(tree) and float(at(tree, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share", 0.1)) < 0.5),
+    _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_starts_workers(d) for d in v or ()), "remote drafters with workers: only "
+          "the local runner starts them; start `serve-drafter` yourself and name its addresses instead"),
     _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
           "nothing", "warning"),
     _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "

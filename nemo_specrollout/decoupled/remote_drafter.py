@@ -4,28 +4,14 @@
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_specrollout.decoupled.messages import FrameError
+from nemo_specrollout.decoupled.supply import DraftSupply
 from nemo_specrollout.decoupled.transport import VerifierSocket
 from nemo_specrollout.decoupled.verifier_side import PeerState, PolicyModel, Sampling, VerifierSide
 from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Demand, Drafter, DraftRequest, Proposal
-
-
-@dataclass
-class SupplyCounts:
-    """How well drafters keep up, as sums over steps."""
-
-    num_request_steps: int = 0
-    """Requests, summed over steps that drafts were wanted in."""
-    num_supplied: int = 0
-    """Those of them that had a draft at hand."""
-    num_drafts: int = 0
-    """Draft tokens at hand, up to as many as one step may take."""
-    host_s: float = 0.0
-    """Time that it took the verifier."""
 
 
 class RemoteDrafter(Drafter):
@@ -39,10 +25,14 @@ class RemoteDrafter(Drafter):
         self._addresses, self._secret = list(addresses), secret
         self._sockets: list[VerifierSocket | None] = [None] * len(addresses)
         self.side = VerifierSide(secrets.randbits(62), num_lanes, len(addresses), most_ahead, model, NUM_LEVELS)
-        self.supply = SupplyCounts()
+        self._num_request_steps = self._num_supplied = self._num_at_hand = 0
+        self._host_s = 0.0
 
     def open(self, lane: int, request: DraftRequest) -> None:
-        self.side.open(lane, request.key, Sampling(request.temperature, request.top_k, request.top_p), request.limit)
+        if request.limit > len(request.prompt):  # else it is not to be drafted for
+            self.side.open(
+                lane, request.key, Sampling(request.temperature, request.top_k, request.top_p), request.limit
+            )
 
     def close(self, lane: int) -> None:
         self.side.close(lane)
@@ -50,17 +40,39 @@ class RemoteDrafter(Drafter):
     def follow(self, batch: Batch) -> None:
         started = time.perf_counter()
         self._exchange(batch)
-        self.supply.host_s += time.perf_counter() - started
+        self._host_s += time.perf_counter() - started
 
     def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
         started = time.perf_counter()
         self._exchange(batch)
         self.side.tails.read(batch.lanes_B, out.tokens_BK, out.levels_BK, out.lengths_B)
-        supply, num_requests = self.supply, len(batch.lanes_B)
-        supply.num_request_steps += num_requests
-        supply.num_supplied += int(np.count_nonzero(out.lengths_B[:num_requests]))
-        supply.num_drafts += int(out.lengths_B[:num_requests].sum())
-        supply.host_s += time.perf_counter() - started
+        lengths_B = out.lengths_B[: len(batch.lanes_B)]
+        self._num_request_steps += len(lengths_B)
+        self._num_supplied += int(np.count_nonzero(lengths_B))
+        self._num_at_hand += int(lengths_B.sum())
+        self._host_s += time.perf_counter() - started
+
+    def supply(self) -> DraftSupply:
+        """How well the drafters keep up."""
+        peers, counts = self.side.peers, self.side.tails.counts
+        ready = [p for p in peers if p.state is PeerState.READY]
+        return DraftSupply(
+            num_request_steps=self._num_request_steps,
+            num_supplied=self._num_supplied,
+            num_at_hand=self._num_at_hand,
+            num_kept=counts.kept,
+            num_wrong=counts.wrong,
+            num_late=counts.late,
+            num_stale=counts.stale + counts.beyond,
+            host_s=self._host_s,
+            num_drafters=len(peers),
+            num_ready=len(ready),
+            num_failures=sum(p.num_failures for p in peers),
+            draft_step_s=max((p.step_s for p in ready), default=0.0),
+            answer_s=max((p.answer_s for p in ready), default=0.0),
+            draft_version=min((p.draft_version for p in ready), default=0),
+            problem=next((p.reason for p in peers if p.reason), ""),
+        )
 
     def shut(self) -> None:
         """Closes the sockets."""

@@ -60,7 +60,7 @@ class Peer:
     num_open_there: int = 0
     num_own: int = 0
     step_s: float = 0.0
-    round_trip_s: float = 0.0
+    answer_s: float = 0.0
     resume_at_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     waiting_since_s: float | None = None
@@ -125,8 +125,10 @@ class VerifierSide:
         self._drafter_of[lane], self._is_told[lane] = NO_DRAFTER, False
 
     def close(self, lane: int) -> None:
-        """The request of `lane` ended or was put aside."""
-        entry = self._lanes.pop(lane)
+        """The request of `lane`, if there is one, ended or was put aside."""
+        entry = self._lanes.pop(lane, None)
+        if entry is None:
+            return
         drafter = int(self._drafter_of[lane])
         if drafter != NO_DRAFTER:
             self._closes[drafter].append(entry.request)
@@ -218,7 +220,8 @@ class VerifierSide:
 
     def _place(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray) -> None:
         """Gives lanes without a drafter to the least loaded that is ready."""
-        for row in np.flatnonzero(self._drafter_of[lanes_B] == NO_DRAFTER).tolist():
+        is_homeless_B = (self._drafter_of[lanes_B] == NO_DRAFTER) & (self._requests[lanes_B] != NO_REQUEST)
+        for row in np.flatnonzero(is_homeless_B).tolist():
             lane, length = int(lanes_B[row]), int(lengths_B[row])
             ready = [
                 d
@@ -293,7 +296,7 @@ class VerifierSide:
             self.tails.lose(np.flatnonzero(self._drafter_of == drafter))
         peer.last_number = max(peer.last_number, drafts.number)
         if drafts.answers > peer.last_answered and drafts.echo_ns:
-            peer.round_trip_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
+            peer.answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
         peer.last_answered = max(peer.last_answered, drafts.answers)
         peer.draft_version, peer.step_s, peer.num_open_there = drafts.draft_version, drafts.step_s, drafts.num_mirrors
         self.tails.add(

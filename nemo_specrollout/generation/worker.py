@@ -2,6 +2,7 @@
 """Our vLLM workers, named by `worker_cls`: vLLM's own, with the sampling step of their model runner replaced."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ class SpecrolloutWorkerMixin:
             report["plain_step_s"] = None if costs is None else costs.plain_s.tolist()
             report["draft_overhead_s"] = None if costs is None else costs.overhead_s
             report["draft_discount_s"] = None if costs is None else costs.discount_s
+            if router.remote is not None:
+                report["draft_supply"] = asdict(router.remote.supply())
             if router.model is not None:
                 report["head_is_dormant"] = router.model_is_dormant
                 report["policy_version"] = router.stamps.policy_version

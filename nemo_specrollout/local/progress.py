@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from nemo_specrollout.decoupled.supply import in_words
+
 _COLUMNS = {
     "step": 5, "reward": 7, "length": 7, "rollout": 9, "speedup": 8, "tok/step": 8, "equal": 11, "train": 7, "gap": 8
 }  # fmt: skip
@@ -49,6 +51,8 @@ class Progress:
             f"{record['acceptance_length']:>8.2f} {record['tokens_equal']:>5}/{record['tokens_checked']:<5} "
             f"{record['train_s']:>5.1f} s {record['logprob_gap']['mean']:>8.1e}"
         )
+        if "draft_supply" in record:
+            self.console.print(f"      {in_words(record['draft_supply'])}", style="dim", soft_wrap=True)
         for alarm in record["alarms"]:
             self.console.print(f"      ALARM: {alarm}", style="bold red")
 

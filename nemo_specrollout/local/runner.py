@@ -212,6 +212,7 @@ def step_record(
     gap = (scored.generation_logprobs_BT - scored.prev_logprobs_BT).abs()[mask_BT]
     acceptance = {n: {"proposed": stats.proposed[n], "accepted": stats.accepted[n]} for n in stats.proposed}
     of_head = {} if stats.head_is_dormant is None else {"head_dormant": int(stats.head_is_dormant)}
+    of_remote = {} if stats.draft_supply is None else {"draft_supply": stats.draft_supply}
     return {
         "step": step,
         "reward": float(scored.rewards_B.mean()),
@@ -235,6 +236,7 @@ def step_record(
         "share_of_steps_with_drafts": stats.num_steps_with_drafts / stats.num_target_steps,
         "router_host_share": stats.router_host_s / stats.seconds,
         **of_head,
+        **of_remote,
         "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
         "tokens_checked": rollout.tokens_checked,
         "tokens_equal": rollout.tokens_equal,

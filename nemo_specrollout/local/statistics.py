@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.decoupled.supply import DraftSupply
 from nemo_specrollout.generation.engine import Rollout
 from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 
@@ -14,7 +15,7 @@ from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 @dataclass(frozen=True)
 class RolloutStats:
     """A measured rollout. `plain_estimate_s` is None where the engine learned no step times, `head_is_dormant` where it has no
-    drafter with weights."""
+    drafter with weights, `draft_supply` where none is on another worker."""
 
     seconds: float
     num_tokens: int
@@ -28,6 +29,7 @@ class RolloutStats:
     accepted: dict[str, list[int]]
     trace: dict[str, Any]
     head_is_dormant: bool | None = None
+    draft_supply: dict[str, Any] | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -69,7 +71,15 @@ def rollout_stats(
         accepted=_difference(before, after, "accepted"),
         trace=after["trace"],
         head_is_dormant=after.get("head_is_dormant"),
+        draft_supply=_supply(before, after),
     )
+
+
+def _supply(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+    if "draft_supply" not in after:
+        return None
+    then, now = (DraftSupply.from_wire(report["draft_supply"]) for report in (before, after))
+    return now.since(then).figures()
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> dict[str, list[int]]:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout plan`: where to verify and where to draft, by measured times; in a second and without torch."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nemo_specrollout.cli.prepare import runtime_of
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_traps import GENERATION, Tree, at, size_at
+from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.strict import ConfigError, bounded, build
+from nemo_specrollout.scheduling.cost_tables import CostTables
+from nemo_specrollout.scheduling.placement import COUPLED, DECOUPLED, PLAIN, Option, Placement, place
+
+MOST_LISTED = 8
+# Columns of a table that goes into a file.
+_WIDTH_OF_LOGS = 120
+_RESOURCES = f"{GENERATION}.colocated.resources"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be placed. A run of the local runner has one engine."""
+
+    batch: int = bounded(low=1)
+    devices: int = bounded(low=1)
+    acceptance: float = bounded(low=0.0, high=1.0)
+    max_k: int = bounded(low=1)
+    max_groups: int | None = None
+    policy: str = ""
+
+
+def plan(parsed: argparse.Namespace) -> int:
+    """Prints the best placement and the alternatives. Raises ConfigError."""
+    request = _request(load_config(parsed.config, parsed.overrides), parsed)
+    tables = _read(parsed.profile)
+    placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_LOGS
+    for line in _lines(placement, tables, request):
+        console.print(line, markup=False)
+    console.print(_table(placement, tables, boxed=console.is_terminal))
+    return 0
+
+
+def _request(tree: dict[str, Any], parsed: argparse.Namespace) -> PlanRequest:
+    """What the config and the flags ask for; flags win."""
+    found = _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
+    flags = {"batch": parsed.batch, "devices": parsed.devices, "acceptance": parsed.acceptance}
+    try:
+        return build(PlanRequest, {**found, **{k: v for k, v in flags.items() if v is not None}}, "-")
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("-.", "--", 1)) from error
+
+
+def _of_local(tree: Mapping[str, Any]) -> dict[str, Any]:
+    config, _ = read_run_config(tree)
+    generation = config.policy.generation
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return {
+        "batch": min(samples, int(generation.vllm_kwargs.get("max_num_seqs", samples))),
+        "devices": os.cpu_count() or 1,
+        "max_k": generation.specrollout.num_speculative_tokens,
+        "max_groups": 1,
+        "policy": config.policy.model_name,
+    }
+
+
+def _of_nemo_rl(tree: Tree) -> dict[str, Any]:
+    """Synchronous or not, what is in flight at a time is taken to be the samples of a step."""
+    block = effective_block(tree)
+    config = build(SpecrolloutConfig, block or {}, BLOCK_PATH)
+    return {
+        "batch": size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt"),
+        "devices": _generating_gpus(tree),
+        "max_k": config.num_speculative_tokens,
+        "policy": str(at(tree, "policy.model_name", "")),
+    }
+
+
+def _generating_gpus(tree: Tree) -> int:
+    """All, where generation and training take turns on them; else those of generation alone."""
+    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    if at(tree, f"{GENERATION}.colocated.enabled", True):
+        return nodes * gpus
+    return size_at(tree, f"{_RESOURCES}.gpus_per_node", gpus) * (
+        size_at(tree, f"{_RESOURCES}.num_nodes") if nodes > 1 else 1
+    )
+
+
+def _read(path: Path) -> CostTables:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--profile: {path} cannot be read ({type(error).__name__}); `nemo-specrollout profile` writes such a file"
+        ) from error
+    return CostTables.from_json(text, str(path))
+
+
+def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> list[str]:
+    best = placement.best
+    lines = [
+        f"best: {in_words(best, tables.unit)}: {best.tokens_per_s:.0f} tokens/s, {best.speedup:.2f}x plain (estimate)",
+        f"for {request.batch} requests on {_count(request.devices, tables.unit)}, acceptance {request.acceptance:g}; times of "
+        f"{tables.device}, policy {tables.policy}, draft model {tables.draft_model}",
+    ]
+    if best.mode == DECOUPLED:
+        keys = f"num_speculative_tokens={best.k}, most_ahead={best.window} of its drafter of type remote"
+        lines.insert(1, f"set: {BLOCK_PATH}: {keys}")
+    if request.policy != tables.policy:
+        lines.append(f"note: the times are those of another policy than the config's, {request.policy}")
+    measured = max(curve.counts[-1] for curve in tables.verify_s)
+    if best.num_rows > measured:
+        lines.append(
+            f"note: {best.num_rows:.0f} rows a step, of which {measured} were measured; the rest is a line's guess"
+        )
+    return lines
+
+
+def in_words(option: Option, unit: str) -> str:
+    """An option as the middle of a sentence."""
+    groups = "" if option.num_groups == 1 else f"{option.num_groups} groups, each "
+    if option.mode == PLAIN:
+        return f"{groups}no drafts, a verifier on {_count(option.verifier_size, unit)}"
+    if option.mode == COUPLED:
+        return f"{groups}drafting in the verifier's engine on {_count(option.verifier_size, unit)}, {option.k} a step"
+    return (
+        f"{groups}a verifier on {_count(option.verifier_size, unit)} beside a drafter on "
+        f"{_count(option.drafter_size, unit)}, up to {option.k} drafts a step and {option.window} ahead"
+    )
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
+    """The best option of each layout; supply is the share of a request's steps that have a draft."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    names = ("mode", "groups", f"{tables.unit}s", "batch", "k", "ahead", "tok/step", "supply", "step ms",
+             "group tok/s", "tok/s", "vs plain", "bottleneck")  # fmt: skip
+    for name in names:
+        table.add_column(name, justify="left" if name in ("mode", "bottleneck") else "right", no_wrap=True)
+    for option in placement.layouts[:MOST_LISTED]:
+        table.add_row(*_row(option))
+    return table
+
+
+def _row(o: Option) -> tuple[str, ...]:
+    size = f"{o.verifier_size}+{o.drafter_size}" if o.drafter_size else str(o.verifier_size)
+    return (
+        o.mode, str(o.num_groups), size, str(o.batch), str(o.k) if o.k else "-", str(o.window) if o.window else "-",
+        f"{o.tokens_per_step:.2f}", f"{o.occupancy:.0%}" if o.k else "-", f"{1e3 * o.step_s:.1f}",
+        f"{o.group_tokens_per_s:.0f}", f"{o.tokens_per_s:.0f}", f"{o.speedup:.2f}x", o.bottleneck,
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout profile`: what verifying and drafting cost on this CPU, measured for `nemo-specrollout plan`."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from nemo_specrollout.cli.prepare import prepare
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, draft_model_of
+from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+
+Measured = Mapping[str, Sequence[float]]
+
+
+def profile(parsed: argparse.Namespace) -> int:
+    """Measures in a process for each number of threads, and writes the file. Raises ConfigError."""
+    config = prepare(parsed.config, parsed.overrides).config
+    sizes, generation = _threads(parsed.threads), config.policy.generation
+    drafter = draft_model_of(generation.specrollout)
+    if parsed.steps < 1:
+        raise ConfigError(f"--steps: {parsed.steps}; time at least one")
+    _check_out(parsed.out)
+    spec = ProfileSpec(config.policy.model_name, generation, _batches(generation.vllm_kwargs), parsed.steps)
+    console = Console(highlight=False, soft_wrap=True)
+    measured = _measure_all(spec, sizes, console)
+    tables = _tables(spec, str(drafter.model), measured)
+    write_atomically(parsed.out, tables.to_json())
+    _summarize(tables, console)
+    console.print(f"written to {parsed.out}", markup=False)
+    return 0
+
+
+def _threads(written: str) -> list[int]:
+    """One, and two where there are as many cores, unless the user says otherwise."""
+    cores = os.cpu_count() or 1
+    if not written:
+        return [1, 2][:cores]
+    if not all(part.isdecimal() and 1 <= int(part) <= cores for part in written.split(",")):
+        raise ConfigError(f"--threads: {written!r}; write numbers from 1 to {cores}, the cores here, with commas")
+    return sorted({int(part) for part in written.split(",")})
+
+
+def _batches(vllm_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """No more requests than the engine is to take at a time."""
+    most = int(vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
+    return tuple(b for b in BATCHES if b <= most)
+
+
+def _check_out(path: Path) -> None:
+    """Before minutes are spent on what cannot be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out: {path} cannot be a file there; name one in a folder that exists")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: {path} cannot be written to; choose another")
+
+
+def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> dict[int, Measured]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=len(sizes) * len(MEASUREMENTS) * len(spec.batches))
+
+        def measure(size: int) -> Measured:
+            if not console.is_terminal:
+                console.print(f"measuring with {_in_words(size)}")
+            return _measure(
+                spec, size, lambda what: progress.update(task, advance=1, description=f"{_in_words(size)}, {what}")
+            )
+
+        return {size: measure(size) for size in sizes}
+
+
+def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
+    """What a process of so many threads measures. Raises ConfigError with its last words if it fails."""
+    command = [sys.executable, "-m", "nemo_specrollout.generation.cost_profile", spec.wire()]
+    environment = {**os.environ, **{f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}}
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        try:
+            measured = _listen(child, on_done)
+        finally:
+            child.kill()
+            child.wait()
+        if measured is None:
+            errors.seek(0)
+            said = errors.read().strip().splitlines()
+            raise ConfigError(
+                f"cannot measure with {_in_words(num_threads)}: {said[-1] if said else 'it ended silently'}"
+            )
+    return measured
+
+
+def _listen(child: "subprocess.Popen[str]", on_done: Callable[[str], object]) -> Measured | None:
+    """What it measured; None if it ended before."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        try:
+            said = json.loads(line)
+        except ValueError:  # a library printed something
+            continue
+        if isinstance(said, dict) and "measured" in said:
+            return said["measured"]
+        if isinstance(said, dict) and "done" in said:
+            on_done(said["done"])
+    return None
+
+
+def _tables(spec: ProfileSpec, draft_model: str, measured: Mapping[int, Measured]) -> CostTables:
+    verify, draft, coupled = (
+        tuple(CostCurve(size, spec.batches, tuple(measured[size][name])) for size in measured) for name in MEASUREMENTS
+    )
+    device = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return CostTables(device, spec.policy, draft_model, verify, "thread", draft, coupled)
+
+
+def _summarize(tables: CostTables, console: Console) -> None:
+    """A line a measurement and size."""
+    for name, words in zip(MEASUREMENTS, ("verifying", "drafting", "drafting, coupled"), strict=True):
+        for curve in getattr(tables, name):
+            times = ", ".join(f"{count}: {1e3 * s:.1f}" for count, s in zip(curve.counts, curve.seconds, strict=True))
+            console.print(f"{words}, {_in_words(curve.size)}, ms by requests: {times}", markup=False)
+
+
+def _in_words(num_threads: int) -> str:
+    return "1 thread" if num_threads == 1 else f"{num_threads} threads"

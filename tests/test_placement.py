@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The placement planner: its pipelines against a simulation of them, its choices against brute force, its files."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+from nemo_specrollout.scheduling.pipeline import (
+    coupled_tokens,
+    lockstep_tokens,
+    lockstep_tokens_as_transcribed,
+    settle,
+    streamed_rates,
+)
+from nemo_specrollout.scheduling.placement import (
+    COUPLED,
+    DECOUPLED,
+    DRAFTER,
+    LONGEST_WINDOW,
+    PLAIN,
+    VERIFIER,
+    place,
+)
+
+pytestmark = pytest.mark.unit
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+# The pipelines.
+
+
+def jittered(m: float, rng: random.Random) -> Callable[[], int]:
+    """Draft tokens made in a step, with clocks that jitter."""
+    return lambda: math.floor(m) + (rng.random() < m % 1)
+
+
+def even(m: float, rng: random.Random) -> Callable[[], int]:
+    """The same, with clocks that beat evenly."""
+    clock = rng.random()
+
+    def beat() -> int:
+        nonlocal clock
+        before, clock = math.floor(clock), clock + m
+        return math.floor(clock) - before
+
+    return beat
+
+
+def simulated(p: float, k: int, window: int, num_drafted: Callable[[], int], rng: random.Random) -> tuple[float, ...]:
+    """Tokens and submitted drafts a step, and the share of steps with a draft, token by token; each draft token knows from
+    the start whether it is right, which counts if all before it are."""
+    num_steps, tail = 150_000, []
+    tokens = submitted = supplied = 0
+    for _ in range(num_steps):
+        verified = tail[:k]
+        for _ in range(num_drafted()):
+            if len(tail) < window:
+                tail.append(rng.random() < p)
+        submitted, supplied = submitted + len(verified), supplied + bool(verified)
+        num_right = verified.index(False) if False in verified else len(verified)
+        tokens += num_right + 1
+        tail = tail[num_right:]
+        tail = tail[1:] if tail and tail[0] else []
+    return tokens / num_steps, submitted / num_steps, supplied / num_steps
+
+
+PIPELINES = [
+    (0.8, 3, 6, 0.7), (0.8, 3, 6, 2.0), (0.9, 8, 12, 1.5), (0.6, 3, 6, 2.5), (0.95, 4, 12, 4.3), (0.8, 8, 12, 3.5),
+    (0.7, 2, 2, 3.0), (0.9, 8, 4, 2.2), (0.97, 2, 32, 2.4), (0.5, 6, 16, 40.0), (0.95, 3, 6, 3.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("p", "k", "window", "m"), PIPELINES)
+def test_the_streamed_pipeline_is_what_a_simulation_of_it_does(p: float, k: int, window: int, m: float) -> None:
+    rng = random.Random(f"{p} {k} {window} {m}")
+    rates = streamed_rates(p, k, window, m)
+    tokens, submitted, supplied = simulated(p, k, window, jittered(m, rng), rng)
+    assert rates.num_tokens == pytest.approx(tokens, rel=0.02)
+    assert rates.num_submitted == pytest.approx(submitted, rel=0.02)
+    assert rates.occupancy == pytest.approx(supplied, rel=0.02)
+    evenly, _, _ = simulated(p, k, window, even(m, rng), rng)
+    assert 0.99 * rates.num_tokens < evenly < 1.045 * rates.num_tokens
+
+
+def test_a_drafter_as_slow_as_the_verifier_is_of_no_use() -> None:
+    """Its only token of a step is of the position that the step samples itself."""
+    assert streamed_rates(0.9, 4, 8, 1.0).num_tokens == pytest.approx(1.0)
+
+
+def test_sure_drafts_and_no_drafts() -> None:
+    assert streamed_rates(1.0, 3, 6, 2.0).num_tokens == pytest.approx(2.0)
+    assert streamed_rates(1.0, 3, 16, 9.0).num_tokens == pytest.approx(4.0)
+    assert streamed_rates(0.0, 3, 6, 5.0).num_tokens == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "transcribed", "renewal", "coupled"),
+    [(0.6, 3, 1.30, 1.10, 2.18), (0.8, 3, 1.99, 1.64, 2.95), (0.8, 6, 2.63, 2.12, 3.95), (0.9, 8, 4.57, 3.63, 6.13)],
+)
+def test_lockstep_tokens(p: float, w: int, transcribed: float, renewal: float, coupled: float) -> None:
+    assert lockstep_tokens_as_transcribed(p, w) == pytest.approx(transcribed, abs=0.006)
+    assert lockstep_tokens(p, w) == pytest.approx(renewal, abs=0.006)
+    assert coupled_tokens(p, w) == pytest.approx(coupled, abs=0.006)
+
+
+@pytest.mark.parametrize(("p", "w"), [(0.6, 3), (0.8, 6), (0.9, 8), (0.95, 4)])
+def test_the_transcribed_formula_promises_more_than_lockstep_decoding_gives(p: float, w: int) -> None:
+    rng = random.Random(0)
+    tokens = iterations = 0
+    while iterations < 200_000:
+        accepted = next((a for a in range(w) if rng.random() >= p), w)
+        tokens += w if accepted == w else accepted + 1
+        iterations += 1 if accepted == w else 2
+    assert lockstep_tokens(p, w) == pytest.approx(tokens / iterations, rel=0.02)
+    assert lockstep_tokens_as_transcribed(p, w) > 1.08 * tokens / iterations
+
+
+@pytest.mark.parametrize("row_s", [0.0, 0.0001, 0.002])
+def test_the_settled_pace_is_a_fixed_point(row_s: float) -> None:
+    settled = settle(0.8, 4, 12, 0.003, lambda rows: 0.01 + row_s * rows, 16)
+    assert settled.rates == streamed_rates(0.8, 4, 12, settled.step_s / 0.003)
+    assert settled.step_s == pytest.approx(0.01 + row_s * 16 * (1 + settled.rates.num_submitted), rel=1e-5)
+
+
+# The planner.
+
+
+def curve(size: int, fixed_s: float, row_s: float) -> CostCurve:
+    """Twice the size takes 0.6 of the time."""
+    factor = 0.6 ** math.log2(size)
+    return CostCurve(size, COUNTS, tuple(factor * (fixed_s + row_s * n) for n in COUNTS))
+
+
+def tables(fixed_s: float = 0.01, row_s: float = 0.0001, draft: float = 0.2, drafter_sizes: int = 2) -> CostTables:
+    """Devices on which a draft token costs `draft` of what a verifier's row does."""
+    return CostTables(
+        "made up", "policy", "draft model",
+        tuple(curve(s, fixed_s, row_s) for s in (1, 2, 4)), "GPU",
+        tuple(curve(s, draft * fixed_s, draft * row_s) for s in (1, 2)[:drafter_sizes]),
+        tuple(curve(s, 0.9 * draft * fixed_s, draft * row_s) for s in (1, 2, 4)),
+    )  # fmt: skip
+
+
+def brute_force(known: CostTables, num_requests: int, num_devices: int, p: float, max_k: int) -> float:
+    """Tokens a second of the best way there is, with the longest window."""
+    coupled_s = {c.size: c for c in known.coupled_draft_s}
+    found = []
+    for v in known.verify_s:
+        for size, drafter in [(v.size, None), *((v.size + d.size, d) for d in known.draft_s)]:
+            groups = min(num_devices // size, num_requests)
+            if groups == 0:
+                continue
+            b = -(-num_requests // groups)
+            for k in range(max_k + 1):
+                if drafter is None:
+                    found.append(coupled_tokens(p, k) / (v.at(b * (k + 1)) + k * coupled_s[v.size].at(b)))
+                elif k:
+                    settled = settle(p, k, LONGEST_WINDOW, drafter.at(b), v.at, b)
+                    found.append(settled.rates.num_tokens / settled.step_s)
+    return num_requests * max(found)
+
+
+@pytest.mark.parametrize("num_requests", [1, 7, 64, 500])
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize(("p", "row_s", "draft"), [(0.8, 0.0001, 0.2), (0.95, 0.00001, 0.1), (0.5, 0.001, 0.5)])
+def test_the_planner_finds_what_brute_force_finds(
+    num_requests: int, num_devices: int, p: float, row_s: float, draft: float
+) -> None:
+    known = tables(row_s=row_s, draft=draft)
+    best = place(known, num_requests, num_devices, p, 8).best
+    expected = brute_force(known, num_requests, num_devices, p, 8)
+    assert 0.9949 * expected <= best.tokens_per_s <= 1.0001 * expected
+
+
+def test_an_option_adds_up() -> None:
+    placement = place(tables(), 64, 8, 0.8, 8)
+    assert {o.mode for o in placement.options} == {PLAIN, COUPLED, DECOUPLED}
+    rates = [o.tokens_per_s for o in placement.options]
+    assert rates == sorted(rates, reverse=True)
+    for o in placement.options:
+        assert o.num_groups * (o.verifier_size + o.drafter_size) <= 8 and o.num_groups * o.batch >= 64
+        assert o.num_groups * o.group_tokens_per_s >= 0.999 * o.tokens_per_s
+        assert o.speedup == pytest.approx(o.tokens_per_s / placement.plain.tokens_per_s)
+    assert len(placement.layouts) == 3 + 3 + 6 and placement.layouts[0] == placement.best
+    assert max(o.num_groups for o in place(tables(), 64, 8, 0.8, 8, max_groups=1).options) == 1
+
+
+def test_the_bottleneck_is_who_holds_the_other_up() -> None:
+    slow, quick = (
+        next(o for o in place(tables(draft=d), 16, 2, 0.9, 8).options if o.mode == DECOUPLED) for d in (0.7, 0.02)
+    )
+    assert (slow.bottleneck, quick.bottleneck) == (DRAFTER, VERIFIER)
+
+
+def test_windows_beyond_the_longest_gain_nothing() -> None:
+    for p in (0.8, 0.95):
+        short, far = (streamed_rates(p, 8, w, 9.5).num_tokens for w in (LONGEST_WINDOW, 4 * LONGEST_WINDOW))
+        assert far < 1.005 * short
+
+
+KNOWN = st.builds(tables, st.floats(1e-4, 0.1), st.floats(1e-7, 1e-2), st.floats(0.01, 2.0), st.integers(0, 2))
+
+
+@settings(max_examples=25)
+@given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0))
+def test_what_is_chosen_is_never_worse_than_plain(known: CostTables, num_requests: int, devices: int, p: float) -> None:
+    placement = place(known, num_requests, devices, p, 5)
+    assert placement.best.speedup >= 1.0 and placement.plain.speedup == 1.0
+    assert all(0.0 <= o.occupancy <= 1.0 and 1.0 <= o.tokens_per_step <= o.k + 1 + 1e-6 for o in placement.options)
+
+
+@settings(max_examples=25)
+@given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_better_drafts_never_promise_less(
+    known: CostTables, num_requests: int, devices: int, p: float, q: float
+) -> None:
+    worse, better = (place(known, num_requests, devices, x, 5).best.tokens_per_s for x in sorted((p, q)))
+    assert better >= 0.995 * worse  # windows are as small as costs no more than that
+
+
+def test_too_few_devices_are_refused() -> None:
+    large = replace(tables(), verify_s=(curve(4, 0.01, 0.0001),))
+    with pytest.raises(ConfigError, match="devices: 2; the smallest verifier that was measured has 4"):
+        place(large, 8, 2, 0.8, 4)
+
+
+# The file.
+
+
+def test_a_curve_is_a_line_between_and_beyond_its_points() -> None:
+    points = CostCurve(1, (2, 4, 8), (1.0, 2.0, 6.0))
+    assert [points.at(n) for n in (1, 2, 3, 6, 8, 10)] == pytest.approx([1.0, 1.0, 1.5, 4.0, 6.0, 8.0])
+    falling = CostCurve(1, (1, 2, 4), (1.0, 3.0, 2.0))
+    assert [falling.at(n) for n in (1, 2, 4, 8)] == pytest.approx([1.0, 2.5, 2.5, 2.5])
+    assert CostCurve(1, (4,), (0.5,)).at(100) == 0.5
+
+
+def test_a_file_comes_back_as_it_was() -> None:
+    assert CostTables.from_json(tables().to_json(), "x.json") == tables()
+
+
+def written(**changes: object) -> str:
+    return json.dumps({**json.loads(tables().to_json()), **changes})
+
+
+ONE = {"size": 1, "counts": [1, 2], "seconds": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "x.json: not JSON"),
+        ("[]", "x.json: config: expected a block of keys"),
+        (written(verfy_s=[]), "x.json: verfy_s: unknown key; did you mean 'verify_s'"),
+        (json.dumps({"device": "x"}), "x.json: policy: missing"),
+        (written(verify_s=[]), "verify_s: empty"),
+        (written(verify_s=[ONE, ONE]), r"verify_s: sizes \[1, 1\]; keep one curve a size"),
+        (written(verify_s=[{**ONE, "seconds": [0.1]}]), r"verify_s\[0\].seconds: 1 for 2 counts"),
+        (written(draft_s=[{**ONE, "counts": [2, 1]}]), r"draft_s\[0\].counts: \[2, 1\]; write them from small to large"),
+        (written(draft_s=[{**ONE, "seconds": [0.1, 0.0]}]), r"draft_s\[0\].seconds\[1\]: 0.0 is out of range"),
+        (written(draft_s=[{**ONE, "seconds": [0.1, "soon"]}]), r"draft_s\[0\].seconds\[1\]: expected float, got 'soon'"),
+        (written(coupled_draft_s=[{**ONE, "size": 0}]), r"coupled_draft_s\[0\].size: 0 is out of range"),
+        (written(unit="TPU"), "unit: 'TPU' is not available; did you mean 'GPU'"),
+        (written(format=2), "format: 2 is out of range"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CostTables.from_json(text, "x.json")
