@@ -91,9 +91,9 @@ class FakeDrafter:
 
     def restart(self) -> None:
         self.runs += 1
-        self.side = DrafterSide(
-            DraftModel(VOCAB, "", MAX_LEN), combine(hash(self.name) & 0xFFFF, self.runs), MIRRORS, MOST_AHEAD
-        )
+        drafter = combine(hash(self.name) & 0xFFFF, self.runs) >> 1
+        num_mirrors = self.rng.choice([MIRRORS, MIRRORS, 3])  # of 3, many are wanting
+        self.side = DrafterSide(DraftModel(VOCAB, "", MAX_LEN), drafter, num_mirrors, MOST_AHEAD)
         self.texts: dict[int, tuple[int, list[int]]] = {}
         self.version = 0
 

@@ -29,6 +29,7 @@ from nemo_specrollout.decoupled.tails import LANE_BITS
 
 SESSION_TIMEOUT_S = 120.0
 """A verifier that says nothing for so long is forgotten; if it comes back it tells all anew."""
+MOST_SESSIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ class DrafterSide:
             its = new.select(sessions_M == number)
             session.rows.append(self.mirrors.drafted(its, session.stop_token_ids))
 
+    def refused(self, mirror: int) -> None:
+        """The engine does not take the request of `mirror`, e.g. for a temperature that is none: nothing is drafted for it."""
+        if self._requests[mirror] >= 0:
+            self._close(mirror)
+
     def published(self, publication: Publication, error: str = "") -> None:
         """The engine drafts with new weights, or could not load them. What was drafted ahead with the old ones stays: it is as
         good a guess as it was."""
@@ -193,6 +199,8 @@ class DrafterSide:
             return "the draft model's tokenizer is not the policy's: name a draft model of the same family"
         if hello.vocab_size != self.model.vocab_size and not (hello.tokenizer and self.model.tokenizer):
             return f"the draft model's vocabulary has {self.model.vocab_size} ids, the policy's {hello.vocab_size}"
+        if len(self._sessions) >= MOST_SESSIONS:
+            return f"{MOST_SESSIONS} verifiers are being drafted for already"
         return None
 
     def _forget(self, session: _Session) -> None:

@@ -5,7 +5,7 @@ What concerns many requests travels in columns, little-endian bytes of one type,
 A verifier's request is known by its session (one run of one engine) and a number that is never used twice in it.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +15,12 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_COLUMN = 1 << 16
 
 
+# No integer that a 64-bit column could not hold, no text without bound.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Line = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
 class FrameError(ValueError):
     """A frame that no peer of this protocol sends."""
 
@@ -22,40 +28,40 @@ class FrameError(ValueError):
 class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True):
     """Verifier: who I am, and what a drafter of mine must match."""
 
-    protocol: int
-    session: int
-    vocab_size: int
-    tokenizer: str
-    stop_token_ids: list[int]
+    protocol: Count
+    session: Count
+    vocab_size: Count
+    tokenizer: Line
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)]
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=True):
     """Drafter: I draft for you. `drafter` is one run of one engine; `num_mirrors` is how many requests it can hold."""
 
-    session: int
-    drafter: int
-    draft_version: int
-    max_model_len: int
-    num_mirrors: int
+    session: Count
+    drafter: Count
+    draft_version: Count
+    max_model_len: Count
+    num_mirrors: Count
 
 
 class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, frozen=True):
     """Drafter: I do not draft for you, and why."""
 
-    session: int
-    reason: str
+    session: Count
+    reason: Line
 
 
 class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A request, with all of its text so far (int32), and how it is sampled. It never grows beyond `limit` tokens."""
 
-    request: int
-    seed: int
+    request: Count
+    seed: Count
     temperature: float
-    top_k: int
+    top_k: Count
     top_p: float
-    limit: int
-    window: int
+    limit: Count
+    window: Count
     tokens: bytes
 
 
@@ -67,10 +73,10 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
     was drafted beyond them. `tokens` int32 of all rows.
     """
 
-    session: int
-    number: int
-    sent_ns: int
-    opens: list[Open]
+    session: Count
+    number: Count
+    sent_ns: Count
+    opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
     closes: bytes
     requests: bytes
     bases: bytes
@@ -89,15 +95,15 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
     `Step` that came, which waited `held_ns` until this was sent; `step_s` is what a step of the engine takes.
     """
 
-    session: int
-    drafter: int
-    number: int
-    answers: int
-    echo_ns: int
-    held_ns: int
-    draft_version: int
+    session: Count
+    drafter: Count
+    number: Count
+    answers: Count
+    echo_ns: Count
+    held_ns: Count
+    draft_version: Count
     step_s: float
-    num_mirrors: int
+    num_mirrors: Count
     requests: bytes
     positions: bytes
     hashes: bytes
@@ -109,15 +115,15 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
 class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=True):
     """Whoever trains the draft model: its weights are now those in `folder`, a path of the drafter's machine."""
 
-    folder: str
-    draft_version: int
+    folder: Line
+    draft_version: Count
 
 
 class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, frozen=True):
     """Drafter: I draft with the weights of that version; or, if `error` is not empty, why I do not."""
 
-    draft_version: int
-    error: str
+    draft_version: Count
+    error: Line
 
 
 Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published

@@ -63,15 +63,11 @@ class TailBuffers:
         self._hashes[lane, len(text) % self._hashes.shape[1]] = of_text(seed, text)
         self._lost[lane] = False
 
-    def close(self, lane: int) -> None:
-        """The request of `lane` is gone, and its tail with it."""
-        self._requests[lane] = NO_REQUEST
-        self._ends[lane] = self._committed[lane]
-
-    def drop(self, lanes_B: np.ndarray) -> None:
-        """Forgets what was drafted for these lanes."""
-        self._counts[4] += int((self._ends[lanes_B] - self._committed[lanes_B]).sum())
-        self._ends[lanes_B] = self._committed[lanes_B]
+    def close(self, lanes: np.ndarray) -> None:
+        """The requests of `lanes` are gone, or nobody drafts for them: their tails are, too, until a lane is opened again."""
+        self._counts[4] += int((self._ends[lanes] - self._committed[lanes]).sum())
+        self._requests[lanes] = NO_REQUEST
+        self._ends[lanes] = self._committed[lanes]
 
     def commit(
         self, lanes_b: np.ndarray, token_ids_BL: np.ndarray, rows_b: np.ndarray, lengths_b: np.ndarray

@@ -133,7 +133,7 @@ class VerifierSide:
         if drafter != NO_DRAFTER:
             self._closes[drafter].append(entry.request)
             self.peers[drafter].num_own -= 1
-        self.tails.close(lane)
+        self.tails.close(np.array([lane]))
         self._requests[lane] = NO_REQUEST
         self._drafter_of[lane] = NO_DRAFTER
 
@@ -200,6 +200,15 @@ class VerifierSide:
         )
         peer.waiting_since_s, peer.last_number = None, 0
 
+    def _retell(self, drafter: int, lane: int) -> None:
+        """A drafter lacks a request: it is told anew; if it has no room, another drafter is, once there is one."""
+        self._is_told[lane] = False
+        peer = self.peers[drafter]
+        if peer.num_open_there >= peer.num_mirrors:
+            self._drafter_of[lane] = NO_DRAFTER
+            self.tails.close(np.array([lane]))
+            peer.num_own -= 1
+
     def _drop(self, drafter: int, reason: str, now_s: float) -> None:
         """A drafter failed: its requests are others', and it is greeted again after a pause."""
         peer = self.peers[drafter]
@@ -212,7 +221,7 @@ class VerifierSide:
     def _disown(self, drafter: int) -> None:
         lanes = np.flatnonzero(self._drafter_of == drafter)
         self._drafter_of[lanes], self._is_told[lanes] = NO_DRAFTER, False
-        self.tails.drop(lanes)
+        self.tails.close(lanes)
         self._closes[drafter] = []
         peer = self.peers[drafter]
         peer.num_own = peer.num_rows = peer.num_asked = 0
@@ -309,7 +318,7 @@ class VerifierSide:
         for request in column(drafts.lacking, np.int64).tolist():
             lane = request & ((1 << LANE_BITS) - 1)
             if lane in self._lanes and self._lanes[lane].request == request and self._drafter_of[lane] == drafter:
-                self._is_told[lane] = False
+                self._retell(drafter, lane)
 
 
 def gather(token_ids_BL: np.ndarray, rows_b: np.ndarray, starts_b: np.ndarray, counts_b: np.ndarray) -> np.ndarray:

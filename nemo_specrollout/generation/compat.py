@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import vllm
 from vllm import LLM, SamplingParams
+from vllm import exceptions as vllm_exceptions
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
@@ -51,6 +52,8 @@ RUNNER_ATTRIBUTES = (
     "seq_lens",
     "speculative_config",
 )
+REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
+"""What vLLM raises for a request that it does not take."""
 GATHERED_ROWS = 8192
 """Of a vocabulary, brought together at a time."""
 

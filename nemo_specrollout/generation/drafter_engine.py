@@ -70,7 +70,15 @@ class DrafterEngine:
         )
 
     def open(self, opening: MirrorOpening) -> None:
-        """A new mirror; its text is read in the next step."""
+        """A new mirror; its text is read in the next step. Raises ValueError for what vLLM does not take."""
+        from nemo_specrollout.generation import compat
+
+        try:
+            self._add(opening)
+        except compat.REFUSALS as error:
+            raise ValueError(str(error)) from error
+
+    def _add(self, opening: MirrorOpening) -> None:
         from vllm import SamplingParams
 
         params = SamplingParams(

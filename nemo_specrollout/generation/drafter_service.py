@@ -76,6 +76,7 @@ class DrafterService:
         self._engine = _build_engine(spec)
         drafter = secrets.randbits(62)
         self._side = DrafterSide(self._engine.model, drafter, spec.max_requests, spec.most_ahead)
+        self._refused: set[int] = set()  # mirrors that the engine did not take, among the orders at hand
         self._started = time.monotonic()
         self.status.is_up = True
 
@@ -98,6 +99,7 @@ class DrafterService:
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
+        self._refused = set()
         for order in side.take_orders():
             self._carry_out(order)
         mirrors_M = side.wanting()
@@ -111,14 +113,23 @@ class DrafterService:
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Correction):
-            self._engine.correct(order)
-            self.status.num_corrections += 1
+            if order.mirror not in self._refused:
+                self._engine.correct(order)
+                self.status.num_corrections += 1
         elif isinstance(order, MirrorOpening):
-            self._engine.open(order)
+            self._open(order)
         elif isinstance(order, MirrorClosing):
             self._engine.close_mirror(order.mirror)
         else:
             self._publish(order)
+
+    def _open(self, opening: MirrorOpening) -> None:
+        try:
+            self._engine.open(opening)
+            self._refused.discard(opening.mirror)
+        except ValueError:  # what vLLM does not take: such a request is decoded plainly
+            self._refused.add(opening.mirror)
+            self._side.refused(opening.mirror)
 
     def _publish(self, publication: Publication) -> None:
         error = ""

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter process's loop, driven by hand: what it answers, and what it does not let itself be told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.decoupled.messages import (
+    PROTOCOL,
+    Drafts,
+    FrameError,
+    Hello,
+    Message,
+    Open,
+    Refuse,
+    Step,
+    Welcome,
+    column,
+    decode,
+    encode,
+)
+from nemo_specrollout.decoupled.transport import VerifierSocket
+from nemo_specrollout.generation.drafter_service import DrafterService, DrafterSpec
+
+pytestmark = pytest.mark.integration
+
+TEXT = np.arange(5, 25, dtype=np.int32).tobytes()
+NOTHING = {name: b"" for name in ("closes", "requests", "bases", "hashes", "counts", "windows", "resends", "tokens")}
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path) -> Iterator[DrafterService]:
+    kwargs = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
+    running = DrafterService(DrafterSpec(str(tiny_model), max_model_len=256, max_requests=4, vllm_kwargs=kwargs))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def socket(service: DrafterService) -> Iterator[VerifierSocket]:
+    end = VerifierSocket(service.status.address, b"")
+    yield end
+    end.close()
+
+
+def ask(service: DrafterService, socket: VerifierSocket, message: Message, turns: int = 4) -> list[Message]:
+    """Sends, lets the service take some turns, and returns what it said."""
+    socket.send(message)
+    service._socket.wait(5.0)
+    for _ in range(turns):
+        service.turn()
+    socket.wait(1.0)
+    return list(socket.receive())
+
+
+def hello(session: int, vocab_size: int = 96) -> Hello:
+    return Hello(PROTOCOL, session, vocab_size, "", [])
+
+
+def opening(request: int, temperature: float = 1.0) -> Open:
+    return Open(request, 1, temperature, 0, 1.0, 200, 4, TEXT)
+
+
+def test_drafts_for_what_was_opened(service: DrafterService, socket: VerifierSocket) -> None:
+    assert isinstance(ask(service, socket, hello(1))[0], Welcome)
+    answers = ask(service, socket, Step(1, 1, 7, [opening(1 << 16)], **NOTHING), turns=8)
+    positions = np.concatenate([column(a.positions, np.int64) for a in answers if isinstance(a, Drafts)])
+    assert positions.tolist() == [20, 21, 22, 23]
+
+
+def test_what_vllm_does_not_take_is_not_drafted_for(service: DrafterService, socket: VerifierSocket) -> None:
+    ask(service, socket, hello(2))
+    opens = [opening(1 << 16, temperature=-1.0), opening(2 << 16 | 1)]
+    answers = ask(service, socket, Step(2, 1, 7, opens, **NOTHING), turns=8)
+    requests = np.concatenate([column(a.requests, np.int64) for a in answers if isinstance(a, Drafts)])
+    assert set(requests.tolist()) == {2 << 16 | 1}
+
+
+def test_a_drafter_that_is_full_says_what_it_lacks(service: DrafterService, socket: VerifierSocket) -> None:
+    ask(service, socket, hello(3))
+    opens = [opening(n << 16 | n) for n in range(1, 8)]
+    ask(service, socket, Step(3, 1, 7, opens, **NOTHING))
+    numbers = np.array([o.request for o in opens])
+    zeros = np.zeros(7, np.int64).tobytes()
+    columns = {
+        "requests": numbers.tobytes(),
+        "bases": zeros,
+        "hashes": zeros,
+        "counts": zeros,
+        "windows": bytes(7),
+        "resends": bytes(7),
+    }
+    answers = ask(service, socket, Step(3, 2, 7, [], **{**NOTHING, **columns}))
+    lacking = [r for a in answers if isinstance(a, Drafts) for r in column(a.lacking, np.int64).tolist()]
+    assert opens[-1].request in lacking
+
+
+def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) -> None:
+    refusal = ask(service, socket, Step(99, 1, 7, [], **NOTHING))[0]
+    assert isinstance(refusal, Refuse) and "hello" in refusal.reason
+    refusal = ask(service, socket, hello(4, vocab_size=97))[0]
+    assert isinstance(refusal, Refuse) and "vocabulary has 96 ids, the policy's 97" in refusal.reason
+
+
+def test_an_address_that_is_taken_is_a_sentence(service: DrafterService, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot listen there"):
+        DrafterService(DrafterSpec(str(tiny_model), address=service.status.address))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"session": -1},
+        {"number": 1 << 64},
+        {"requests": b"1234567"},
+        {"requests": bytes(8)},
+        {"tokens": bytes(4)},
+        {
+            "counts": np.array([-1]).tobytes(),
+            "requests": bytes(8),
+            "bases": bytes(8),
+            "hashes": bytes(8),
+            "windows": b"1",
+            "resends": b"1",
+        },
+        {"opens": [[1, 2]]},
+        {"more": 1},
+    ],
+)
+def test_what_no_verifier_sends_is_no_message(change: dict[str, object]) -> None:
+    sound = msgspec.to_builtins(Step(1, 1, 7, [opening(5)], **NOTHING), builtin_types=(bytes,))
+    assert decode(msgspec.msgpack.encode(sound)) == Step(1, 1, 7, [opening(5)], **NOTHING)
+    try:
+        frame = msgspec.msgpack.encode({**sound, **change})
+    except OverflowError:
+        frame = encode(Step(1, 1, 7, [], **NOTHING))[:-3]
+    with pytest.raises(FrameError):
+        decode(frame)
