@@ -133,6 +133,13 @@ def test_two_verifiers_share_two_drafters(
         assert_equal(run.rollouts, expected["T=1"])
 
 
+def roll_out_until(engine: RolloutEngine, expected: dict[str, list[Rollout]], happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline
+        assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
+
+
 def struck(pool: DrafterPool, engine: RolloutEngine, blow: signal.Signals) -> tuple[int, list[Rollout]]:
     """Rolls out, and strikes the first drafter amid it; the process that was struck, and what was made."""
     wait_until_ready(engine)
@@ -149,8 +156,7 @@ def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected:
     peer = router_of(engine).remote.side.peers[0]
     known, (victim, found) = peer.drafter, struck(pool, engine, signal.SIGKILL)
     assert_equal(found, expected["T=1"])
-    while peer.drafter == known:  # until the process that replaces it has been greeted
-        assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
+    roll_out_until(engine, expected, lambda: peer.drafter != known)  # the process that replaces it has been greeted
     assert pool.processes[0].pid != victim
     wait_until_ready(engine)
     before = num_accepted(engine)
@@ -162,8 +168,7 @@ def test_a_drafter_hangs(pool: DrafterPool, engine: RolloutEngine, expected: dic
     peer = router_of(engine).remote.side.peers[0]
     victim, found = struck(pool, engine, signal.SIGSTOP)
     assert_equal(found, expected["T=1"])
-    while peer.state is PeerState.READY:
-        assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
+    roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
     assert peer.reason == "left a step unanswered"
     os.kill(victim, signal.SIGCONT)
     wait_until_ready(engine)

@@ -18,6 +18,8 @@ NO_DRAFTER = -1
 # again after a pause, that doubles each time it fails.
 ANSWER_DEADLINE_S, FLOOD_FACTOR, FLOOD_ALLOWANCE = 2.0, 4, 4096
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+HEARTBEAT_S = 0.2
+"""A drafter without requests of ours is told so as often: its answer says that it lives, and how much room it has."""
 
 
 class PeerState(Enum):
@@ -64,6 +66,7 @@ class Peer:
     resume_at_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     waiting_since_s: float | None = None
+    told_s: float = 0.0
     last_number: int = -1
     last_answered: int = -1
     num_rows: int = 0
@@ -145,7 +148,9 @@ class VerifierSide:
         self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
             rows_b = np.flatnonzero(drafters_B == drafter)
-            if peer.state is PeerState.READY and (len(rows_b) or self._closes[drafter]):
+            is_due = len(rows_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
+            if peer.state is PeerState.READY and is_due:
+                peer.told_s = now_s
                 step = self._step(drafter, lanes_B[rows_b], token_ids_BL, rows_b, lengths_B[rows_b], now_s)
                 self._outbox.append((drafter, step))
                 peer.num_asked += len(rows_b)
