@@ -153,6 +153,7 @@ def struck(pool: DrafterPool, engine: RolloutEngine, blow: signal.Signals) -> tu
 
 
 def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+    wait_until_ready(engine)
     peer = router_of(engine).remote.side.peers[0]
     known, (victim, found) = peer.drafter, struck(pool, engine, signal.SIGKILL)
     assert_equal(found, expected["T=1"])
