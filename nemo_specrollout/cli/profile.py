@@ -2,12 +2,8 @@
 """`nemo-specrollout profile`: what verifying and drafting cost on this CPU, measured for `nemo-specrollout plan`."""
 
 import argparse
-import json
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from nemo_specrollout.cli.prepare import prepare
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, draft_model_of
+from nemo_specrollout.generation.json_child import JsonChild
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
 
 Measured = Mapping[str, Sequence[float]]
@@ -83,34 +80,20 @@ def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> d
 
 def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
     """What a process of so many threads measures. Raises ConfigError with its last words if it fails."""
-    command = [sys.executable, "-m", "nemo_specrollout.generation.cost_profile", spec.wire()]
-    environment = {**os.environ, **{f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}}
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        )
-        try:
-            measured = _listen(child, on_done)
-        finally:
-            child.kill()
-            child.wait()
-        if measured is None:
-            errors.seek(0)
-            said = errors.read().strip().splitlines()
-            raise ConfigError(
-                f"cannot measure with {_in_words(num_threads)}: {said[-1] if said else 'it ended silently'}"
-            )
+    environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
+    child = JsonChild("nemo_specrollout.generation.cost_profile", spec.wire(), environment)
+    try:
+        measured = _listen(child, on_done)
+    finally:
+        child.end()
+    if measured is None:
+        raise ConfigError(f"cannot measure with {_in_words(num_threads)}: {child.last_words()}")
     return measured
 
 
-def _listen(child: "subprocess.Popen[str]", on_done: Callable[[str], object]) -> Measured | None:
+def _listen(child: JsonChild, on_done: Callable[[str], object]) -> Measured | None:
     """What it measured; None if it ended before."""
-    assert child.stdout is not None
-    for line in child.stdout:
-        try:
-            said = json.loads(line)
-        except ValueError:  # a library printed something
-            continue
+    for said in child.said():
         if isinstance(said, dict) and "measured" in said:
             return said["measured"]
         if isinstance(said, dict) and "done" in said:

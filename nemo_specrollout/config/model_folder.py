@@ -3,8 +3,11 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
@@ -20,17 +23,27 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """The ids that end a text."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _read(folder / name).get("eos_token_id")
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
+    """The ids that end a text, of generation_config.json where there is one."""
+    file = folder / "generation_config.json"
+    ids = _read(file if file.is_file() else folder / "config.json").get("eos_token_id")
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def longest_text(folder: Path) -> int | None:
     """Tokens of the longest text that the model was made for."""
     return _read(folder / "config.json").get("max_position_embeddings")
+
+
+def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors in safetensors files, by name, from their headers. Raises ValueError for a torn file."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "np") as opened:
+                shapes |= {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file}: not a whole safetensors file ({error}); copy or write it again") from error
+    return shapes
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from nemo_specrollout.decoupled.messages import (
     column,
 )
 from nemo_specrollout.decoupled.mirrors import Correction, Drafted, DraftRows, Mirrors
-from nemo_specrollout.decoupled.tails import LANE_BITS
+from nemo_specrollout.decoupled.tails import LANE_MASK
 
 SESSION_TIMEOUT_S = 120.0
 """A verifier that says nothing for so long is forgotten; if it comes back it tells all anew."""
@@ -184,7 +184,7 @@ class DrafterSide:
             peer,
             hello.session,
             np.array(hello.stop_token_ids, np.int32),
-            np.full(1 << LANE_BITS, -1, np.int32),
+            np.full(LANE_MASK + 1, -1, np.int32),
             now_s,
         )
         self._sessions[peer] = self._by_number[hello.session] = session
@@ -214,40 +214,38 @@ class DrafterSide:
         self._free.append(mirror)
         self._orders.append(MirrorClosing(mirror))
 
+    def _close_all(self, session: _Session, requests: np.ndarray) -> None:
+        """Closes the mirrors of those of a session's requests that have one; a request named twice is closed once."""
+        mirrors = self._mirrors_of(session, requests)
+        for mirror in dict.fromkeys(mirrors[mirrors >= 0].tolist()):
+            self._close(mirror)
+
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
         """What a verifier tells after a step of its."""
         session.heard_s, session.owes_answer = now_s, True
         if step.number > session.last_step:
             session.last_step, session.echo_ns, session.echo_since_s = step.number, step.sent_ns, now_s
-        for request in column(step.closes, np.int64).tolist():
-            mirror = self._mirror_of(session, request)
-            if mirror >= 0:
-                self._close(mirror)
+        self._close_all(session, column(step.closes, np.int64))
         for opening in step.opens:
             self._open(session, opening)
         self._commit(session, step)
 
-    def _mirror_of(self, session: _Session, request: int) -> int:
-        mirror = int(session.mirror_of_lane[request & ((1 << LANE_BITS) - 1)])
-        return (
-            mirror
-            if mirror >= 0 and self._requests[mirror] == request and self._session_of[mirror] == session.number
-            else -1
-        )
+    def _mirrors_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
+        """The mirrors of a session's requests, int64 [N]; -1 of those that it has none for."""
+        mirrors_N = session.mirror_of_lane[requests_N & LANE_MASK].astype(np.int64)
+        is_its_N = (self._requests[mirrors_N] == requests_N) & (self._session_of[mirrors_N] == session.number)
+        return np.where((mirrors_N >= 0) & is_its_N, mirrors_N, -1)
 
     def _open(self, session: _Session, opening: Open) -> None:
         text = column(opening.tokens, np.int32)
         if not self._is_sane(text) or len(text) == 0 or len(text) >= self.model.max_model_len:
             return
-        lane = opening.request & ((1 << LANE_BITS) - 1)
-        before = self._mirror_of(session, opening.request)
-        if before >= 0:
-            self._close(before)
+        self._close_all(session, np.array([opening.request]))
         if not self._free:
             return
         mirror = self._free.popleft()
         self._requests[mirror], self._session_of[mirror] = opening.request, session.number
-        session.mirror_of_lane[lane] = mirror
+        session.mirror_of_lane[opening.request & LANE_MASK] = mirror
         self.mirrors.open(mirror, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
         self._orders.append(
             MirrorOpening(mirror, opening.seed, opening.temperature, opening.top_k, opening.top_p, text)
@@ -257,9 +255,7 @@ class DrafterSide:
         requests_N, tokens = column(step.requests, np.int64), column(step.tokens, np.int32)
         if len(requests_N) == 0 or not self._is_sane(tokens):
             return
-        mirrors_N = session.mirror_of_lane[requests_N & ((1 << LANE_BITS) - 1)].astype(np.int64)
-        is_its_N = (mirrors_N >= 0) & (self._requests[mirrors_N] == requests_N)
-        mirrors_N[~(is_its_N & (self._session_of[mirrors_N] == session.number))] = -1
+        mirrors_N = self._mirrors_of(session, requests_N)
         corrections, is_lacking_N = self.mirrors.commit(
             mirrors_N,
             column(step.bases, np.int64),

@@ -158,27 +158,27 @@ def _commit(  # type: ignore[no-untyped-def]
         m, base, end = mirrors_N[n], bases_N[n], bases_N[n] + counts_N[n]
         first = offset
         offset += counts_N[n]
-        outcome_N[n] = 0
+        outcome_N[n] = FINE
         if m < 0:
-            outcome_N[n] = 2
+            outcome_N[n] = LACKING
             continue
         if end < committed[m]:
             continue
         oldest = max(starts[m], ends[m] - size + 1)
         if base > ends[m] or base < oldest or hashes[m, base & mask] != hashes_N[n]:
-            outcome_N[n] = 2
+            outcome_N[n] = LACKING
             continue
         windows[m] = windows_N[n]
         p = base
         while p < end and p < ends[m] and tokens[m, p & mask] == new[first + p - base]:
             p += 1
         if p < end and p < committed[m]:
-            outcome_N[n] = 2
+            outcome_N[n] = LACKING
             continue
         committed[m] = p
         if p == end:
             continue
-        outcome_N[n], kept_N[n], first_N[n] = 1, p, first + p - base
+        outcome_N[n], kept_N[n], first_N[n] = CORRECT, p, first + p - base
         prefix_hash = hashes[m, p & mask]
         for q in range(p, end):
             token = new[first + q - base]

@@ -8,18 +8,16 @@ that its receiver does not have at that position, and is dropped.
 import numpy as np
 from numba import njit
 
-from nemo_specrollout.sampling.constants import GAMMA, MIX_1, MIX_2
+from nemo_specrollout.sampling.constants import GAMMA
+from nemo_specrollout.sampling.cpu_mix import mix64
 
-_GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
+_GAMMA = np.uint64(GAMMA)
 
 
 @njit("uint64(uint64, int64)", cache=True)
 def extend(prefix_hash, token):  # type: ignore[no-untyped-def]
     """The hash of a text and one more token: SplitMix64's output function over their sum."""
-    z = prefix_hash + _GAMMA * np.uint64(token + 1)
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+    return mix64(prefix_hash + _GAMMA * np.uint64(token + 1))
 
 
 @njit("uint64(uint64, int32[:])", cache=True)

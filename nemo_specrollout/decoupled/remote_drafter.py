@@ -38,6 +38,7 @@ class RemoteDrafter(Drafter):
         self.side.close(lane)
 
     def follow(self, batch: Batch) -> None:
+        """The step's texts, where nobody is asked to draft."""
         started = time.perf_counter()
         self._exchange(batch)
         self._host_s += time.perf_counter() - started
@@ -74,13 +75,8 @@ class RemoteDrafter(Drafter):
             problem=next((p.reason for p in peers if p.reason), ""),
         )
 
-    def shut(self) -> None:
-        """Closes the sockets."""
-        for drafter in range(len(self._sockets)):
-            self._hang_up(drafter)
-
     def _exchange(self, batch: Batch) -> None:
-        """Hears what came, says what is new, and hears again: an answer may be there already."""
+        """Hears what came, and says what is new."""
         now_s = time.monotonic()
         self._receive(now_s)
         self.side.follow(batch.lanes_B, batch.token_ids_BL, batch.lengths_B, now_s)

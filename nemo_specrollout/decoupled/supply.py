@@ -86,11 +86,6 @@ class DraftSupply:
             **{name: getattr(self, name) for name in _FIELDS},
         }
 
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> "DraftSupply":
-        """Of a dict of its fields."""
-        return cls(**{name: wire[name] for name in _FIELDS})
-
 
 _FIELDS = tuple(f.name for f in fields(DraftSupply))
 _COUNTS = (*_FIELDS[: _FIELDS.index("num_drafters")], "num_failures")

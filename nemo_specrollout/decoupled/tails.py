@@ -14,6 +14,7 @@ from nemo_specrollout.decoupled.prefix_hash import extend, of_text
 NO_REQUEST = -1
 LANE_BITS = 16
 """A request's number holds its lane in so many low bits, so that no table is needed to find it."""
+LANE_MASK = (1 << LANE_BITS) - 1
 
 
 @dataclass
@@ -105,10 +106,6 @@ class TailBuffers:
             self._tokens, self._levels, self._counts, self._vocab_size, self._num_levels,
         )  # fmt: skip
 
-    def lengths(self, lanes_B: np.ndarray) -> np.ndarray:
-        """How long the tails are, int64 [B]."""
-        return self._ends[lanes_B] - self._committed[lanes_B]
-
     def read(self, lanes_B: np.ndarray, tokens_BK: np.ndarray, levels_BK: np.ndarray, lengths_B: np.ndarray) -> None:
         """Writes the first K tokens of each tail, their levels, and how many they are."""
         _read(lanes_B, self._committed, self._ends, self._tokens, self._levels, tokens_BK, levels_BK, lengths_B)
@@ -149,7 +146,7 @@ def _add(  # type: ignore[no-untyped-def]
     size = tokens.shape[1]
     mask = size - 1
     for n in range(len(requests_N)):
-        lane = requests_N[n] & ((1 << LANE_BITS) - 1)
+        lane = requests_N[n] & LANE_MASK
         p = positions_N[n]
         is_sane = 0 <= tokens_N[n] < vocab_size and 0 <= levels_N[n] < num_levels
         if not is_sane or requests_N[n] < 0 or lane >= len(requests) or requests[lane] != requests_N[n]:

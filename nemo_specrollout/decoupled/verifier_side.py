@@ -11,7 +11,7 @@ from enum import Enum
 import numpy as np
 
 from nemo_specrollout.decoupled.messages import PROTOCOL, Drafts, Hello, Message, Open, Refuse, Step, Welcome, column
-from nemo_specrollout.decoupled.tails import LANE_BITS, NO_REQUEST, TailBuffers
+from nemo_specrollout.decoupled.tails import LANE_BITS, LANE_MASK, NO_REQUEST, TailBuffers
 
 NO_DRAFTER = -1
 # A drafter is dropped if it answers nothing for so long, or says more than so many times what it was asked for; it is greeted
@@ -81,7 +81,6 @@ class Peer:
 
 @dataclass
 class _Lane:
-    request: int
     seed: int
     sampling: Sampling
     limit: int
@@ -122,19 +121,17 @@ class VerifierSide:
     def open(self, lane: int, seed: int, sampling: Sampling, limit: int) -> None:
         """A request takes `lane`; it never grows beyond `limit` tokens."""
         self._num_requests += 1
-        request = (self._num_requests << LANE_BITS) | lane
-        self._lanes[lane] = _Lane(request, seed, sampling, limit)
-        self._requests[lane] = request
+        self._lanes[lane] = _Lane(seed, sampling, limit)
+        self._requests[lane] = (self._num_requests << LANE_BITS) | lane
         self._drafter_of[lane], self._is_told[lane] = NO_DRAFTER, False
 
     def close(self, lane: int) -> None:
         """The request of `lane`, if there is one, ended or was put aside."""
-        entry = self._lanes.pop(lane, None)
-        if entry is None:
+        if self._lanes.pop(lane, None) is None:
             return
         drafter = int(self._drafter_of[lane])
         if drafter != NO_DRAFTER:
-            self._closes[drafter].append(entry.request)
+            self._closes[drafter].append(int(self._requests[lane]))
             self.peers[drafter].num_own -= 1
         self.tails.close(np.array([lane]))
         self._requests[lane] = NO_REQUEST
@@ -143,7 +140,7 @@ class VerifierSide:
     def follow(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray, now_s: float) -> None:
         """The batch's texts as they are now. Says what is new to each drafter, and greets those that are to be greeted."""
         self._greet(now_s)
-        self._place(lanes_B, token_ids_BL, lengths_B)
+        self._place(lanes_B, lengths_B)
         drafters_B = self._drafter_of[lanes_B]
         self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
@@ -232,7 +229,7 @@ class VerifierSide:
         peer.num_own = peer.num_rows = peer.num_asked = 0
         peer.waiting_since_s = None
 
-    def _place(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray) -> None:
+    def _place(self, lanes_B: np.ndarray, lengths_B: np.ndarray) -> None:
         """Gives lanes without a drafter to the least loaded that is ready."""
         is_homeless_B = (self._drafter_of[lanes_B] == NO_DRAFTER) & (self._requests[lanes_B] != NO_REQUEST)
         for row in np.flatnonzero(is_homeless_B).tolist():
@@ -283,12 +280,12 @@ class VerifierSide:
         )
 
     def _open_message(self, lane: int, text: np.ndarray) -> Open:
-        entry = self._lanes[lane]
-        self.tails.open(lane, entry.request, entry.seed, text)
+        entry, request = self._lanes[lane], int(self._requests[lane])
+        self.tails.open(lane, request, entry.seed, text)
         self._is_told[lane] = True
         s = entry.sampling
         return Open(
-            entry.request,
+            request,
             entry.seed,
             s.temperature,
             s.top_k,
@@ -321,8 +318,8 @@ class VerifierSide:
             column(drafts.levels, np.int8),
         )
         for request in column(drafts.lacking, np.int64).tolist():
-            lane = request & ((1 << LANE_BITS) - 1)
-            if lane in self._lanes and self._lanes[lane].request == request and self._drafter_of[lane] == drafter:
+            lane = request & LANE_MASK
+            if lane in self._lanes and self._requests[lane] == request and self._drafter_of[lane] == drafter:
                 self._retell(drafter, lane)
 
 

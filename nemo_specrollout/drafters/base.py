@@ -78,9 +78,6 @@ class Drafter(ABC):
     def close(self, lane: int) -> None:  # noqa: B027 - most drafters keep nothing per lane
         """The request of `lane` ended or was put aside."""
 
-    def follow(self, batch: Batch) -> None:  # noqa: B027 - what reads text can catch up later
-        """The step's texts, where nobody is asked to draft."""
-
     @abstractmethod
     def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
         """Learns the tokens of each request from `seen_B` to `lengths_B`, then writes up to K draft tokens to `out`."""

@@ -2,6 +2,7 @@
 """The block, as arguments of `vllm.LLM`: worker class, speculative config, additional config. No import of vllm."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ ROUTER_CLASS = "nemo_specrollout.generation.router.Router"
 # vLLM's V2 model runner samples in another place; see docs/exactness.md.
 ENGINE_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 # What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
-PROCESS_ENVIRONMENT = {
+_PROCESS_ENVIRONMENT = {
     **ENGINE_ENVIRONMENT,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,6 +32,12 @@ QUIET_START = {
     "skip_tokenizer_init": True,
     "distributed_executor_backend": "uni",
 }
+
+
+def set_process_environment() -> None:
+    """For an engine in this process, before vllm is imported."""
+    for name, value in _PROCESS_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str) -> dict[str, Any]:

@@ -2,20 +2,18 @@
 """A drafter's engine: vLLM with our sampler, whose requests are mirrors of other engines' requests."""
 
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nemo_specrollout.config.model_folder import longest_text, tokenizer_fingerprint
+from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorOpening
 from nemo_specrollout.decoupled.mirrors import Correction, Drafted
-from nemo_specrollout.generation.arguments import PROCESS_ENVIRONMENT, QUIET_START
+from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 
 WORKERS = {
@@ -30,8 +28,7 @@ class DrafterEngine:
 
     def __init__(self, model: Path, num_mirrors: int, max_model_len: int, **vllm_kwargs: Any) -> None:
         """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError for what vLLM refuses."""
-        for name, value in PROCESS_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_process_environment()
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
@@ -124,16 +121,9 @@ class DrafterEngine:
 
 def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
     """The checkpoint tensors in `folder`. Raises ValueError unless names and shapes are those of the checkpoint in `known`."""
-    found, expected = (_shapes(f) for f in (folder, known))
+    files = sorted(folder.glob("*.safetensors"))
+    found, expected = tensor_shapes(files), tensor_shapes(sorted(known.glob("*.safetensors")))
     if found != expected:
         odd = sorted(set(found.items()) ^ set(expected.items()))
         raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
-    return [(n, t) for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()]
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            shapes |= {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
-    return shapes
+    return [(n, t) for file in files for n, t in load_file(file).items()]

@@ -2,21 +2,17 @@
 """The drafter processes of a run: started, watched, restarted. A rollout never waits for them, but to be there at first."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.drafter_service import DrafterSpec, Status
+from nemo_specrollout.generation.json_child import JsonChild
 
 # A process that says nothing for so long is killed; how long one may take to start; pauses before it is started again.
 HANG_S, START_S = 30.0, 180.0
@@ -32,16 +28,11 @@ class DrafterProcess:
     States: starting, up, down (until its pause is over, when it is started again), stopped.
     """
 
-    def __init__(
-        self, spec: DrafterSpec, log: Path | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
         self.status: Status | None = None
-        self.num_starts = 0
-        self._log = log
-        self._environment = dict(environment or {})
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
-        self._child: subprocess.Popen[str] | None = None
+        self._child: JsonChild | None = None
         self._heard_s = 0.0
         self._start()
 
@@ -62,7 +53,7 @@ class DrafterProcess:
             silence_s = now_s - self._heard_s
             if silence_s > (HANG_S if self.is_up else START_S):
                 self._child.kill()
-            if self._child.poll() is None:
+            if not self._child.has_ended:
                 return
             self._bury(now_s)
         if now_s >= self._resume_at_s:
@@ -72,34 +63,26 @@ class DrafterProcess:
         """Ends the process for good."""
         child, self._child, self._resume_at_s = self._child, None, float("inf")
         if child is not None:
-            child.kill()
-            child.wait()
+            child.end()
 
     def failure(self) -> str | None:
         """What a child that ended before it was up said last; None while it lives or is up."""
-        if self.is_up or self._child is None or self._child.poll() is None:
+        if self.is_up or self._child is None or not self._child.has_ended:
             return None
-        said = [] if self._log is None or not self._log.is_file() else self._log.read_text().strip().splitlines()
-        return said[-1] if said else f"exit code {self._child.returncode}"
+        return self._child.last_words()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "nemo_specrollout.generation.drafter_service", self.spec.wire()]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
-        with contextlib.ExitStack() as stack:
-            errors: Any = subprocess.DEVNULL if self._log is None else stack.enter_context(self._log.open("a"))
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
+        self._child = JsonChild(
+            "nemo_specrollout.generation.drafter_service", self.spec.wire(), {"OMP_NUM_THREADS": "1"}
+        )
         self.status, self._heard_s = None, time.monotonic()
-        self.num_starts += 1
         threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 
-    def _listen(self, child: "subprocess.Popen[str]") -> None:
+    def _listen(self, child: JsonChild) -> None:
         """Reads what a child says of itself until it ends; runs in a thread of its own."""
-        assert child.stdout is not None
-        for line in child.stdout:
-            with contextlib.suppress(ValueError, TypeError):
-                status = Status(**json.loads(line))
+        for said in child.said():
+            with contextlib.suppress(TypeError):
+                status = Status(**said)
                 if child is self._child:
                     self.status, self._heard_s = status, time.monotonic()
                     self.spec = replace(self.spec, address=status.address)
@@ -114,13 +97,12 @@ class DrafterProcess:
 class DrafterPool:
     """All drafter processes of a run. Owns them and the thread that watches them.
 
-    Example: `with DrafterPool(specs) as pool: engine = ...(pool.addresses()); pool.wait_until_up()`.
+    Example: `pool = DrafterPool(specs)`, an engine for `pool.addresses()`, `pool.wait_until_up()`, at the end `pool.stop()`.
     """
 
-    def __init__(self, specs: Sequence[DrafterSpec], log_dir: Path | None = None) -> None:
-        """Starts all of them; `wait_until_up` before the addresses are known."""
-        logs = [None if log_dir is None else log_dir / f"drafter_{i}.log" for i in range(len(specs))]
-        self.processes = [DrafterProcess(spec, log) for spec, log in zip(specs, logs, strict=True)]
+    def __init__(self, specs: Sequence[DrafterSpec]) -> None:
+        """Starts all of them."""
+        self.processes = [DrafterProcess(spec) for spec in specs]
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
@@ -153,12 +135,6 @@ class DrafterPool:
             self._watcher.join()
         for process in self.processes:
             process.stop()
-
-    def __enter__(self) -> "DrafterPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
 
     def _watch(self) -> None:
         while not self._stopped.wait(_WATCH_PERIOD_S):

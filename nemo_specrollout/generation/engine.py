@@ -3,7 +3,6 @@
 
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_specrollout.config.model_folder import stop_token_ids
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.arguments import PROCESS_ENVIRONMENT, QUIET_START, with_specrollout
+from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec, with_addresses
 from nemo_specrollout.generation.identity import rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
@@ -61,8 +61,7 @@ class RolloutEngine:
 
         Raises ConfigError for what vLLM refuses.
         """
-        for name, value in PROCESS_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_process_environment()
         from nemo_specrollout.generation import compat
 
         compat.check_version()
@@ -71,7 +70,7 @@ class RolloutEngine:
         self._num_requests = 0
         self._generation = generation
         self._seed = seed
-        self._stop_token_ids = _stop_token_ids(model)
+        self._stop_token_ids = stop_token_ids(model)
         self.drafters = self._start_drafters(generation)
         try:
             self._start(model, generation, seed, overrides)
@@ -279,14 +278,6 @@ class Generation:
         self._done.update(finished)
         if finished:
             self._on_finished(len(self._done))
-
-
-def _stop_token_ids(model: Path) -> list[int]:
-    """End-of-sequence ids of the model folder; vLLM is started without a tokenizer and must be told."""
-    from transformers import GenerationConfig as HfGenerationConfig
-
-    ids = HfGenerationConfig.from_pretrained(str(model)).eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _rollout(finished: Any) -> Rollout:

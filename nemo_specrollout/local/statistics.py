@@ -78,7 +78,7 @@ def rollout_stats(
 def _supply(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
     if "draft_supply" not in after:
         return None
-    then, now = (DraftSupply.from_wire(report["draft_supply"]) for report in (before, after))
+    then, now = (DraftSupply(**report["draft_supply"]) for report in (before, after))
     return now.since(then).figures()
 
 

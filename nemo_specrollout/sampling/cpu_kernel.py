@@ -12,10 +12,9 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.sampling import constants
+from nemo_specrollout.sampling.cpu_mix import mix64
 
 _GAMMA = np.uint64(constants.GAMMA)
-_MIX_1 = np.uint64(constants.MIX_1)
-_MIX_2 = np.uint64(constants.MIX_2)
 _LN2 = np.float32(constants.LN2)
 _SQRT_HALF = np.float32(constants.SQRT_HALF)
 _LOG_SQRT_HALF = np.float32(constants.LOG_SQRT_HALF)
@@ -26,19 +25,12 @@ _2_33 = np.float32(2.0**-33)
 _2_34 = np.float32(2.0**-34)
 
 
-@njit(cache=True, inline="always")
-def _mix64(z):  # type: ignore[no-untyped-def]
-    z = (z ^ (z >> np.uint64(30))) * _MIX_1
-    z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
-
-
 @njit(cache=True, error_model="numpy")
 def _row_noise(key, high_V, high_bits_V, exp_V, exp_bits_V):  # type: ignore[no-untyped-def]
     """Leaves the row's Gumbel noise in `exp_V`; `*_bits_V` are int32 views of the float32 scratch rows."""
     num_vocab = exp_V.shape[0]
     for v in range(num_vocab):
-        h = _mix64(key + np.uint64(v + 1) * _GAMMA)
+        h = mix64(key + np.uint64(v + 1) * _GAMMA)
         high_V[v] = np.float32(np.int32(((h >> np.uint64(40)) & np.uint64(0xFFFFFF)) | np.uint64(1)))
         exp_V[v] = np.float32(np.uint32(h & np.uint64(0xFFFFFFFF))) * _2_33 + _2_34
     for v in range(num_vocab):
@@ -65,8 +57,8 @@ def _noise_of(seed, position, is_greedy, high_V, high_bits_V, noise_V, noise_bit
     if is_greedy:
         noise_V[:] = np.float32(0.0)
     else:
-        key = _mix64(np.uint64(seed) + _GAMMA)
-        key = _mix64(key + np.uint64(position + 1) * _GAMMA)
+        key = mix64(np.uint64(seed) + _GAMMA)
+        key = mix64(key + np.uint64(position + 1) * _GAMMA)
         _row_noise(key, high_V, high_bits_V, noise_V, noise_bits_V)
 
 

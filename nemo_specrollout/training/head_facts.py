@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+
+from nemo_specrollout.config.model_folder import tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -262,14 +264,7 @@ def _check_tensors(facts: HeadFacts) -> None:
 
 
 def _read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _tensor_files(folder):
-        try:
-            with safe_open(file, "np") as opened:
-                shapes |= {_plain_name(n): tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file}: not a whole safetensors file ({error}); copy or write it again") from error
-    return shapes
+    return {_plain_name(n): shape for n, shape in tensor_shapes(_tensor_files(folder)).items()}
 
 
 def _tensor_files(folder: Path) -> list[Path]:
