@@ -113,12 +113,13 @@ class FakeDrafter:
         for peer, frame in network.arrived(self.name, now_s):
             self.side.receive(peer, decode(frame), now_s)
         self._obey()
-        wanting = self.side.wanting()[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
-        rows = [self._draft(int(m)) for m in wanting]
+        wanting, burst = self.side.wanting(self.rng.choice([1, 4]))
+        wanting = wanting[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
+        rows = [self._draft(int(m)) for m in wanting for _ in range(burst)]
         if rows:
             positions, tokens = (np.array(c) for c in zip(*rows, strict=True))
-            levels = np.zeros(len(rows), np.int8)
-            self.side.drafted(Drafted(wanting, positions.astype(np.int64), tokens.astype(np.int32), levels), 0.001)
+            new = (np.repeat(wanting, burst), positions.astype(np.int64), tokens.astype(np.int32))
+            self.side.drafted(Drafted(*new, np.zeros(len(rows), np.int8)), 0.001)
         self.side.forget_silent(now_s)
         for peer, reply in self.side.outgoing(now_s):
             if peer is not None:

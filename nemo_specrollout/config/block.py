@@ -44,8 +44,9 @@ class DrafterConfig:
     addresses: tuple[str, ...] = ()
     """Of `remote`: where drafters listen that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
 
-    most_ahead: int = bounded(12, low=1, high=64)
-    """Of `remote`: draft tokens that a drafter may be ahead of a request's committed text."""
+    most_ahead: int = bounded(24, low=1, high=64)
+    """Of `remote`: draft tokens that a drafter may be ahead of a request's committed text. While as many as one step takes are
+    being verified, as many again have to be drafted: less than twice `num_speculative_tokens` makes drafters wait."""
 
     max_requests: int = bounded(256, low=1, high=4096)
     """Of `remote`: requests that one drafter process drafts for at a time, of all engines together."""

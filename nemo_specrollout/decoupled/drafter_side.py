@@ -128,18 +128,18 @@ class DrafterSide:
             else:
                 self._follow(session, message, now_s)
 
-    def wanting(self) -> np.ndarray:
-        """The mirrors that may draft another token, most urgent first, int64 [M]."""
-        return self.mirrors.wanting()
+    def wanting(self, most: int = 1) -> tuple[np.ndarray, int]:
+        """The mirrors that may draft, most urgent first, int64 [M], and how many tokens each, 1 to `most`."""
+        return self.mirrors.wanting(most)
 
     def take_orders(self) -> list[Order]:
         """What the engine is to do before its next step, one after the other; since last asked."""
         orders, self._orders = self._orders, []
         return orders
 
-    def drafted(self, new: Drafted, step_s: float) -> None:
-        """The engine drafted a token for some mirrors, in a step of `step_s` seconds."""
-        self._step_s = step_s
+    def drafted(self, new: Drafted, token_s: float) -> None:
+        """The engine drafted for some mirrors, at `token_s` seconds for a token of each."""
+        self._step_s = token_s
         sessions_M = self._session_of[new.mirrors_M]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session = self._by_number[number]

@@ -92,7 +92,8 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
 
     A row: request int64; position int64 of the token in its text; prefix_hash uint64 of all tokens before it; token int32;
     level int8 of its evidence. `lacking` int64: requests that it has to be told anew. `answers` is the number of the last
-    `Step` that came, which waited `held_ns` until this was sent; `step_s` is what a step of the engine takes.
+    `Step` that came, which waited `held_ns` until this was sent; `token_s` is what a token takes it for
+    each of the requests that it drafts for.
     """
 
     session: Count
@@ -102,7 +103,7 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
     echo_ns: Count
     held_ns: Count
     draft_version: Count
-    step_s: float
+    token_s: float
     num_mirrors: Count
     requests: bytes
     positions: bytes

@@ -12,6 +12,9 @@ from numba import njit
 from nemo_specrollout.decoupled.prefix_hash import extend, of_text
 
 FINE, CORRECT, LACKING = 0, 1, 2
+MOST_IN_BURST = 4
+"""Tokens that a mirror may get in one step of the engine: the more, the less a step's own cost matters, and the later what a
+verifier says is heard."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What an engine drafted in a step: mirror int64, position int64, token int32, evidence level int8; each [M]."""
+    """What an engine drafted in a step: mirror int64, position int64, token int32, evidence level int8; each [M]. M counts
+    tokens here."""
 
     mirrors_M: np.ndarray
     positions_M: np.ndarray
@@ -106,16 +110,22 @@ class Mirrors:
         ]
         return corrections, outcome_N == LACKING
 
-    def wanting(self) -> np.ndarray:
-        """The mirrors that may draft another token, those with the shortest run-ahead first, int64 [M]."""
+    def wanting(self, most: int) -> tuple[np.ndarray, int]:
+        """The mirrors that may draft, those with the shortest run-ahead first, int64 [M], and how many tokens each, 1 to
+        `most`: as many as the first has room for. Those with less room are not so urgent: they wait."""
         ahead = self._ends - self._committed
-        may = (ahead < self._windows) & (self._ends < self._limits) & (self._stopped < self._committed)
-        mirrors_M = np.flatnonzero(may)
-        return mirrors_M[np.argsort(ahead[mirrors_M], kind="stable")]
+        room = np.minimum(self._windows - ahead, self._limits - self._ends)
+        room[self._stopped >= self._committed] = 0
+        mirrors_M = np.flatnonzero(room > 0)
+        if len(mirrors_M) == 0:
+            return mirrors_M, 0
+        mirrors_M = mirrors_M[np.lexsort((room[mirrors_M], ahead[mirrors_M]))]
+        burst = min(most, int(room[mirrors_M[0]]))
+        return mirrors_M[room[mirrors_M] >= burst], burst
 
     def drafted(self, new: Drafted, stop_token_ids: np.ndarray) -> DraftRows:
-        """The engine has drafted a token for some mirrors; returns the rows to tell. Beyond a token that ends the text nothing
-        is drafted."""
+        """The engine has drafted for some mirrors, the tokens of each in order; returns the rows to tell. Beyond a token that
+        ends the text nothing more is drafted."""
         hashes_M = np.empty(len(new.mirrors_M), np.uint64)
         _append(
             new.mirrors_M, new.positions_M, new.tokens_M, new.levels_M, self._ends, self._hashes, self._tokens, self._levels,

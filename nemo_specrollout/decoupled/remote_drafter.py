@@ -69,7 +69,7 @@ class RemoteDrafter(Drafter):
             num_drafters=len(peers),
             num_ready=len(ready),
             num_failures=sum(p.num_failures for p in peers),
-            draft_step_s=max((p.step_s for p in ready), default=0.0),
+            draft_token_s=max((p.token_s for p in ready), default=0.0),
             answer_s=max((p.answer_s for p in ready), default=0.0),
             draft_version=min((p.draft_version for p in ready), default=0),
             problem=next((p.reason for p in peers if p.reason), ""),

@@ -35,8 +35,8 @@ class DraftSupply:
     """Drafters that are named, and that answer."""
     num_failures: int = 0
     """How often one was dropped."""
-    draft_step_s: float = 0.0
-    """What a step takes the slowest drafter."""
+    draft_token_s: float = 0.0
+    """What a token takes the slowest drafter, for each of the requests that it drafts for."""
     answer_s: float = 0.0
     """From telling a drafter what was committed to reading its answer, less what it had it lying; a verifier reads once a
     step."""
@@ -98,6 +98,6 @@ def in_words(figures: Mapping[str, Any]) -> str:
     known = {n: figures[n] or 0.0 for n in ("occupancy", "run_ahead", "waste")}
     return (
         f"{figures['num_ready']} of {figures['num_drafters']} drafters; drafts in time for {known['occupancy']:.0%} of "
-        f"request steps, {known['run_ahead']:.1f} tokens each; {known['waste']:.0%} of all drafts wasted; a draft step takes "
-        f"{1e3 * figures['draft_step_s']:.1f} ms; bottleneck: {figures['bottleneck']}"
+        f"request steps, {known['run_ahead']:.1f} tokens each; {known['waste']:.0%} of all drafts wasted; a draft token takes "
+        f"{1e3 * figures['draft_token_s']:.1f} ms; bottleneck: {figures['bottleneck']}"
     )

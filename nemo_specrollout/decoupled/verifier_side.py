@@ -61,7 +61,7 @@ class Peer:
     num_mirrors: int = 0
     num_open_there: int = 0
     num_own: int = 0
-    step_s: float = 0.0
+    token_s: float = 0.0
     answer_s: float = 0.0
     resume_at_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
@@ -309,7 +309,7 @@ class VerifierSide:
         if drafts.answers > peer.last_answered and drafts.echo_ns:
             peer.answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
         peer.last_answered = max(peer.last_answered, drafts.answers)
-        peer.draft_version, peer.step_s, peer.num_open_there = drafts.draft_version, drafts.step_s, drafts.num_mirrors
+        peer.draft_version, peer.token_s, peer.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_mirrors
         self.tails.add(
             requests_N,
             column(drafts.positions, np.int64),

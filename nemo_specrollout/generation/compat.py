@@ -19,9 +19,10 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm import exceptions as vllm_exceptions
-from vllm.config import set_current_vllm_config
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -246,6 +247,60 @@ def attention_of_rows(
         slot_mapping=slots_N,
         causal=True,
     )
+
+
+class DecodePasses:
+    """Further passes of the model over the requests of the step that was computed last, a token each; vLLM's scheduler must
+    have given them room in the KV cache. Of models with one KV cache group: `is_possible`."""
+
+    def __init__(self, runner: Any, positions_B: torch.Tensor) -> None:
+        """`positions_B`: index in its sequence of each request's next token, int64 [B]."""
+        num_requests = len(positions_B)
+        self._runner, self._group = runner, runner.attn_groups[0]
+        self._blocks_BX = runner.input_batch.block_table[0].get_device_tensor(num_requests)
+        self._block_size = runner.input_batch.block_table[0].block_size
+        self._starts_cpu = torch.arange(num_requests + 1, dtype=torch.int32)
+        self._starts = self._starts_cpu.to(positions_B.device)
+        self._rows_B = torch.arange(num_requests, device=positions_B.device)
+        self._max_length = int(runner.input_batch.num_tokens_no_spec[:num_requests].max())
+        self.next_positions_B = positions_B
+
+    @staticmethod
+    def is_possible(runner: Any) -> bool:
+        """Whether the model has one KV cache group, and does not replay CUDA graphs: those make vLLM's own steps cheap."""
+        mode = runner.vllm_config.compilation_config.cudagraph_mode
+        return len(runner.attn_groups) == 1 and (mode is None or mode == CUDAGraphMode.NONE)
+
+    def advance(self, tokens_B: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after the token of each request."""
+        positions_B = self.next_positions_B
+        self.next_positions_B = positions_B + 1
+        self._max_length += 1
+        slots_B = self._blocks_BX[self._rows_B, positions_B // self._block_size].to(torch.int64) * self._block_size
+        slots_B += positions_B % self._block_size
+        lengths_B = self.next_positions_B.to(torch.int32)
+        metadata = CommonAttentionMetadata(
+            query_start_loc=self._starts,
+            query_start_loc_cpu=self._starts_cpu,
+            seq_lens=lengths_B,
+            seq_lens_cpu_upper_bound=lengths_B.cpu(),
+            num_reqs=len(tokens_B),
+            num_actual_tokens=len(tokens_B),
+            max_query_len=1,
+            max_seq_len=self._max_length,
+            block_table_tensor=self._blocks_BX,
+            slot_mapping=slots_B,
+            causal=True,
+        )
+        of_layers, slots = {}, {}
+        for group in self._group:
+            built = group.get_metadata_builder().build(0, metadata)
+            of_layers.update(dict.fromkeys(group.layer_names, built))
+            slots.update(dict.fromkeys(group.layer_names, slots_B))
+        runner = self._runner
+        with set_forward_context(of_layers, runner.vllm_config, num_tokens=len(tokens_B), slot_mapping=slots):
+            hidden_BF = runner.model(input_ids=tokens_B.to(torch.int32), positions=positions_B)
+        return runner.model.compute_logits(hidden_BF)
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ class DrafterEngine:
         self._llm.collective_rpc("specrollout_reload", args=(read_like(folder, self._folder),))
         self._scheduler.read_anew()
 
-    def draft(self, mirrors_M: np.ndarray) -> Drafted:
-        """One token for each of these mirrors; none for those whose text is still being read."""
-        self._scheduler.awake = mirrors_M.tolist()
+    def draft(self, mirrors_M: np.ndarray, burst: int = 1) -> Drafted:
+        """`burst` tokens for each of these mirrors; one where a text is still being read, none for that mirror."""
+        self._scheduler.awake, self._scheduler.burst = mirrors_M.tolist(), burst
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.drafter_side import DrafterSide, MirrorClosing, MirrorOpening, Order, Publication
-from nemo_specrollout.decoupled.mirrors import Correction
+from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Correction
 from nemo_specrollout.decoupled.transport import DrafterSocket
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class DrafterSpec:
     precision: str = "float32"
     max_model_len: int = 2048
     max_requests: int = 256
-    most_ahead: int = 12
+    most_ahead: int = 24
     allowed_hosts: tuple[str, ...] = ()
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -95,16 +95,16 @@ class DrafterService:
                 self._socket.wait(IDLE_WAIT_S)
 
     def turn(self) -> bool:
-        """Hears what came, carries it out, drafts a token for each mirror that wants one, and tells; whether any did."""
+        """Hears what came, carries it out, drafts for each mirror that wants it, and tells; whether any did."""
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
         self._refused = set()
         for order in side.take_orders():
             self._carry_out(order)
-        mirrors_M = side.wanting()
+        mirrors_M, burst = side.wanting(MOST_IN_BURST)
         if len(mirrors_M):
-            self._draft(mirrors_M)
+            self._draft(mirrors_M, burst)
         for verifier, reply in side.outgoing(time.monotonic()):
             self._socket.send(verifier, reply)
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
@@ -144,11 +144,11 @@ class DrafterService:
         self._socket.close()
         self._engine.close()
 
-    def _draft(self, mirrors_M: np.ndarray) -> None:
+    def _draft(self, mirrors_M: np.ndarray, burst: int) -> None:
         started = time.perf_counter()
-        new = self._engine.draft(mirrors_M)
+        new = self._engine.draft(mirrors_M, burst)
         seconds = time.perf_counter() - started
-        self._side.drafted(new, seconds)
+        self._side.drafted(new, seconds / max(1.0, len(new.mirrors_M) / len(mirrors_M)))
         self.status.num_steps += 1
         self.status.num_drafted += len(new.mirrors_M)
         self.status.busy_s += seconds

@@ -10,7 +10,7 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from nemo_specrollout.decoupled.mirrors import Correction, Drafted
+from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Correction, Drafted
 
 
 class MirrorScheduler(Scheduler):
@@ -23,6 +23,8 @@ class MirrorScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.awake: list[int] = []
+        self.burst = 1
+        self.num_lookahead_tokens = MOST_IN_BURST - 1
         self._mirrors: dict[int, Any] = {}
         self._corrections: dict[str, tuple[int, list[int]]] = {}
         self._drafted: list[tuple[int, int, int, int]] = []
@@ -64,18 +66,21 @@ class MirrorScheduler(Scheduler):
         output: Any = super().schedule(*args, **kwargs)
         self.running = self.running + asleep
         output.specrollout_corrections, self._corrections = self._corrections, {}
+        is_decode = output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
+        output.specrollout_burst = self.burst if is_decode else 1
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; what was sampled goes nowhere else."""
         super().update_from_output(scheduler_output, model_runner_output)
-        levels = getattr(model_runner_output, "specrollout_levels", None)
-        sampled = model_runner_output.sampled_token_ids
+        sampled, levels = model_runner_output.sampled_token_ids, model_runner_output.specrollout_levels
         for req_id, row in model_runner_output.req_id_to_index.items():
             if sampled and sampled[row] and req_id in self.requests:
-                level = 0 if levels is None else int(levels[row])
-                position = self.requests[req_id].num_tokens - 1
-                self._drafted.append((_mirror_of(req_id), position, sampled[row][0], level))
+                request, tokens = self.requests[req_id], sampled[row]
+                request.num_computed_tokens += len(tokens) - 1
+                first = request.num_tokens - len(tokens)
+                for i, token in enumerate(tokens):
+                    self._drafted.append((_mirror_of(req_id), first + i, token, int(levels[row, i])))
         return {}
 
     def take_drafted(self) -> Drafted:

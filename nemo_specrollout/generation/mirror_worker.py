@@ -4,6 +4,7 @@
 from typing import Any
 
 from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.mirror_sampler import MirrorSampler
 from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
 
 
@@ -11,23 +12,22 @@ class MirrorWorkerMixin:
     """What `MirrorScheduler` has to tell its workers, and they it."""
 
     model_runner: Any
+    sampler_cls: Any = MirrorSampler
     specrollout_sampler: Any
-
-    def init_device(self) -> None:
-        super().init_device()  # type: ignore[misc]
-        self.specrollout_sampler.grades_evidence = True
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; mirrors get their corrected texts first."""
         for req_id, (num_outputs, tokens) in scheduler_output.specrollout_corrections.items():
             compat.replace_output(self.model_runner, req_id, num_outputs, tokens)
+        may_burst = compat.DecodePasses.is_possible(self.model_runner)
+        self.specrollout_sampler.burst = scheduler_output.specrollout_burst if may_burst else 1
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; with the evidence level of each token."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if output is not None:
-            output.specrollout_levels = self.specrollout_sampler.levels_B
+            output.specrollout_levels = self.specrollout_sampler.levels_BN
         return output
 
 

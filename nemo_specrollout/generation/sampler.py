@@ -16,7 +16,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity
 from nemo_specrollout.sampling.acceptance import accept_by_equality
-from nemo_specrollout.sampling.sampler import sample_tokens, sample_tokens_with_margin
+from nemo_specrollout.sampling.sampler import sample_tokens
 
 _GREEDY_BELOW = 1e-5
 # By how many nats a draft token beat the runner-up, in as many levels of evidence, and the rates believed of them at first.
@@ -57,8 +57,6 @@ class CoupledSampler:
         self._no_drafts = np.zeros(runner.max_num_reqs, np.int64)
         self._keys: BatchKeys | None = None
         self._identities: dict[str, RequestIdentity] = {}
-        self.grades_evidence = False
-        self.levels_B = np.zeros(0, np.int8)
 
     def identity(self, req_id: str) -> RequestIdentity:
         """The identity of a request of the current batch."""
@@ -93,11 +91,7 @@ class CoupledSampler:
     def _sample_plain(self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys) -> SamplerOutput:
         processed_RV = self._process(raw_RV, metadata, keys, None, None)
         positions_R = compat.next_positions(self.runner, len(keys.req_ids))
-        if self.grades_evidence:
-            tokens_R, margins_R = sample_tokens_with_margin(processed_RV, keys.seeds_B, positions_R, keys.greedy_B)
-            self.levels_B = evidence_levels(margins_R.cpu().numpy())
-        else:
-            tokens_R = sample_tokens(processed_RV, keys.seeds_B, positions_R, keys.greedy_B)
+        tokens_R = sample_tokens(processed_RV, keys.seeds_B, positions_R, keys.greedy_B)
         logprobs = self._logprobs(raw_RV, processed_RV, metadata, tokens_R)
         return SamplerOutput(tokens_R.to(torch.int32).unsqueeze(-1), logprobs)
 

@@ -39,6 +39,7 @@ class SpecrolloutWorkerMixin:
 
     model_runner: Any
     vllm_config: Any
+    sampler_cls: Any = CoupledSampler
     specrollout_sampler: CoupledSampler
     specrollout_router: Router | None = None
     specrollout_trace: StepTrace
@@ -56,7 +57,7 @@ class SpecrolloutWorkerMixin:
         self.specrollout_router = self._router_of(runner)
         self.specrollout_trace = self.specrollout_router.trace if self.specrollout_router else StepTrace([])
         on_step: StepListener = self.specrollout_trace.begin_step if self.specrollout_router else self._whole_step
-        self.specrollout_sampler = CoupledSampler(runner, self.vllm_config.model_config.seed, on_step)
+        self.specrollout_sampler = self.sampler_cls(runner, self.vllm_config.model_config.seed, on_step)
         runner._sample = self.specrollout_sampler.sample
         if self.specrollout_router is not None:
             self.specrollout_router.bind(runner, self.specrollout_sampler)
