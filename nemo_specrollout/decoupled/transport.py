@@ -53,9 +53,9 @@ class DrafterSocket:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
 
-    def wait(self, seconds: float) -> None:
-        """Returns when something has come, or after `seconds`."""
-        self._socket.poll(int(seconds * 1000))
+    def wait(self, seconds: float) -> bool:
+        """Whether something has come, after `seconds` at most."""
+        return bool(self._socket.poll(int(seconds * 1000)))
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """The messages that have come, and from whom."""

@@ -2,6 +2,7 @@
 """A drafter's engine: vLLM with our sampler, whose requests are mirrors of other engines' requests."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,12 @@ class DrafterEngine:
         self._llm.collective_rpc("specrollout_reload", args=(read_like(folder, self._folder),))
         self._scheduler.read_anew()
 
-    def draft(self, mirrors_M: np.ndarray, burst: int = 1) -> Drafted:
-        """`burst` tokens for each of these mirrors; one where a text is still being read, none for that mirror."""
-        self._scheduler.awake, self._scheduler.burst = mirrors_M.tolist(), burst
+    def draft(self, mirrors_M: np.ndarray, most: int = 1, goes_on: Callable[[], bool] = lambda: True) -> Drafted:
+        """Up to `most` tokens for each of these mirrors, as long as `goes_on`; one while any text is still being read, none
+        for that mirror."""
+        from nemo_specrollout.generation.mirror_sampler import Burst
+
+        self._scheduler.awake, self._scheduler.burst = mirrors_M.tolist(), Burst(most, goes_on)
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
 

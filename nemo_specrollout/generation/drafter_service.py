@@ -144,9 +144,12 @@ class DrafterService:
         self._socket.close()
         self._engine.close()
 
+    def _hears_nothing(self) -> bool:
+        return not self._socket.wait(0)
+
     def _draft(self, mirrors_M: np.ndarray, burst: int) -> None:
         started = time.perf_counter()
-        new = self._engine.draft(mirrors_M, burst)
+        new = self._engine.draft(mirrors_M, burst, goes_on=self._hears_nothing)
         seconds = time.perf_counter() - started
         self._side.drafted(new, seconds / max(1.0, len(new.mirrors_M) / len(mirrors_M)))
         self.status.num_steps += 1

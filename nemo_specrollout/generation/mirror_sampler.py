@@ -4,6 +4,8 @@
 Shapes: B requests of the batch, N tokens that each of them gets, V vocabulary.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,27 +17,37 @@ from nemo_specrollout.generation.sampler import BatchKeys, CoupledSampler, evide
 from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
 
 
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Burst:
+    """How many tokens each request of a step gets, and whether to go on, asked before each but the first."""
+
+    most: int = 1
+    goes_on: Callable[[], bool] = _always
+
+
 class MirrorSampler(CoupledSampler):
     """Goes on from the token that it has sampled: a pass of the model alone costs a fraction of a step of vLLM's.
 
-    To vLLM it looks as if all but the last token had been drafts. Invariant: the KV of all but the last is written; `burst`,
-    how many tokens each request gets, is 1 unless every request of the step has room for so many.
+    To vLLM it looks as if all but the last token had been drafts. Invariant: the KV of all but the last is written. `burst`
+    is of the step under way; every request of it has room for so many.
     """
 
-    burst = 1
+    burst = Burst()
     levels_BN = np.zeros((0, 1), np.int8)
 
     def _sample_plain(self, raw_RV: torch.Tensor, metadata: Any, keys: BatchKeys) -> SamplerOutput:
         positions_B = compat.next_positions(self.runner, len(keys.req_ids))
-        tokens_B, margins_B = self._next(raw_RV, positions_B, metadata, keys)
-        tokens, margins = [tokens_B], [margins_B]
-        if self.burst > 1:
+        sampled = [self._next(raw_RV, positions_B, metadata, keys)]
+        if self.burst.most > 1:
             passes = compat.DecodePasses(self.runner, positions_B)
-            for _ in range(self.burst - 1):
-                logits_BV = passes.advance(tokens_B)
-                tokens_B, margins_B = self._next(logits_BV, passes.next_positions_B, metadata, keys)
-                tokens.append(tokens_B)
-                margins.append(margins_B)
+            while len(sampled) < self.burst.most and self.burst.goes_on():
+                logits_BV = passes.advance(sampled[-1][0])
+                sampled.append(self._next(logits_BV, passes.next_positions_B, metadata, keys))
+        tokens, margins = zip(*sampled, strict=True)
         self.levels_BN = evidence_levels(torch.stack(margins, dim=1).cpu().numpy())
         return SamplerOutput(torch.stack(tokens, dim=1).to(torch.int32), None)
 

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Correction, Drafted
+from nemo_specrollout.generation.mirror_sampler import Burst
 
 
 class MirrorScheduler(Scheduler):
@@ -23,7 +24,7 @@ class MirrorScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.awake: list[int] = []
-        self.burst = 1
+        self.burst = Burst()
         self.num_lookahead_tokens = MOST_IN_BURST - 1
         self._mirrors: dict[int, Any] = {}
         self._corrections: dict[str, tuple[int, list[int]]] = {}
@@ -67,7 +68,8 @@ class MirrorScheduler(Scheduler):
         self.running = self.running + asleep
         output.specrollout_corrections, self._corrections = self._corrections, {}
         is_decode = output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
-        output.specrollout_burst = self.burst if is_decode else 1
+        is_decode &= self.parallel_config.world_size == 1  # what goes on is asked in this process
+        output.specrollout_burst = self.burst if is_decode else Burst()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -4,7 +4,7 @@
 from typing import Any
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.mirror_sampler import MirrorSampler
+from nemo_specrollout.generation.mirror_sampler import Burst, MirrorSampler
 from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
 
 
@@ -20,7 +20,7 @@ class MirrorWorkerMixin:
         for req_id, (num_outputs, tokens) in scheduler_output.specrollout_corrections.items():
             compat.replace_output(self.model_runner, req_id, num_outputs, tokens)
         may_burst = compat.DecodePasses.is_possible(self.model_runner)
-        self.specrollout_sampler.burst = scheduler_output.specrollout_burst if may_burst else 1
+        self.specrollout_sampler.burst = scheduler_output.specrollout_burst if may_burst else Burst()
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
