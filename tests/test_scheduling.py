@@ -215,7 +215,7 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
     for step in range(200):
         if pacer.should_consult(64):
             consulted.append(step)
-            pacer.decided(64, 0, 0.0)
+            pacer.decided(64, 3, 0, 0.0)
     gaps = np.diff(consulted)
     assert (np.diff(gaps) >= 0).all() and gaps[-1] == MAX_REST_STEPS + 1
     assert not pacer.should_consult(60)
@@ -225,18 +225,18 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
 def test_proposals_are_as_deep_as_they_were_used() -> None:
     pacer = AdaptivePacer(max_tokens=8)
     assert pacer.depth == 8
-    pacer.decided(16, 1, 0.4)
+    pacer.decided(16, 8, 1, 0.4)
     assert pacer.depth == 3
-    pacer.decided(16, 7, 0.2)
+    pacer.decided(16, 8, 7, 0.2)
     assert pacer.depth == 8
 
 
 def test_proposals_are_as_likely_as_they_were_worth_a_row() -> None:
     pacer = AdaptivePacer(max_tokens=8)
     assert pacer.floor == 0.0
-    pacer.decided(16, 1, 0.4)
+    pacer.decided(16, 8, 1, 0.4)
     assert 0.0 < pacer.floor < 0.4
-    pacer.decided(16, 0, 0.0)
+    pacer.decided(16, 8, 0, 0.0)
     assert pacer.floor == 0.0
 
 
@@ -244,7 +244,7 @@ def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
     pacer = AdaptivePacer(max_tokens=8)
     for _ in range(50):
         assert pacer.should_consult(8)
-        pacer.decided(8, 5, 0.3)
+        pacer.decided(8, 8, 5, 0.3)
 
 
 def test_a_probe_is_two_steps_in_a_row_and_rare_once_enough_are_known() -> None:

@@ -91,7 +91,12 @@ class Router:
         priors = np.array([LEVEL_PRIORS if text else MARGIN_LEVEL_PRIORS for text in is_text])
         self._estimator = AcceptanceEstimator(num_lanes, self._num_tokens, priors)
         self._budget = build_budget(config.budget)
-        self._pacer = build_pacer(config.budget.policy, self._num_tokens, reads_text=any(answers_at_once))
+        self._pacer = build_pacer(
+            config.budget.policy,
+            self._num_tokens,
+            reads_text=any(answers_at_once),
+            drafts_come=self.remote is not None,
+        )
         self.table = StepTimeTable(min(num_lanes * (self._num_tokens + 1), scheduler.max_num_batched_tokens))
         self.trace = StepTrace(self.names)
         self.proposed_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
@@ -249,7 +254,8 @@ class Router:
         if should_be_plain:
             counts_B[:] = 0
         else:
-            self._pacer.decided(num_requests, int(counts_B.max()), decision.least_survival)
+            longest = int(proposals.lengths_DB.max()), int(counts_B.max())
+            self._pacer.decided(num_requests, *longest, decision.least_survival)
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
 

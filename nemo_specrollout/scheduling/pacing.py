@@ -63,9 +63,11 @@ class Pacer(ABC):
         """How likely a draft token must be to be worth looking up."""
         return 0.0
 
-    def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:  # noqa: B027
-        """Tells how the consultation ended: the most draft tokens that a request got, and what the least likely of all
-        that were handed out was worth (`BudgetDecision`). A steady pacer does not care."""
+    def decided(  # noqa: B027
+        self, num_requests: int, longest_found: int, longest_draft: int, least_survival: float
+    ) -> None:
+        """Tells how the consultation ended: the most draft tokens that were found for a request, and that one got, and what
+        the least likely of all that were handed out was worth (`BudgetDecision`). A steady pacer does not care."""
 
 
 class SteadyPacer(Pacer):
@@ -88,12 +90,14 @@ class SteadyPacer(Pacer):
 class AdaptivePacer(Pacer):
     """Rests a quarter longer after each refusal, up to `max_rest` steps; wakes when the batch shrinks or grows by a quarter.
 
-    Proposals are asked for no deeper, and of no lesser hope, than they were used of late. It also asks for two steps without
-    drafts now and then, of which the second is timed: the counterfactual needs them.
+    Proposals are asked for no deeper, and of no lesser hope, than they were used of late; unless drafts come by themselves:
+    then looking costs nothing, and to find none is no refusal. It also asks for two steps without drafts now and then, of
+    which the second is timed: the counterfactual needs them.
     """
 
-    def __init__(self, max_tokens: int, max_rest: int = MAX_REST_STEPS) -> None:
+    def __init__(self, max_tokens: int, max_rest: int = MAX_REST_STEPS, *, drafts_come: bool = False) -> None:
         self._max_tokens = max_tokens
+        self._drafts_come = drafts_come
         self._longest = max_tokens
         self._least_survival = 0.0
         self._rest = Rest(max_rest)
@@ -121,14 +125,16 @@ class AdaptivePacer(Pacer):
     @property
     def depth(self) -> int:
         """Two more than the longest draft of the last decision."""
-        return min(self._max_tokens, self._longest + 2)
+        return self._max_tokens if self._drafts_come else min(self._max_tokens, self._longest + 2)
 
     @property
     def floor(self) -> float:
         """A quarter of what the last token handed out was worth: a request may be easier than its evidence says."""
         return self._least_survival / 4
 
-    def decided(self, num_requests: int, longest_draft: int, least_survival: float) -> None:
+    def decided(self, num_requests: int, longest_found: int, longest_draft: int, least_survival: float) -> None:
+        if self._drafts_come and longest_found == 0:
+            return
         self._longest, self._least_survival = longest_draft, least_survival
         if longest_draft > 0:
             self._rest.forget()
@@ -137,8 +143,10 @@ class AdaptivePacer(Pacer):
         self._batch_at_refusal = num_requests
 
 
-def build_pacer(budget_policy: str, max_tokens: int, *, reads_text: bool) -> Pacer:
-    """The pacer that suits a budget policy of that name, and drafters that read text or a model alone."""
+def build_pacer(budget_policy: str, max_tokens: int, *, reads_text: bool, drafts_come: bool = False) -> Pacer:
+    """The pacer that suits a budget policy of that name, and drafters that read text or a model alone, or whose drafts come
+    from elsewhere."""
     if budget_policy != "auto":
         return SteadyPacer(max_tokens)
-    return AdaptivePacer(max_tokens, MAX_REST_STEPS if reads_text else MAX_REST_STEPS_OF_MODEL)
+    most = MAX_REST_STEPS if reads_text else MAX_REST_STEPS_OF_MODEL
+    return AdaptivePacer(max_tokens, most, drafts_come=drafts_come)
