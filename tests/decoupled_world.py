@@ -183,6 +183,9 @@ class FakeVerifier:
             text = self.running[lane].text
             self.token_ids[row, : len(text)] = text
             lengths_B[row] = len(text)
+        if self.rng.random() < 0.2:
+            windows_B = [self.rng.randint(1, MOST_AHEAD) for _ in lanes_B]
+            self.side.limit(lanes_B, np.array(windows_B, np.uint8))
         self.side.follow(lanes_B, self.token_ids, lengths_B, now_s)
         for drafter, message in self.side.outgoing():
             network.send((self.name, self.runs), drafter, encode(message), now_s)

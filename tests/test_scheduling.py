@@ -11,6 +11,7 @@ from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
 from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
 from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, AdaptivePacer
+from nemo_specrollout.scheduling.run_ahead import windows
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
 
 pytestmark = pytest.mark.unit
@@ -220,6 +221,22 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
     assert (np.diff(gaps) >= 0).all() and gaps[-1] == MAX_REST_STEPS + 1
     assert not pacer.should_consult(60)
     assert pacer.should_consult(48)
+
+
+def test_where_drafts_come_by_themselves_finding_none_is_no_refusal_and_all_are_looked_at() -> None:
+    pacer = AdaptivePacer(max_tokens=8, drafts_come=True)
+    for _ in range(20):
+        assert pacer.should_consult(8) and pacer.depth == 8
+        pacer.decided(8, 0, 0, 0.0)
+    pacer.decided(8, 5, 0, 0.0)
+    assert not pacer.should_consult(8)
+
+
+def test_drafters_run_as_far_ahead_as_drafts_are_likely_to_stand() -> None:
+    rates_B = np.array([0.05, 0.5, 0.8, 0.99])
+    windows_B = windows(rates_B[:, None] ** np.arange(1, 9), most=24)
+    assert windows_B.tolist() == [2, 6, 18, 24] and windows_B.dtype == np.uint8
+    assert windows(np.array([[0.0, 0.0], [1.0, 1.0]]), most=24).tolist() == [1, 24]
 
 
 def test_proposals_are_as_deep_as_they_were_used() -> None:

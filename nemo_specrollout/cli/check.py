@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, Prepared, prepare_local, runtime_of
+from nemo_specrollout.cli.prepare import (
+    EXIT_BAD_INPUT,
+    Prepared,
+    place_drafter,
+    prepare_local,
+    runtime_of,
+    use_one_thread,
+)
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
@@ -36,7 +43,8 @@ def check(path: Path, overrides: list[str]) -> int:
     tree = load_config(path, overrides)
     if runtime_of(tree) == "nemo_rl":
         return _check_nemo_rl(tree)
-    _print(explain(prepare_local(tree)))
+    use_one_thread()
+    _print(explain(place_drafter(prepare_local(tree))))
     return 0
 
 
@@ -62,6 +70,8 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
         *_explain_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
+    if prepared.placement:
+        lines.append(("placement", prepared.placement))
     if prepared.ignored:
         lines.append(("ignored", f"keys without effect in the local runner: {', '.join(prepared.ignored)}"))
     return lines

@@ -5,7 +5,6 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -20,7 +19,7 @@ from nemo_specrollout.config.nemo_rl_traps import GENERATION, Tree, at, size_at
 from nemo_specrollout.config.run import read_run_config
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.scheduling.cost_tables import CostTables
-from nemo_specrollout.scheduling.placement import COUPLED, DECOUPLED, PLAIN, Option, Placement, place
+from nemo_specrollout.scheduling.placement import DECOUPLED, Option, Placement, counted, place
 
 MOST_LISTED = 8
 # Columns of a table that goes into a file.
@@ -43,7 +42,7 @@ class PlanRequest:
 def plan(parsed: argparse.Namespace) -> int:
     """Prints the best placement and the alternatives. Raises ConfigError."""
     request = _request(load_config(parsed.config, parsed.overrides), parsed)
-    tables = _read(parsed.profile)
+    tables = CostTables.read(parsed.profile, "--profile")
     placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -66,12 +65,10 @@ def _request(tree: dict[str, Any], parsed: argparse.Namespace) -> PlanRequest:
 
 def _of_local(tree: Mapping[str, Any]) -> dict[str, Any]:
     config, _ = read_run_config(tree)
-    generation = config.policy.generation
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     return {
-        "batch": min(samples, int(generation.vllm_kwargs.get("max_num_seqs", samples))),
+        "batch": config.most_in_flight,
         "devices": os.cpu_count() or 1,
-        "max_k": generation.specrollout.num_speculative_tokens,
+        "max_k": config.policy.generation.specrollout.num_speculative_tokens,
         "max_groups": 1,
         "policy": config.policy.model_name,
     }
@@ -99,22 +96,12 @@ def _generating_gpus(tree: Tree) -> int:
     )
 
 
-def _read(path: Path) -> CostTables:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--profile: {path} cannot be read ({type(error).__name__}); `nemo-specrollout profile` writes such a file"
-        ) from error
-    return CostTables.from_json(text, str(path))
-
-
 def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> list[str]:
     best = placement.best
     lines = [
-        f"best: {in_words(best, tables.unit)}: {best.tokens_per_s:.0f} tokens/s, {best.speedup:.2f}x plain (estimate)",
-        f"for {request.batch} requests on {_count(request.devices, tables.unit)}, acceptance {request.acceptance:g}; times of "
-        f"{tables.device}, policy {tables.policy}, draft model {tables.draft_model}",
+        f"best: {best.in_words(tables.unit)}: {best.tokens_per_s:.0f} tokens/s, {best.speedup:.2f}x plain (estimate)",
+        f"for {request.batch} requests on {counted(request.devices, tables.unit)}, acceptance {request.acceptance:g}; times "
+        f"of {tables.device}, policy {tables.policy}, draft model {tables.draft_model}",
     ]
     if best.mode == DECOUPLED:
         keys = f"num_speculative_tokens={best.k}, most_ahead={best.window} of its drafter of type remote"
@@ -127,23 +114,6 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
             f"note: {best.num_rows:.0f} rows a step, of which {measured} were measured; the rest is a line's guess"
         )
     return lines
-
-
-def in_words(option: Option, unit: str) -> str:
-    """An option as the middle of a sentence."""
-    groups = "" if option.num_groups == 1 else f"{option.num_groups} groups, each "
-    if option.mode == PLAIN:
-        return f"{groups}no drafts, a verifier on {_count(option.verifier_size, unit)}"
-    if option.mode == COUPLED:
-        return f"{groups}drafting in the verifier's engine on {_count(option.verifier_size, unit)}, {option.k} a step"
-    return (
-        f"{groups}a verifier on {_count(option.verifier_size, unit)} beside a drafter on "
-        f"{_count(option.drafter_size, unit)}, up to {option.k} drafts a step and {option.window} ahead"
-    )
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:

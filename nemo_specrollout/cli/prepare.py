@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
+from nemo_specrollout.scheduling.cost_tables import CostTables
 from nemo_specrollout.training.head_facts import check_head
 
 EXIT_BAD_INPUT = 2
@@ -39,6 +41,8 @@ class Prepared:
     config: RunConfig
     ignored: list[str]
     model_config: dict[str, Any]
+    placement: str = ""
+    """Where `placement: auto` has put the drafter, in words."""
 
 
 def use_one_thread() -> None:
@@ -72,6 +76,25 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_trainer(config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
+
+
+def place_drafter(prepared: Prepared) -> Prepared:
+    """What `placement: auto` asks for is done, if it does. Raises ConfigError if its profile cannot be used."""
+    config = prepared.config
+    generation, remote = config.policy.generation, config.policy.generation.specrollout.remote
+    if remote is None or remote.placement != "auto":
+        return prepared
+    tables = CostTables.read(Path(str(remote.profile)), f"{BLOCK_PATH}.drafters.profile")
+    cores = os.cpu_count() or 1
+    machine = Machine(config.most_in_flight, int(os.environ.get("OMP_NUM_THREADS", cores)), cores)
+    option = choose(generation.specrollout, tables, machine)
+    block = placed(generation.specrollout, option)
+    policy = replace(config.policy, generation=replace(generation, specrollout=block))
+    words = (
+        f"auto: {option.in_words(tables.unit)}; {option.speedup:.2f}x plain expected of {machine.num_requests} requests at "
+        f"acceptance {remote.acceptance:g}"
+    )
+    return replace(prepared, config=replace(config, policy=policy), placement=words)
 
 
 def _check_log_dir(path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, prepare_local, runtime_of, use_one_thread
+from nemo_specrollout.cli.prepare import Prepared, place_drafter, prepare_local, runtime_of, use_one_thread
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
@@ -41,7 +41,7 @@ def _run_nemo_rl(tree: dict[str, Any]) -> int:
 def _run_local(tree: dict[str, Any]) -> int:
     """The run in `logger.log_dir`."""
     use_one_thread()
-    prepared = prepare_local(tree)
+    prepared = place_drafter(prepare_local(tree))
     from nemo_specrollout.local.run_directory import RunDirectory
 
     config = prepared.config
@@ -75,6 +75,8 @@ def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") 
 
     if prepared.ignored:
         progress.console.print(f"keys without effect: {', '.join(prepared.ignored)}", style="yellow")
+    if prepared.placement:
+        progress.console.print(f"placement {prepared.placement}", markup=False)
     if directory.next_step:
         progress.console.print(f"resuming {directory.path} at step {directory.next_step}")
     try:

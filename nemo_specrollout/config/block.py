@@ -14,6 +14,7 @@ TEXT_DRAFTERS = ("ngram", "suffix", "random")
 MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp")
 REMOTE_DRAFTER = "remote"
 DRAFT_SAMPLING = ("shared_noise", "greedy")
+PLACEMENTS = ("as_written", "auto")
 BUDGET_POLICIES = ("auto", "fixed", "random")
 
 
@@ -57,6 +58,16 @@ class DrafterConfig:
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Of `remote`: passed to the draft model's engine, e.g. gpu_memory_utilization."""
 
+    placement: str = choice(*PLACEMENTS, default="as_written")
+    """Of `remote` with `workers`: `as_written`, or `auto`: beside the policy's engine, in it, or not at all, whatever promises
+    most by the times in `profile` (`scheduling/auto_placement.py`)."""
+
+    profile: str | None = None
+    """Of `placement: auto`: the file that `nemo-specrollout profile` wrote on this machine."""
+
+    acceptance: float = bounded(0.8, low=0.0, high=1.0)
+    """Of `placement: auto`: the expected share of draft tokens that are accepted, of those before which all were."""
+
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two, or a field does not go with the type."""
         if (self.model is not None) != (self.type in ("eagle3", "draft_model", REMOTE_DRAFTER)):
@@ -64,10 +75,10 @@ class DrafterConfig:
             raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
         if self.type == REMOTE_DRAFTER:
             self._check_remote(path)
-        elif self.workers or self.addresses or self.allowed_hosts or self.vllm_kwargs:
+        elif self.workers or self.addresses or self.allowed_hosts or self.vllm_kwargs or self.profile:
             raise ConfigError(
-                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, addresses, allowed_hosts and "
-                "vllm_kwargs, or use type remote"
+                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, addresses, allowed_hosts, "
+                "vllm_kwargs and profile, or use type remote"
             )
         if self.num_slots & (self.num_slots - 1):
             rounded = 1 << self.num_slots.bit_length()
@@ -81,6 +92,11 @@ class DrafterConfig:
             )
         for address in self.addresses:
             check_address(f"{path}.addresses", address)
+        if self.placement == "auto" and not (self.workers and self.profile):
+            raise ConfigError(
+                f"{path}.placement: 'auto' with workers {self.workers} and profile {self.profile}; let the run start the "
+                "drafters, and name the file that `nemo-specrollout profile` wrote"
+            )
 
 
 @dataclass(frozen=True)

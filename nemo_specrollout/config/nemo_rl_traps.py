@@ -84,6 +84,10 @@ def _starts_workers(drafter: Any) -> bool:
     return isinstance(drafter, Mapping) and drafter.get("type") == REMOTE_DRAFTER and bool(drafter.get("workers"))
 
 
+def _places_itself(drafter: Any) -> bool:
+    return isinstance(drafter, Mapping) and drafter.get("placement") == "auto"
+
+
 _async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
 _refreshed = _on(f"{BLOCK_PATH}.draft_refresh")
 _NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
@@ -121,6 +125,8 @@ _RULES = (
           lambda tree: _refreshed(tree) and float(at(tree, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share", 0.1)) < 0.5),
     _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_starts_workers(d) for d in v or ()), "remote drafters with workers: only "
           "the local runner starts them; start `serve-drafter` yourself and name its addresses instead"),
+    _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_places_itself(d) for d in v or ()), "placement: auto: only the local "
+          "runner places drafters by itself; ask `nemo-specrollout plan` and write down what it says"),
     _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
           "nothing", "warning"),
     _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "

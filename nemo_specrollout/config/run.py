@@ -238,6 +238,12 @@ class RunConfig:
     runtime: str = choice("local", default="local")
     """`local`: this machine's CPU. A config with `nemo_rl` is NeMo-RL's (`nemo_rl_config.py`) and no `RunConfig`."""
 
+    @property
+    def most_in_flight(self) -> int:
+        """Requests that the engine has at a time, at most."""
+        samples = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", samples)))
+
     def check(self, path: str) -> None:
         """Raises ConfigError where sections contradict each other."""
         generation, policy = self.policy.generation, self.policy

@@ -37,12 +37,6 @@ class RemoteDrafter(Drafter):
     def close(self, lane: int) -> None:
         self.side.close(lane)
 
-    def follow(self, batch: Batch) -> None:
-        """The step's texts, where nobody is asked to draft."""
-        started = time.perf_counter()
-        self._exchange(batch)
-        self._host_s += time.perf_counter() - started
-
     def propose(self, batch: Batch, demand: Demand, out: Proposal) -> None:
         started = time.perf_counter()
         self._exchange(batch)

@@ -104,10 +104,10 @@ class VerifierSide:
         num_levels: int,
     ) -> None:
         self.session = session
-        self._most_ahead = most_ahead
+        self.most_ahead = most_ahead
         self.peers = [Peer() for _ in range(num_drafters)]
         self.tails = TailBuffers(num_lanes, most_ahead, model.vocab_size, num_levels)
-        self.windows = np.full(num_lanes, most_ahead, np.uint8)
+        self._windows = np.full(num_lanes, most_ahead, np.uint8)
         self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, list(model.stop_token_ids))
         self._lanes: dict[int, _Lane] = {}
         self._drafter_of = np.full(num_lanes, NO_DRAFTER, np.int64)
@@ -124,6 +124,11 @@ class VerifierSide:
         self._lanes[lane] = _Lane(seed, sampling, limit)
         self._requests[lane] = (self._num_requests << LANE_BITS) | lane
         self._drafter_of[lane], self._is_told[lane] = NO_DRAFTER, False
+        self._windows[lane] = self.most_ahead
+
+    def limit(self, lanes_B: np.ndarray, windows_B: np.ndarray) -> None:
+        """From the next message on, drafters may be so many tokens ahead of these lanes' requests, uint8 [B]."""
+        self._windows[lanes_B] = windows_B
 
     def close(self, lane: int) -> None:
         """The request of `lane`, if there is one, ended or was put aside."""
@@ -274,7 +279,7 @@ class VerifierSide:
             bases_t.tobytes(),
             hashes_t.tobytes(),
             counts_t.tobytes(),
-            self.windows[lanes_t].tobytes(),
+            self._windows[lanes_t].tobytes(),
             self.tails.take_lost(lanes_t).tobytes(),
             tokens.tobytes(),
         )
@@ -291,7 +296,7 @@ class VerifierSide:
             s.top_k,
             s.top_p,
             entry.limit,
-            int(self.windows[lane]),
+            int(self._windows[lane]),
             text.tobytes(),
         )
 
@@ -299,7 +304,7 @@ class VerifierSide:
         peer = self.peers[drafter]
         requests_N = column(drafts.requests, np.int64)
         peer.num_rows += len(requests_N)
-        if peer.num_rows > FLOOD_FACTOR * self._most_ahead * peer.num_asked + FLOOD_ALLOWANCE:
+        if peer.num_rows > FLOOD_FACTOR * self.most_ahead * peer.num_asked + FLOOD_ALLOWANCE:
             self._drop(drafter, "sends far more drafts than it was asked for", now_s)
             return
         peer.waiting_since_s, peer.pause_s = None, FIRST_PAUSE_S

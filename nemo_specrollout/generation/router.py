@@ -51,6 +51,7 @@ from nemo_specrollout.scheduling.draft_plan import (
 )
 from nemo_specrollout.scheduling.going_rate import GoingRate
 from nemo_specrollout.scheduling.pacing import build_pacer
+from nemo_specrollout.scheduling.run_ahead import PERIOD_STEPS, windows
 from nemo_specrollout.scheduling.step_time import StepTimeTable
 
 
@@ -103,6 +104,7 @@ class Router:
         self.accepted_DK = np.zeros((len(self.names), self._num_tokens), np.int64)
         self.stamps = Stamps(num_lanes)
         self._last_step: tuple[int, int, float, int] | None = None
+        self._num_consulted = 0
         self._runner: Any = None
         self.is_passive = False
         self.may_ask_model = True
@@ -227,7 +229,6 @@ class Router:
             return [[] for _ in range(num_requests)]
         if not self._lanes.has_submitted and not self._pacer.should_consult(num_requests):
             self._lead(NO_PLAN)
-            self._follow(emitted_B, num_tokens, token_ids)
             return [[] for _ in range(num_requests)]
         if self._last_step is not None:
             self.table.observe(*self._last_step)
@@ -235,6 +236,7 @@ class Router:
         self._record_outcome(emitted_B)
         batch, caps_B = self._lanes.batch(token_ids, num_tokens, emitted_B)
         self._estimator.score(batch.lanes_B, batch.token_ids_BL, batch.lengths_B)
+        self._limit_run_ahead(batch.lanes_B)
         proposals = self._collect(batch)
         should_be_plain = self._pacer.should_probe(self.table.num_plain_samples(num_requests))
         chosen_B, survival_BK = self._estimator.choose(batch.lanes_B, proposals.levels_DBK, proposals.lengths_DB)
@@ -259,12 +261,14 @@ class Router:
         self._estimator.remember(batch.lanes_B, batch.lengths_B, proposals.arrays, chosen_B, counts_B)
         return self._submit(proposals, chosen_B, counts_B)
 
-    def _follow(self, emitted_B: np.ndarray, num_tokens: np.ndarray, token_ids: np.ndarray) -> None:
-        """Tells drafters elsewhere of a step in which nobody is asked: what they have ready must fit when somebody is."""
-        if self.remote is not None:
-            self._sync_lanes(token_ids)
-            lengths_B = num_tokens[: len(emitted_B)].astype(np.int64)
-            self.remote.follow(Batch(self._lanes.lanes_B, token_ids, lengths_B, lengths_B))
+    def _limit_run_ahead(self, lanes_B: np.ndarray) -> None:
+        """Says now and then how far drafters elsewhere may be ahead of each request."""
+        if self.remote is None:
+            return
+        self._num_consulted += 1
+        if self._num_consulted % PERIOD_STEPS == 0:
+            forecast_BK = self._estimator.forecast(lanes_B, self.names.index(REMOTE_DRAFTER))
+            self.remote.side.limit(lanes_B, windows(forecast_BK, self.remote.side.most_ahead))
 
     def _plan(self, batch: Batch, caps_B: np.ndarray, found_BK: np.ndarray) -> DraftPlan:
         """Whom the drafter with weights drafts for, and how deep."""

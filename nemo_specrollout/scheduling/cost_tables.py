@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -99,6 +100,17 @@ class CostTables:
     def to_json(self) -> str:
         """The file's text; `from_json` is its inverse."""
         return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path, field: str) -> "CostTables":
+        """From the file `path`, which the user named as `field`. Raises ConfigError with the field, the value and the fix."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{field}: {path} cannot be read ({type(error).__name__}); `nemo-specrollout profile` writes such a file"
+            ) from error
+        return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str, name: str) -> "CostTables":

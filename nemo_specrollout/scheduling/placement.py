@@ -83,6 +83,19 @@ class Option:
         """Rows of a verifier's step, on average: more than were measured is a guess."""
         return self.batch * (1 + self.num_submitted)
 
+    def in_words(self, unit: str) -> str:
+        """The middle of a sentence; `unit` is what sizes count."""
+        groups = "" if self.num_groups == 1 else f"{self.num_groups} groups, each "
+        verifier = counted(self.verifier_size, unit)
+        if self.mode == PLAIN:
+            return f"{groups}no drafts, a verifier on {verifier}"
+        if self.mode == COUPLED:
+            return f"{groups}drafting in the verifier's engine on {verifier}, {self.k} a step"
+        return (
+            f"{groups}a verifier on {verifier} beside a drafter on {counted(self.drafter_size, unit)}, up to {self.k} "
+            f"drafts a step and {self.window} ahead"
+        )
+
     @property
     def layout(self) -> tuple[str, int, int]:
         """Which engines there are, whatever is drafted: mode, size of a verifier, size of a drafter."""
@@ -111,6 +124,11 @@ class Placement:
         for option in self.options:
             first.setdefault(option.layout, option)
         return tuple(first.values())
+
+
+def counted(number: int, unit: str) -> str:
+    """E.g. 2 threads."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def place(

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`placement: auto`: a run takes the drafter where the measured times say that it belongs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import QUICKSTART, ROOT
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
+from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+
+pytestmark = pytest.mark.unit
+
+POLICY = "examples/models/step_adder"
+REMOTE = DrafterConfig("remote", model="draft", workers=1, placement="auto", profile="profile.json", acceptance=0.9)
+BLOCK = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), REMOTE))
+MACHINE = Machine(num_requests=4, threads=1, cores=2)
+
+
+def curve(size: int, seconds: float, row_s: float = 0.0) -> tuple[CostCurve, ...]:
+    return (CostCurve(size, (1, 64), (seconds + row_s, seconds + 64 * row_s)),)
+
+
+def tables(draft_s: float, coupled_s: float, row_s: float = 0.0) -> CostTables:
+    coupled = curve(1, coupled_s)
+    return CostTables("a machine", POLICY, "draft", curve(1, 0.01, row_s), "thread", curve(1, draft_s), coupled)
+
+
+def types(block: SpecrolloutConfig) -> list[str]:
+    return [d.type for d in block.drafters]
+
+
+def test_a_quick_drafter_stays_beside_the_policy_as_far_ahead_as_is_worth_it() -> None:
+    option = choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE)
+    block = placed(BLOCK, option)
+    assert types(block) == ["suffix", "remote"] and block.remote is not None
+    assert block.remote.workers == 1 and block.remote.most_ahead == option.window > BLOCK.num_speculative_tokens
+
+
+def test_one_that_is_quick_only_within_the_policys_engine_goes_there() -> None:
+    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.02, coupled_s=0.0005), MACHINE))
+    assert types(block) == ["suffix", "draft_model"] and block.drafters[1].model == "draft"
+
+
+def test_with_one_core_there_is_no_room_beside_the_policy() -> None:
+    block = placed(BLOCK, choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=1, cores=1)))
+    assert types(block) == ["suffix", "draft_model"]
+
+
+def test_where_drafts_do_not_pay_there_is_no_drafter_and_what_reads_text_stays() -> None:
+    poor = replace(BLOCK, drafters=(DrafterConfig("suffix"), replace(REMOTE, acceptance=0.3)))
+    assert types(placed(poor, choose(poor, tables(0.02, 0.02, row_s=0.01), MACHINE))) == ["suffix"]
+
+
+def test_an_engine_that_has_a_drafter_with_weights_takes_no_other() -> None:
+    both = SpecrolloutConfig(drafters=(REMOTE, DrafterConfig("mtp")))
+    assert types(placed(both, choose(both, tables(draft_s=0.02, coupled_s=0.0001), MACHINE))) == ["mtp"]
+
+
+def test_threads_that_were_not_measured_are_taken_to_be_as_quick_as_those_that_were() -> None:
+    assert choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=2, cores=4)).mode == "decoupled"
+
+
+@pytest.mark.parametrize("change", [{"workers": 0, "addresses": ("tcp://127.0.0.1:9",)}, {"profile": None}])
+def test_it_needs_a_profile_and_drafters_of_the_run(change: dict[str, object]) -> None:
+    values = {"type": "remote", "model": "x", "workers": 1, "placement": "auto", "profile": "p", **change}
+    with pytest.raises(ConfigError, match=r"drafters\.placement: 'auto'.*nemo-specrollout profile"):
+        build(DrafterConfig, {k: v for k, v in values.items() if v is not None}, "drafters")
+
+
+def test_check_says_where_the_drafter_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    profile = tmp_path / "profile.json"
+    remote = f"{{type: remote, model: {POLICY}, workers: 1, placement: auto, profile: {profile}}}"
+    arguments = ["check", str(QUICKSTART), f"policy.generation.specrollout.drafters=[{remote}]"]
+    assert main(arguments) == 2
+    assert "drafters.profile: " in capsys.readouterr().err
+    profile.write_text(tables(0.001, 0.001).to_json())
+    assert main(arguments) == 0
+    assert "placement    auto: a verifier on 1 thread beside a drafter on 1 thread, up to" in capsys.readouterr().out
+    profile.write_text(tables(0.02, 0.02, row_s=0.01).to_json())
+    assert main(arguments) == 0
+    assert "placement    auto: no drafts, a verifier on 1 thread; 1.00x plain" in capsys.readouterr().out
