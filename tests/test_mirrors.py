@@ -143,3 +143,64 @@ def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model:
     engine.load_weights(tiny_model)
     assert fresh(engine, 0, [*PROMPT, *drafts], 6) == old
     carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+
+
+def run_ahead_in_bursts(engine: DrafterEngine, mirrors: Sequence[int], count: int, most: int) -> dict[int, list[int]]:
+    """As `run_ahead`, up to `most` tokens a step, and at least `count`; positions follow one another."""
+    rows: dict[int, list[tuple[int, int]]] = {m: [] for m in mirrors}
+    while wanting := [m for m in mirrors if len(rows[m]) < count]:
+        drafted = engine.draft(np.array(wanting), most)
+        for m, position, token in zip(drafted.mirrors_M, drafted.positions_M, drafted.tokens_M, strict=True):
+            rows[int(m)].append((int(position), int(token)))
+    for of_mirror in rows.values():
+        assert (np.diff([position for position, _ in of_mirror]) == 1).all()
+    return {m: [token for _, token in of_mirror] for m, of_mirror in rows.items()}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("most", [2, 3, 4])
+def test_bursts_draft_what_single_steps_draft(engine: DrafterEngine, most: int, temperature: float) -> None:
+    """Over the end of a KV block, which has 128 tokens on a CPU."""
+    prompts = {0: PROMPT, 1: PROMPT[:7], 2: PROMPT * 6}
+    expected = {m: fresh(engine, m, prompt, 40, temperature) for m, prompt in prompts.items()}
+    carry_out(engine, [opening(m, m, prompt, temperature) for m, prompt in prompts.items()])
+    drafts = run_ahead_in_bursts(engine, [0, 1, 2], 40, most)
+    assert {m: tokens[:40] for m, tokens in drafts.items()} == expected
+    carry_out(engine, [MirrorClosing(m) for m in prompts])
+
+
+def test_a_mirror_is_corrected_within_a_burst_that_was(engine: DrafterEngine) -> None:
+    carry_out(engine, [opening(0, 3, PROMPT), opening(1, 4, PROMPT)])
+    texts = run_ahead_in_bursts(engine, [0, 1], 8, 4)
+    for kept in (7, 6, 5, 1):
+        corrected = [*PROMPT, *texts[0][:kept], 33]
+        carry_out(engine, [Correction(0, len(corrected) - 1, [33])])
+        drafts = run_ahead_in_bursts(engine, [0], 8, 4)[0]
+        assert drafts == fresh(engine, 3, corrected, len(drafts))
+        texts[0] = [*corrected[len(PROMPT) :], *drafts]
+    drafts = run_ahead_in_bursts(engine, [1], 8, 3)[1]
+    assert drafts == fresh(engine, 4, [*PROMPT, *texts[1]], len(drafts))
+    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+
+
+def test_a_burst_ends_when_it_is_told_to_and_none_is_lost(engine: DrafterEngine) -> None:
+    expected = fresh(engine, 5, PROMPT, 12)
+    carry_out(engine, [opening(0, 5, PROMPT)])
+    answers, tokens = iter([True, False, False, True, True, True, True, False] * 9), []
+    while len(tokens) < 12:
+        drafted = engine.draft(np.array([0]), 4, lambda: next(answers))
+        tokens += drafted.tokens_M.tolist()
+        assert len(drafted.tokens_M) <= 4
+    assert tokens[:12] == expected
+    carry_out(engine, [MirrorClosing(0)])
+
+
+def test_texts_that_are_being_read_make_a_burst_a_step(engine: DrafterEngine) -> None:
+    carry_out(engine, [opening(0, 6, PROMPT)])
+    first = run_ahead_in_bursts(engine, [0], 4, 4)[0]
+    carry_out(engine, [opening(1, 7, PROMPT)])
+    drafted = engine.draft(np.array([0, 1]), 4)
+    assert sorted(drafted.mirrors_M.tolist()) == [0, 1]
+    drafts = [*first, *drafted.tokens_M[drafted.mirrors_M == 0].tolist()]
+    assert len(drafts) == len(first) + 1 and drafts == fresh(engine, 6, PROMPT, len(drafts))
+    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random policies with draft models that agree with them as much as one likes: for timing, where nothing can be trained.
+
+The draft model is the policy without its upper layers, and those add to the residual stream only a share of what random ones
+would: the smaller, the more often both sample the same token under the same noise.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+_HEAD_SIZE, _SHARPNESS = 64, 10.0
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """Sizes of a policy, how many of its layers the draft model has, and how loud the others are."""
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    draft_layers: int = 1
+    upper_scale: float = 0.2
+
+
+def make_pair(shape: PairShape, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Writes the policy and its draft model below `folder`; returns their folders."""
+    torch.manual_seed(seed)
+    policy = Qwen3ForCausalLM(_config(shape, shape.layers))
+    with torch.no_grad():
+        for layer in policy.model.layers[shape.draft_layers :]:
+            layer.self_attn.o_proj.weight.mul_(shape.upper_scale)
+            layer.mlp.down_proj.weight.mul_(shape.upper_scale)
+        policy.model.norm.weight.mul_(_SHARPNESS)
+    draft = Qwen3ForCausalLM(_config(shape, shape.draft_layers))
+    draft.load_state_dict({k: v for k, v in policy.state_dict().items() if k in draft.state_dict()})
+    return _save(policy, folder / "policy"), _save(draft, folder / "draft")
+
+
+def _config(shape: PairShape, layers: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=3 * shape.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.hidden // _HEAD_SIZE,
+        num_key_value_heads=max(1, shape.hidden // _HEAD_SIZE // 2),
+        head_dim=_HEAD_SIZE,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
