@@ -258,6 +258,25 @@ def test_a_drafter_that_talks_nonsense_is_dropped(
     liar.close()
 
 
+def test_drafters_may_move_and_be_nowhere(
+    pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
+    """As in NeMo-RL, where Ray places them, and may start one elsewhere."""
+    wait_until_ready(engine)
+    first, second = pool.addresses()
+    failures = [p.num_failures for p in router_of(engine).remote.side.peers]
+    for addresses, states in (
+        (["", ""], [PeerState.AWAY] * 2),
+        ([second, ""], [PeerState.READY, PeerState.AWAY]),
+        ([first, second], [PeerState.READY] * 2),
+    ):
+        engine._llm.collective_rpc("specrollout_drafters_at", args=(addresses, ""))
+        wait_until_ready(engine, states.count(PeerState.READY))
+        assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
+        assert [p.state for p in router_of(engine).remote.side.peers] == states
+    assert [p.num_failures for p in router_of(engine).remote.side.peers] == failures, "to move is no failure"
+
+
 def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
     from nemo_specrollout.decoupled.messages import PROTOCOL, Hello
 
