@@ -31,7 +31,7 @@ REMOTE = [
 ]
 FIVE_STEPS, SIX_STEPS = ["grpo.max_num_steps=5"], ["grpo.max_num_steps=6"]
 # Until a drafter that was killed is up again.
-MANY_STEPS = ["grpo.max_num_steps=20"]
+TWELVE_STEPS, MANY_STEPS = ["grpo.max_num_steps=12"], ["grpo.max_num_steps=24"]
 # Both runs of a run that is resumed have one folder of checkpoints, beside those of their logs.
 CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
@@ -72,7 +72,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "sync_head_resumed": {"overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS},
     "sync_remote": {
-        "overrides": SHORT + REMOTE + MANY_STEPS,
+        "overrides": SHORT + REMOTE + TWELVE_STEPS,
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
         "kill_its": "nemo_specrollout.generation.drafter_service",

@@ -68,6 +68,7 @@ def engine(pool: DrafterPool, similar_model: Path, start_engine: Callable[..., R
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
+    "no top-k, as NeMo-RL writes it": {"temperature": 1.0, "top_k": -1},
     "T=0": {"temperature": 0.0},
     "T=0.7, top-p": {"temperature": 0.7, "top_p": 0.9},
 }

@@ -48,9 +48,8 @@ class RemoteDrafter(Drafter):
 
     def open(self, lane: int, request: DraftRequest) -> None:
         if request.limit > len(request.prompt):  # else it is not to be drafted for
-            self.side.open(
-                lane, request.key, Sampling(request.temperature, request.top_k, request.top_p), request.limit
-            )
+            top_k = max(0, request.top_k)  # NeMo-RL writes -1 for none
+            self.side.open(lane, request.key, Sampling(request.temperature, top_k, request.top_p), request.limit)
 
     def close(self, lane: int) -> None:
         self.side.close(lane)
