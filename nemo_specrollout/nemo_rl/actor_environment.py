@@ -9,6 +9,8 @@ from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
 # With vLLM comes what `speculators` needs.
 ENVIRONMENT_OF = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+# With it an actor would see more GPUs than Ray gave it; NeMo-RL's `init_ray` leaves it out likewise.
+_SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 def engine_environment() -> dict[str, Any]:
@@ -17,7 +19,8 @@ def engine_environment() -> dict[str, Any]:
     if python.startswith("uv"):
         python = create_local_venv_on_each_node(python, ENVIRONMENT_OF)
     venv = os.path.dirname(os.path.dirname(python))
+    inherited = {name: value for name, value in os.environ.items() if name != _SEES_ALL_GPUS}
     return {
         "py_executable": python,
-        "env_vars": {**os.environ, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv},
+        "env_vars": {**inherited, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv},
     }
