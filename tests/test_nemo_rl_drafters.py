@@ -148,6 +148,10 @@ def test_supply_of_engines_is_added_first_and_divided_last() -> None:
     assert names["specrollout/drafter_failures"] == 0
 
 
+def test_what_is_dropped_may_have_come_before_the_step() -> None:
+    assert DraftSupply(num_kept=10, num_wrong=12).waste == 1.0
+
+
 def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
     names = logged(DraftSupply.together([DraftSupply(num_drafters=1)]).figures())
     assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0

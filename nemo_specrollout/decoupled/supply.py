@@ -57,9 +57,9 @@ class DraftSupply:
 
     @property
     def waste(self) -> float | None:
-        """The share of drafted tokens that were of no use."""
+        """The share of drafted tokens that were of no use. What is dropped may have come before the counts began."""
         total = self.num_kept + self.num_late + self.num_stale
-        return (self.num_wrong + self.num_late + self.num_stale) / total if total else None
+        return min(1.0, (self.num_wrong + self.num_late + self.num_stale) / total) if total else None
 
     @property
     def bottleneck(self) -> str:

@@ -93,9 +93,8 @@ class RemoteDrafters:
     def _hear(self, drafter: int, known: _Known, news: DrafterNews) -> None:
         if news.last_words and news.last_words != known.news.last_words:
             where = "" if not known.news.address else f" at {known.news.address}"
-            self._say(
-                f"drafter {drafter}{where} ended ({news.last_words}); it is started again, and the rollout goes on"
-            )
+            again = "it is started again" if news.actor else "Ray starts it again if it can"
+            self._say(f"drafter {drafter}{where} ended ({news.last_words}); the rollout goes on, and {again}")
         known.hear(news)
 
     def _tell(self, call_all: CallAll, addresses: list[str]) -> None:
