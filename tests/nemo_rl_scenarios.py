@@ -24,7 +24,14 @@ REFRESHED_HEAD = [
     "policy.generation.specrollout.draft_refresh={trigger: every_step, max_train_seconds: 2, max_time_share: 1.0, "
     "rollout_capture_share: 1.0, held_out_share: 0.75, tolerance: 5.0, learning_rate: 0.001}",
 ]
+# Two drafters, which Ray places; drafts as many as are there by then.
+REMOTE = [
+    "policy.generation.specrollout.drafters=[{type: remote, model: '${oc.env:TINY}/draft', workers: 2}]",
+    "policy.generation.specrollout.budget={policy: fixed, k: 3}",
+]
 FIVE_STEPS, SIX_STEPS = ["grpo.max_num_steps=5"], ["grpo.max_num_steps=6"]
+# Until a drafter that was killed is up again.
+TWELVE_STEPS, MANY_STEPS = ["grpo.max_num_steps=12"], ["grpo.max_num_steps=24"]
 # Both runs of a run that is resumed have one folder of checkpoints, beside those of their logs.
 CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
@@ -64,13 +71,24 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill": "MegatronPolicyWorker",
     },
     "sync_head_resumed": {"overrides": SHORT + REFRESHED_HEAD + CHECKPOINTED + SIX_STEPS},
+    "sync_remote": {
+        "overrides": SHORT + REMOTE + TWELVE_STEPS,
+        "kill_after": 2,
+        "kill": "SpecrolloutDrafter",
+        "kill_its": "nemo_specrollout.generation.drafter_service",
+    },
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},
+    "async_remote": {
+        "overrides": SHORT + ASYNC + REMOTE + MANY_STEPS,
+        "kill_after": 2,
+        "kill": "SpecrolloutDrafter",
+    },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
-    "killed": {"overrides": SHORT + DRAFTED, "kill_after": 1},
+    "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},
     "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},
 }

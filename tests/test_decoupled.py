@@ -68,6 +68,7 @@ def engine(pool: DrafterPool, similar_model: Path, start_engine: Callable[..., R
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
+    "no top-k, as NeMo-RL writes it": {"temperature": 1.0, "top_k": -1},
     "T=0": {"temperature": 0.0},
     "T=0.7, top-p": {"temperature": 0.7, "top_p": 0.9},
 }
@@ -256,6 +257,25 @@ def test_a_drafter_that_talks_nonsense_is_dropped(
     assert side.peers[0].num_failures > 0
     assert "secret" in side.peers[0].reason
     liar.close()
+
+
+def test_drafters_may_move_and_be_nowhere(
+    pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
+    """As in NeMo-RL, where Ray places them, and may start one elsewhere."""
+    wait_until_ready(engine)
+    first, second = pool.addresses()
+    failures = [p.num_failures for p in router_of(engine).remote.side.peers]
+    for addresses, states in (
+        (["", ""], [PeerState.AWAY] * 2),
+        ([second, ""], [PeerState.READY, PeerState.AWAY]),
+        ([first, second], [PeerState.READY] * 2),
+    ):
+        engine._llm.collective_rpc("specrollout_drafters_at", args=(addresses, ""))
+        wait_until_ready(engine, states.count(PeerState.READY))
+        assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
+        assert [p.state for p in router_of(engine).remote.side.peers] == states
+    assert [p.num_failures for p in router_of(engine).remote.side.peers] == failures, "to move is no failure"
 
 
 def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:

@@ -63,6 +63,9 @@ cluster: {num_nodes: 1, gpus_per_node: 8}
 """
 
 
+REMOTE = f"{BLOCK_PATH}.drafters=[{{type: remote, model: DRAFT, workers: 2"
+
+
 def tree(*overrides: str) -> dict[str, Any]:
     merged = OmegaConf.merge(OmegaConf.create(CLEAN), OmegaConf.from_dotlist(list(overrides)))
     resolved = OmegaConf.to_container(merged)
@@ -212,6 +215,8 @@ def test_what_cannot_run_is_an_error(overrides: tuple[str, ...], sentence: str) 
         ("warning", (*DRAFT, "policy.draft.aux_layer_indices=[1,2,3]"), "policy.draft.aux_layer_indices: [1, 2, 3]"),
         ("warning", ("policy.megatron_cfg.tensor_model_parallel_size=4",), "NRL_IGNORE_TP_ACCURACY_CHECK"),
         ("warning", ("policy.router_replay.enabled=true",), "not tried with drafts"),
+        ("note", (REMOTE + "}]",), "vLLM's CPU build alone"),
+        ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs beside those of `cluster`"),
         ("note", (EAGLE3,), "4 tokens before max_model_len"),
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),

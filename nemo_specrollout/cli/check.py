@@ -90,7 +90,7 @@ def _in_words(drafter: DrafterConfig) -> str:
     return f"{drafter.type} ({drafter.model or 'of the policy itself'}, {drafter.sampling})"
 
 
-def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[str, str]]:
+def _explain_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool = False) -> list[tuple[str, str]]:
     if not block.enabled:
         return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
     if native is not None:
@@ -106,18 +106,21 @@ def _explain_speculation(block: SpecrolloutConfig, native: Any) -> list[tuple[st
     verify = block.verify.requests_per_step
     return [
         ("drafters", names),
-        *_explain_remote(block.remote),
+        *_explain_remote(block.remote, by_ray),
         ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
         ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
                       + (f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked")),
     ]  # fmt: skip
 
 
-def _explain_remote(drafter: DrafterConfig | None) -> list[tuple[str, str]]:
+def _explain_remote(drafter: DrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
     """Where drafters on other workers are, and who looks after them."""
     if drafter is None:
         return []
-    if drafter.workers:
+    if drafter.workers and by_ray:
+        device = f"{drafter.gpus:g} GPU" if drafter.gpus else "no GPU"
+        where = f"{drafter.workers} in Ray actors of 1 CPU and {device} each, which Ray places and the run looks after"
+    elif drafter.workers:
         where = f"{drafter.workers} on this machine, one thread each, started and watched by the run"
     else:
         reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
@@ -201,7 +204,7 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     engine = "vLLM's V1 model runner (specrollout sets VLLM_USE_V2_MODEL_RUNNER=0), scheduling synchronously"
-    return [*_explain_speculation(build(SpecrolloutConfig, block, BLOCK_PATH), native), ("engine", engine)]
+    return [*_explain_speculation(build(SpecrolloutConfig, block, BLOCK_PATH), native, by_ray=True), ("engine", engine)]
 
 
 def _explain_placement(tree: Tree) -> str:

@@ -148,6 +148,10 @@ def _check_remote(drafter: DrafterConfig | None) -> None:
         return
     if drafter.workers and not Path(str(drafter.model)).is_dir():
         raise ConfigError(f"{BLOCK_PATH}.drafters: folder {drafter.model} of the draft model does not exist")
+    if drafter.gpus:
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters: gpus {drafter.gpus}; the local runner's drafters are on a CPU: set it to 0"
+        )
     shared_secret(drafter.addresses)
 
 

@@ -65,9 +65,9 @@ def remote_of(tree: Mapping[str, Any]) -> tuple[DrafterConfig, VllmConfig]:
     block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
     if block.remote is None:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")
-    engine = at(tree, VLLM_CFG) or {}
-    known = {name: engine[name] for name in ("max_model_len", "precision", "enforce_eager") if name in engine}
-    return block.remote, build(VllmConfig, known, VLLM_CFG)
+    from nemo_specrollout.generation.drafter_pool import engine_facts
+
+    return block.remote, engine_facts(at(tree, VLLM_CFG) or {})
 
 
 def in_words(status: "Status") -> str:

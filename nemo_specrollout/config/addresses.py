@@ -3,6 +3,7 @@
 
 import os
 import re
+import secrets
 from collections.abc import Iterable
 
 from nemo_specrollout.config.strict import ConfigError
@@ -37,4 +38,28 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
             f"{SECRET_VARIABLE}: drafters that other machines can reach need a shared secret of at least {SHORTEST_SECRET} "
             "characters in the environment of both ends"
         )
+    return as_key(secret)
+
+
+def as_key(secret: str) -> bytes:
+    """A secret as the transport takes it."""
     return secret.encode()[:64]
+
+
+def secret_of_run() -> str:
+    """The secret of drafters that a run places itself: that of the environment, or one that nobody else knows.
+
+    Raises ConfigError for one that is too short.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(
+            f"{SECRET_VARIABLE}: too short; give it at least {SHORTEST_SECRET} characters, or remove it: drafters that "
+            "the run places then get one of their own"
+        )
+    return secret or secrets.token_hex(32)
+
+
+def any_port(host: str) -> str:
+    """The address of a socket that takes a free port of `host`, an IP address of this machine."""
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"

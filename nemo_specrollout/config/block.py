@@ -40,10 +40,14 @@ class DrafterConfig:
     """Contexts remembered, a power of two; 64 bytes each, about five a token. The least used make room."""
 
     workers: int = bounded(0, low=0, high=64)
-    """Of `remote`: drafter processes that the run starts and looks after; 0 with `addresses`."""
+    """Of `remote`: drafter processes that the run starts and looks after, in NeMo-RL through Ray; 0 with `addresses`."""
 
     addresses: tuple[str, ...] = ()
     """Of `remote`: where drafters listen that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
+
+    gpus: float = bounded(0.0, low=0.0, high=1.0)
+    """Of `remote` with `workers`, in NeMo-RL: GPUs of each drafter, beside those of `cluster`; two may share one (0.5). 0 is a
+    CPU."""
 
     most_ahead: int = bounded(24, low=1, high=64)
     """Of `remote`: draft tokens that a drafter may be ahead of a request's committed text. While as many as one step takes are
@@ -75,9 +79,9 @@ class DrafterConfig:
             raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
         if self.type == REMOTE_DRAFTER:
             self._check_remote(path)
-        elif self.workers or self.addresses or self.allowed_hosts or self.vllm_kwargs or self.profile:
+        elif self.workers or self.gpus or self.addresses or self.allowed_hosts or self.vllm_kwargs or self.profile:
             raise ConfigError(
-                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, addresses, allowed_hosts, "
+                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, gpus, addresses, allowed_hosts, "
                 "vllm_kwargs and profile, or use type remote"
             )
         if self.num_slots & (self.num_slots - 1):
@@ -89,6 +93,10 @@ class DrafterConfig:
             raise ConfigError(
                 f"{path}: workers {self.workers} and addresses {list(self.addresses)}; say how many drafters the run starts, "
                 "or where they listen: one of the two"
+            )
+        if self.gpus and not self.workers:
+            raise ConfigError(
+                f"{path}.gpus: {self.gpus}; drafters at addresses have what `serve-drafter` finds: remove it, or set workers"
             )
         for address in self.addresses:
             check_address(f"{path}.addresses", address)

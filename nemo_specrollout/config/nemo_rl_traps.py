@@ -80,8 +80,14 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-def _starts_workers(drafter: Any) -> bool:
-    return isinstance(drafter, Mapping) and drafter.get("type") == REMOTE_DRAFTER and bool(drafter.get("workers"))
+def _placed_by_ray(on_gpu: bool) -> Callable[[Any], bool]:
+    """Whether Ray places drafters, on GPUs or on CPUs."""
+
+    def trips(drafters: Any) -> bool:
+        ours = (d for d in drafters or () if isinstance(d, Mapping) and d.get("type") == REMOTE_DRAFTER)
+        return any(d.get("workers") and bool(d.get("gpus")) is on_gpu for d in ours)
+
+    return trips
 
 
 def _places_itself(drafter: Any) -> bool:
@@ -123,10 +129,12 @@ _RULES = (
     _Rule(f"{VLLM_CFG}.enable_prefix_caching", bool, "of the samples that share a prompt's KV only the first gives features: "
           f"raise {BLOCK_PATH}.draft_refresh.rollout_capture_share towards 1", "note",
           lambda tree: _refreshed(tree) and float(at(tree, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share", 0.1)) < 0.5),
-    _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_starts_workers(d) for d in v or ()), "remote drafters with workers: only "
-          "the local runner starts them; start `serve-drafter` yourself and name its addresses instead"),
     _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_places_itself(d) for d in v or ()), "placement: auto: only the local "
           "runner places drafters by itself; ask `nemo-specrollout plan` and write down what it says"),
+    _Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs beside those of `cluster`: "
+          "until it has them free, nothing is drafted", "note"),
+    _Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which vLLM's CPU "
+          "build alone can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
     _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
           "nothing", "warning"),
     _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "

@@ -13,26 +13,43 @@ from nemo_specrollout.decoupled.transport import VerifierSocket
 from nemo_specrollout.decoupled.verifier_side import PeerState, PolicyModel, Sampling, VerifierSide
 from nemo_specrollout.drafters.base import NUM_LEVELS, Batch, Demand, Drafter, DraftRequest, Proposal
 
+NOWHERE = ""
+"""The address of a drafter that is not placed yet."""
+
 
 class RemoteDrafter(Drafter):
-    """Owns the sockets, one to each drafter; the protocol is `VerifierSide`'s. Nothing is connected before the first step."""
+    """Owns the sockets, one to each drafter; the protocol is `VerifierSide`'s. Nothing is connected before the first step.
+
+    A drafter has one address at a time, or is `NOWHERE`: then nothing is sent to it.
+    """
 
     name = "remote"
 
     def __init__(
         self, addresses: Sequence[str], secret: bytes, num_lanes: int, most_ahead: int, model: PolicyModel
     ) -> None:
-        self._addresses, self._secret = list(addresses), secret
+        self._addresses, self._secret = [NOWHERE] * len(addresses), secret
         self._sockets: list[VerifierSocket | None] = [None] * len(addresses)
         self.side = VerifierSide(secrets.randbits(62), num_lanes, len(addresses), most_ahead, model, NUM_LEVELS)
         self._num_request_steps = self._num_supplied = self._num_at_hand = 0
         self._host_s = 0.0
+        for drafter in range(len(addresses)):
+            self.side.moved(drafter, nowhere="not placed yet")
+        self.listen_to(addresses, secret)
+
+    def listen_to(self, addresses: Sequence[str], secret: bytes) -> None:
+        """Where the drafters are from now on, in their order, and what they and we prove to know."""
+        self._secret = secret
+        for drafter, address in enumerate(addresses):
+            if address != self._addresses[drafter]:
+                self._hang_up(drafter)
+                self._addresses[drafter] = address
+                self.side.moved(drafter, nowhere="" if address else "not placed yet")
 
     def open(self, lane: int, request: DraftRequest) -> None:
         if request.limit > len(request.prompt):  # else it is not to be drafted for
-            self.side.open(
-                lane, request.key, Sampling(request.temperature, request.top_k, request.top_p), request.limit
-            )
+            top_k = max(0, request.top_k)  # NeMo-RL writes -1 for none
+            self.side.open(lane, request.key, Sampling(request.temperature, top_k, request.top_p), request.limit)
 
     def close(self, lane: int) -> None:
         self.side.close(lane)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well drafters on other workers keep up, as sums and as what a user reads. Raw counts travel; ratios come last."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -57,9 +57,9 @@ class DraftSupply:
 
     @property
     def waste(self) -> float | None:
-        """The share of drafted tokens that were of no use."""
+        """The share of drafted tokens that were of no use. What is dropped may have come before the counts began."""
         total = self.num_kept + self.num_late + self.num_stale
-        return (self.num_wrong + self.num_late + self.num_stale) / total if total else None
+        return min(1.0, (self.num_wrong + self.num_late + self.num_stale) / total) if total else None
 
     @property
     def bottleneck(self) -> str:
@@ -75,6 +75,20 @@ class DraftSupply:
     def since(self, before: "DraftSupply") -> "DraftSupply":
         """What came after `before`, and how things are now."""
         return replace(self, **{n: getattr(self, n) - getattr(before, n) for n in _COUNTS})
+
+    @classmethod
+    def together(cls, supplies: Sequence["DraftSupply"]) -> "DraftSupply":
+        """Of engines that have the same drafters: counts are added; of how things are now, the worst that an engine sees."""
+        sums = {n: sum(getattr(s, n) for s in supplies) for n in _COUNTS}
+        return cls(
+            **sums,
+            num_drafters=max(s.num_drafters for s in supplies),
+            num_ready=min(s.num_ready for s in supplies),
+            draft_token_s=max(s.draft_token_s for s in supplies),
+            answer_s=max(s.answer_s for s in supplies),
+            draft_version=min(s.draft_version for s in supplies),
+            problem=next((s.problem for s in supplies if s.problem), ""),
+        )
 
     def figures(self) -> dict[str, Any]:
         """By the names of docs/metrics.md."""

@@ -5,6 +5,7 @@ engine, no clock of its own.
 Shapes: B requests of the batch, L longest sequence, K draft positions.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -185,6 +186,14 @@ class VerifierSide:
         """The transport cannot reach a drafter, or it says what nobody says."""
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._drop(drafter, reason, now_s)
+
+    def moved(self, drafter: int, nowhere: str = "") -> None:
+        """A drafter listens elsewhere: it is greeted there as one that never failed. With a reason in `nowhere` it listens
+        nowhere, and is left alone until it moves again."""
+        self._disown(drafter)
+        peer = self.peers[drafter]
+        peer.state, peer.reason, peer.pause_s = PeerState.AWAY, nowhere, FIRST_PAUSE_S
+        peer.resume_at_s = math.inf if nowhere else 0.0
 
     def _greet(self, now_s: float) -> None:
         for drafter, peer in enumerate(self.peers):

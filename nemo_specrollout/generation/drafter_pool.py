@@ -4,13 +4,14 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import VllmConfig
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.generation.drafter_service import DrafterSpec, Status
 from nemo_specrollout.generation.json_child import JsonChild
 
@@ -20,6 +21,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _WATCH_PERIOD_S = 0.5
 ANY_PORT = "tcp://127.0.0.1:0"
 CPU_KV_BYTES = 256 << 20
+GPU_MEMORY_SHARE = 0.9
 
 
 class DrafterProcess:
@@ -30,6 +32,9 @@ class DrafterProcess:
 
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
+        self.num_restarts = 0
+        self.last_words = ""
+        """Of the process that ended last; empty while none has."""
         self.status: Status | None = None
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
         self._child: JsonChild | None = None
@@ -57,6 +62,7 @@ class DrafterProcess:
                 return
             self._bury(now_s)
         if now_s >= self._resume_at_s:
+            self.num_restarts += 1
             self._start()
 
     def stop(self) -> None:
@@ -89,6 +95,8 @@ class DrafterProcess:
                     self._pause_s = FIRST_PAUSE_S
 
     def _bury(self, now_s: float) -> None:
+        assert self._child is not None
+        self.last_words = self._child.last_words()
         self._child, self.status = None, None
         self._resume_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -115,6 +123,10 @@ class DrafterPool:
         """Returns when all drafters draft; from then on those that fail are started again. Raises ConfigError if one cannot
         start."""
         self._wait(lambda process: process.is_up)
+        self.keep_up()
+
+    def keep_up(self) -> None:
+        """From now on drafters that fail are started again, whether they were up or not. Returns at once."""
         self._watcher.start()
 
     def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:
@@ -149,7 +161,6 @@ def drafter_spec(
     assert drafter.model is not None
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
-    on_device = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
     return DrafterSpec(
         address=address,
         model=drafter.model,
@@ -158,8 +169,21 @@ def drafter_spec(
         max_requests=drafter.max_requests,
         most_ahead=drafter.most_ahead,
         allowed_hosts=drafter.allowed_hosts,
-        vllm_kwargs={"enforce_eager": engine.enforce_eager, **on_device, **drafter.vllm_kwargs},
+        vllm_kwargs={"enforce_eager": engine.enforce_eager, **_memory(drafter, on_cpu), **drafter.vllm_kwargs},
     )
+
+
+def _memory(drafter: DrafterConfig, on_cpu: bool) -> dict[str, Any]:
+    """What an engine may take of its device; one that shares a GPU takes its share of vLLM's default."""
+    if on_cpu:
+        return {"kv_cache_memory_bytes": CPU_KV_BYTES}
+    return {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus} if drafter.gpus else {}
+
+
+def engine_facts(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
+    """What a drafter must know of the policy's engine, of the local runner's or NeMo-RL's `vllm_cfg`."""
+    known = {name: vllm_cfg[name] for name in ("max_model_len", "precision", "enforce_eager") if name in vllm_cfg}
+    return build(VllmConfig, known, "policy.generation.vllm_cfg")
 
 
 def with_addresses(block: SpecrolloutConfig, addresses: Sequence[str]) -> SpecrolloutConfig:

@@ -43,7 +43,9 @@ class JsonChild:
                 continue
 
     def last_words(self) -> str:
-        """Of a process that has ended: the last line on stderr, or else its exit code."""
+        """Of a process that has ended: the signal that killed it, or else the last line on stderr, or else its exit code."""
+        if (self._process.returncode or 0) < 0:
+            return f"killed by signal {-self._process.returncode}"
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"

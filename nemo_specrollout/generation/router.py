@@ -27,7 +27,7 @@ from nemo_specrollout.config.block import (
 )
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter
+from nemo_specrollout.decoupled.remote_drafter import NOWHERE, RemoteDrafter
 from nemo_specrollout.decoupled.verifier_side import PolicyModel
 from nemo_specrollout.drafters import build_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Batch, Demand, DraftRequest, Proposal
@@ -432,12 +432,13 @@ class Proposals:
 
 
 def _remote_drafter(config: DrafterConfig, vllm_config: Any, num_lanes: int) -> RemoteDrafter:
-    """The drafters at the addresses of `config`."""
+    """The drafters at the addresses of `config`; `workers` that somebody else starts are nowhere until one tells."""
     folder = Path(vllm_config.model_config.model)
     model = PolicyModel(
         vllm_config.model_config.get_vocab_size(), tokenizer_fingerprint(folder), tuple(stop_token_ids(folder))
     )
-    return RemoteDrafter(config.addresses, shared_secret(config.addresses), num_lanes, config.most_ahead, model)
+    addresses = config.addresses or (NOWHERE,) * config.workers
+    return RemoteDrafter(addresses, shared_secret(config.addresses), num_lanes, config.most_ahead, model)
 
 
 def count_tokens(sampled: list[list[int]]) -> np.ndarray:

@@ -12,6 +12,7 @@ from safetensors.torch import save as safetensors_bytes
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from nemo_specrollout.config.addresses import as_key
 from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.generation import compat
@@ -175,6 +176,16 @@ class SpecrolloutWorkerMixin:
             known |= {"proposed": _by_name(router.names, router.proposed_DK)}
             known |= {"accepted": _by_name(router.names, router.accepted_DK)}
         return self.specrollout_account.read(None if costs is None else costs.plain_s, **known).wire()
+
+    def specrollout_draft_supply(self) -> dict[str, Any] | None:
+        """`DraftSupply` as a dict; None without drafters on other workers, and on a rank whose drafts nobody asks for."""
+        remote = None if self.specrollout_router is None else self.specrollout_router.remote
+        return None if remote is None or not compat.is_output_rank() else asdict(remote.supply())
+
+    def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
+        """Where the drafters on other workers listen from now on ("": nowhere), and the secret that they know."""
+        if self.specrollout_router is not None and self.specrollout_router.remote is not None:
+            self.specrollout_router.remote.listen_to(addresses, as_key(secret))
 
     def specrollout_weights_updated(self, seconds: float) -> None:
         """The engine has new weights; taking them kept it from steps for so long."""

@@ -15,12 +15,15 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import VllmGeneration
 
+from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
 from nemo_specrollout.nemo_rl.metrics import PREFIX, head_figures, sample_lines, step_facts, step_metrics
+from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 from nemo_specrollout.training.head_folder import HeadFolder
 
@@ -40,7 +43,7 @@ class RunFacts:
 
 class SpecrolloutGeneration(VllmGeneration):
     """Stands where NeMo-RL builds its `VllmGeneration`. Owns the identities of the rows that pass through it, and the driver's
-    part of the online refresh.
+    part of the online refresh and of remote drafters.
 
     In asynchronous GRPO the trajectory collector has a copy, whose version it sets itself (`collector.py`).
     """
@@ -48,26 +51,34 @@ class SpecrolloutGeneration(VllmGeneration):
     facts: RunFacts  # set by `install` before NeMo-RL builds one, as `notes`
     notes: StepNotes
     _refresh: HeadRefresh | None = None
+    _drafters: RemoteDrafters | None = None
+    _supply: SupplyWindow | None = None
     _asked: dict[Stream, list[int]] | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         self.identities = RowIdentities(self.facts.seed, self.facts.first_version)
         self._stream = Stream.ROLLOUT
         self._asked: dict[Stream, list[int]] = {stream: [] for stream in Stream}
         self._num_refits = 0
         self._totals_before: list[EngineTotals] | None = None
         self._facts_at = time.perf_counter()
-        super().__init__(*args, **kwargs)
-        self._refresh = self._start_refresh()
+        block = build(SpecrolloutConfig, config["specrollout"], BLOCK_PATH)
+        self._supply = None if block.remote is None else SupplyWindow()
+        self._drafters = _start_drafters(block, config, self.notes)  # they start while the engines do
+        super().__init__(cluster, config, *args, **kwargs)
+        self._refresh = self._start_refresh(block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For Ray, which copies the generation to the trajectory collector: heads and samples are the driver's to see to."""
-        return {name: value for name, value in self.__dict__.items() if name not in {"_refresh", "_asked"}}
+        """For Ray, which copies the generation to the trajectory collector: heads, drafters and samples are the driver's to
+        see to."""
+        of_driver = {"_refresh", "_drafters", "_supply", "_asked"}
+        return {name: value for name, value in self.__dict__.items() if name not in of_driver}
 
     def shutdown(self) -> bool:
-        """NeMo-RL's; the head's trainer ends too."""
-        if self._refresh is not None:
-            self._refresh.close()
+        """NeMo-RL's; the head's trainer and the drafters end too."""
+        for ours in (self._refresh, self._drafters):
+            if ours is not None:
+                ours.close()
         return bool(super().shutdown())
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
@@ -88,6 +99,8 @@ class SpecrolloutGeneration(VllmGeneration):
         self._call_all_engines("specrollout_policy_is", [self._version])
         if self._refresh is not None:
             self._refresh.policy_updated(self._version)
+        if self._drafters is not None:
+            self._drafters.look(self._call_all_engines)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -102,6 +115,8 @@ class SpecrolloutGeneration(VllmGeneration):
         """NeMo-RL's hook before a step's generation."""
         super().snapshot_step_metrics()
         self._totals_before = self._engine_totals()
+        if self._supply is not None:
+            self._supply.begin(self._call_all_engines)
 
     def get_step_metrics(self) -> dict[str, Any]:
         """NeMo-RL's figures of the step, and ours under `specrollout/`.
@@ -112,7 +127,7 @@ class SpecrolloutGeneration(VllmGeneration):
         before, self._totals_before = self._totals_before, None
         if before is not None:
             after = self._engine_totals()
-            figures = {**step_metrics(before, after), **self._heads_after_step(before, after)}
+            figures = {**step_metrics(before, after), **self._heads_after_step(before, after), **self._supply_of_step()}
             metrics |= {k: np.array(v) for k, v in figures.items()}
         return metrics
 
@@ -139,8 +154,18 @@ class SpecrolloutGeneration(VllmGeneration):
             figures |= {PREFIX + name: value for name, value in refreshed.items()}
         return figures
 
-    def _start_refresh(self) -> HeadRefresh | None:
-        block = build(SpecrolloutConfig, self.cfg["specrollout"], BLOCK_PATH)
+    def _supply_of_step(self) -> dict[str, float]:
+        """Notes how well remote drafters kept up, looks after them; figures of both."""
+        figures: dict[str, float] = {}
+        if self._supply is not None:
+            self.notes.words["draft_supply"] = supply = self._supply.end(self._call_all_engines)
+            figures |= logged(supply)
+        if self._drafters is not None:
+            self._drafters.look(self._call_all_engines)
+            figures |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
+        return figures
+
+    def _start_refresh(self, block: SpecrolloutConfig) -> HeadRefresh | None:
         if block.draft_refresh is None:
             return None
         from nemo_specrollout.nemo_rl.head_trainer import TrainerLink, TrainerOrder
@@ -169,6 +194,17 @@ class SpecrolloutGeneration(VllmGeneration):
             self._asked[self._stream] += seeds
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         return seeded
+
+
+def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> RemoteDrafters | None:
+    """Of `workers` alone: who named addresses looks after the drafters there."""
+    if block.remote is None or not block.remote.workers:
+        return None
+    from nemo_specrollout.nemo_rl.drafter_actors import start_links
+
+    secret = secret_of_run()
+    start = partial(start_links, block.remote, config["vllm_cfg"], secret)
+    return RemoteDrafters(start, secret, notes, starts_later=bool(block.remote.gpus))
 
 
 def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:

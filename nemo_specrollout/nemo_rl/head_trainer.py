@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor that trains a run's draft head beside it, and the driver's link to it."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
-from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
+from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.head_refresh import TrainerFailed
 from nemo_specrollout.scheduling.refresh_schedule import StepFacts
 from nemo_specrollout.training.feature_store import FeatureReader
 from nemo_specrollout.training.head_folder import HeadFolder, RefreshRecord
-
-# Its environment is the engines': with vLLM comes what `speculators` needs.
-ENVIRONMENT_OF = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class TrainerLink:
     def __init__(self, order: TrainerOrder) -> None:
         block = build(SpecrolloutConfig, order.block, BLOCK_PATH)
         assert block.draft_refresh is not None
-        options = {"num_gpus": block.draft_refresh.trainer_gpus, "runtime_env": _environment()}
+        options = {"num_gpus": block.draft_refresh.trainer_gpus, "runtime_env": engine_environment()}
         actor: Any = SpecrolloutHeadTrainer
         self._actor = actor.options(**options).remote(order)
         self._call: Any = self._actor.source.remote()
@@ -105,18 +100,6 @@ class TrainerLink:
     def close(self) -> None:
         """Ends the actor, whatever it does."""
         ray.kill(self._actor)
-
-
-def _environment() -> dict[str, Any]:
-    """As NeMo-RL starts its own actors that are of no worker group."""
-    python = get_actor_python_env(ENVIRONMENT_OF)
-    if python.startswith("uv"):
-        python = create_local_venv_on_each_node(python, ENVIRONMENT_OF)
-    venv = os.path.dirname(os.path.dirname(python))
-    return {
-        "py_executable": python,
-        "env_vars": {**os.environ, "VIRTUAL_ENV": venv, "UV_PROJECT_ENVIRONMENT": venv},
-    }
 
 
 def _local_folder(name: str) -> Path:

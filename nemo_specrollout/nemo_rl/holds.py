@@ -105,7 +105,11 @@ HOLDS = (
     Hold(_GENERATION, "VllmGeneration.snapshot_step_metrics", (), "vllm_generation.py:557", "overridden"),
     Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
     Hold(
-        _GENERATION, "VllmGeneration.shutdown", (), "vllm_generation.py:1031", "overridden: the head's trainer ends too"
+        _GENERATION,
+        "VllmGeneration.shutdown",
+        (),
+        "vllm_generation.py:1031",
+        "overridden: the head's trainer and drafters end too",
     ),
     Hold(
         "nemo_rl.distributed.worker_groups",
@@ -126,7 +130,7 @@ HOLDS = (
         "get_actor_python_env",
         ("actor_class_fqn",),
         "distributed/ray_actor_environment_registry.py:67",
-        "called: the head's trainer runs where the engines do",
+        "called: the head's trainer and drafters run where the engines do",
     ),
     Hold(
         "nemo_rl.utils.venvs",

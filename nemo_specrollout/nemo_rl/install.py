@@ -5,9 +5,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.addresses import secret_of_run
+from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig
 from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
@@ -37,6 +38,7 @@ def install(config: Any) -> bool:
     prepare_nemo_rl(config.model_dump())
     check_holds(HOLDS)
     _check_head(block, config.policy["model_name"])
+    _check_remote(block, config.policy["generation"]["vllm_cfg"])
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
@@ -95,6 +97,18 @@ def _check_head(block: dict[str, Any], policy: str) -> None:
             reason = misfit(drafter["model"], policy) if block["draft_refresh"] else None
             if reason is not None:
                 raise ConfigError(f"{BLOCK_PATH}.drafters: {reason}")
+
+
+def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:
+    """What Ray is to start must be there, as far as it can be seen from here. Its folder gets its whole path."""
+    from nemo_specrollout.generation.drafter_pool import drafter_spec, engine_facts
+
+    for drafter in block["drafters"]:
+        if drafter["type"] == REMOTE_DRAFTER and drafter["workers"]:
+            if Path(drafter["model"]).is_dir():
+                drafter["model"] = str(Path(drafter["model"]).absolute())
+            drafter_spec(build(DrafterConfig, drafter, f"{BLOCK_PATH}.drafters"), engine_facts(vllm_cfg))
+            secret_of_run()
 
 
 def _newest_step(checkpointing: Any) -> int:

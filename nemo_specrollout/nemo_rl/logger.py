@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_specrollout.decoupled.supply import in_words
 from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
@@ -19,7 +20,7 @@ def watching_logger(
     """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, and a record of the run.
 
     `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary; `notes` of each step are kept,
-    its alarms and what became of a draft head shown.
+    its alarms, what became of a draft head and how remote drafters kept up are shown.
     """
     bound = block["logprob_gap_alarm"]
 
@@ -89,6 +90,9 @@ def _show(step: int, notes: StepNotes) -> None:
     refresh = notes.words.get("draft_refresh")
     if refresh is not None:
         print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
+    supply = notes.words.get("draft_supply")
+    if supply is not None:
+        print(f"  • specrollout drafters: {in_words(supply)}", flush=True)
     for sentence in notes.alarms:
         _cry(f"specrollout ALARM, step {step}: {sentence}")
 

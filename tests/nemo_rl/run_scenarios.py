@@ -3,7 +3,7 @@
 
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
-or the one whose class has the name `"kill"` in its own.
+or the one whose class has the name `"kill"` in its own, or, with `"kill_its"`, its child process that runs such a module.
 """
 
 import gc
@@ -13,13 +13,32 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private.state import actors  # the public list needs Ray's dashboard
 
 from nemo_specrollout.cli.main import main
+
+
+@dataclass(frozen=True)
+class Killing:
+    """What is killed, and after how many steps."""
+
+    after: int
+    actor: str
+    child: str | None
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Killing | None":
+        after = facts.get("kill_after")
+        return None if after is None else cls(after, facts.get("kill", "Vllm"), facts.get("kill_its"))
+
+
+DRAFTER = "nemo_specrollout.generation.drafter_service"
 
 
 def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
@@ -27,7 +46,7 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         folder = out / name
         folder.mkdir(parents=True)
         print(f"=== scenario {name}", flush=True)
-        killing = (facts["kill_after"], facts.get("kill", "Vllm")) if "kill_after" in facts else None
+        killing = Killing.of(facts)
         result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, killing)
         (folder / "result.json").write_text(json.dumps(result))
         print(f"=== {name}: {result}", flush=True)
@@ -35,10 +54,10 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         ray.shutdown()
 
 
-def _run(base: Path, overrides: list[str], folder: Path, killing: tuple[int, str] | None) -> dict[str, Any]:
+def _run(base: Path, overrides: list[str], folder: Path, killing: Killing | None) -> dict[str, Any]:
     started = time.perf_counter()
     if killing is not None:
-        threading.Thread(target=_kill, args=(folder, *killing), daemon=True).start()
+        threading.Thread(target=_kill, args=(folder, killing), daemon=True).start()
     error: str | None = None
     try:
         code = main(["run", str(base), *overrides])  # the user's command
@@ -51,21 +70,33 @@ def _run(base: Path, overrides: list[str], folder: Path, killing: tuple[int, str
 
 
 def _actors_left() -> list[str]:
-    """Names of the engines' actors, and of ours, that are alive when a run is over."""
+    """Names of the engines' actors, of ours, and of drafters, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
-    return [actor["Name"] or actor["ActorClassName"] for name in ("Vllm", "HeadTrainer") for actor in _alive(name)]
+    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter")
+    left = [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
+    return left + [f"{DRAFTER} {process.pid}" for process in psutil.process_iter() if _runs(process, DRAFTER)]
 
 
 def _alive(name: str) -> list[dict[str, Any]]:
     return [a for a in actors().values() if a["State"] == "ALIVE" and name in a["ActorClassName"]]
 
 
-def _kill(folder: Path, after: int, name: str) -> None:
-    """SIGKILL to the first such actor once `after` steps are logged."""
-    while not list(folder.rglob(f"train_data_step{after}.jsonl")):
+def _runs(process: psutil.Process, module: str) -> bool:
+    """Whether it does, and is of this test."""
+    try:
+        return module in process.cmdline()[1:3] and process.environ().get("TINY") == os.environ["TINY"]
+    except psutil.Error:  # it ended meanwhile
+        return False
+
+
+def _kill(folder: Path, killing: Killing) -> None:
+    """SIGKILL to the first such actor, or to its child, once so many steps are logged."""
+    while not list(folder.rglob(f"train_data_step{killing.after}.jsonl")):
         time.sleep(0.2)
-    pid = _alive(name)[0]["Pid"]
-    print(f"=== kills the actor {name} {pid}", flush=True)
+    pid = _alive(killing.actor)[0]["Pid"]
+    if killing.child is not None:
+        (pid,) = [child.pid for child in psutil.Process(pid).children() if _runs(child, killing.child)]
+    print(f"=== kills {killing.child or 'the actor'} of {killing.actor} {pid}", flush=True)
     os.kill(pid, signal.SIGKILL)
 
 

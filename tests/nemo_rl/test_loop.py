@@ -2,6 +2,7 @@
 """NeMo-RL's own GRPO loop, real engines and trainers, with the block and without: what must be equal is."""
 
 import json
+import re
 
 import pytest
 from nemo_rl_host import Run
@@ -20,15 +21,18 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_eagle3", "sync_eagle3_native",
-     "dtensor_two_engines", "async_plain", "async_drafted", "async_refreshed_head", "async_eagle3"],
+    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
+     "sync_eagle3_native", "dtensor_two_engines", "async_plain", "async_drafted", "async_refreshed_head", "async_remote",
+     "async_eagle3"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
     assert runs[name].result["error"] is None
     assert runs[name].result["actors"] == []
 
 
-@pytest.mark.parametrize("name", ["sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_eagle3"])
+@pytest.mark.parametrize(
+    "name", ["sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3"]
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["sync_plain"], runs[name], step)
@@ -41,7 +45,13 @@ def test_rollouts_after_a_head_was_published_do_not_depend_on_it(runs: dict[str,
     assert equal == total == 16
 
 
-@pytest.mark.parametrize("name", ["async_drafted", "async_refreshed_head"])
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_rollouts_after_a_drafter_was_killed_do_not_depend_on_it(runs: dict[str, Run], step: int) -> None:
+    equal, total = count_equal(runs["sync_plain"], runs["sync_remote"], step)
+    assert equal == total == 16
+
+
+@pytest.mark.parametrize("name", ["async_drafted", "async_refreshed_head", "async_remote"])
 @pytest.mark.parametrize("step", STEPS)
 def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["async_plain"], runs[name], step)
@@ -54,14 +64,16 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
         ("sync_plain", "sync_drafted"),
         ("sync_plain", "sync_routed_head"),
         ("sync_plain", "sync_refreshed_head"),
+        ("sync_plain", "sync_remote"),
         ("sync_plain", "sync_eagle3"),
         ("async_plain", "async_drafted"),
         ("async_plain", "async_refreshed_head"),
+        ("async_plain", "async_remote"),
     ],
 )
 def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, drafted: str) -> None:
     pairs = list(zip(runs[plain].metrics, runs[drafted].metrics, strict=False))
-    assert len(pairs) in {3, 5}
+    assert len(pairs) in {3, 5, 6}
     for a, b in pairs:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["reward"] == b["reward"]
@@ -87,7 +99,15 @@ def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_eagle3", "dtensor_two_engines"],
+    [
+        "sync_plain",
+        "sync_drafted",
+        "sync_routed_head",
+        "sync_refreshed_head",
+        "sync_remote",
+        "sync_eagle3",
+        "dtensor_two_engines",
+    ],
 )
 def test_the_engine_serves_the_policy_that_was_trained(runs: dict[str, Run], name: str) -> None:
     for step in runs[name].metrics:
@@ -96,7 +116,9 @@ def test_the_engine_serves_the_policy_that_was_trained(runs: dict[str, Run], nam
         assert step["specrollout/logprob_gap_alarm"] == 0
 
 
-@pytest.mark.parametrize("name", ["async_plain", "async_drafted", "async_refreshed_head", "async_eagle3"])
+@pytest.mark.parametrize(
+    "name", ["async_plain", "async_drafted", "async_refreshed_head", "async_remote", "async_eagle3"]
+)
 def test_in_asynchronous_runs_the_gap_is_no_more_than_the_lag(runs: dict[str, Run], name: str) -> None:
     for step in runs[name].metrics:
         assert abs(step["gen_kl_error"]) < SOUND
@@ -127,6 +149,41 @@ def test_drafts_are_verified_and_logged(runs: dict[str, Run], name: str) -> None
         assert step["specrollout/suffix/share_of_drafts"] > 0
         assert step["specrollout/speedup_estimate"] > 0
         assert step["specrollout/seeds_made_up"] == 0
+
+
+@pytest.mark.parametrize("name", ["sync_remote", "async_remote"])
+def test_drafts_of_drafters_that_ray_placed_are_accepted_and_their_supply_is_logged(
+    runs: dict[str, Run], name: str
+) -> None:
+    steps = runs[name].metrics
+    drafted = [step for step in steps if step.get("specrollout/remote/draft_tokens")]
+    assert sum(step["specrollout/remote/draft_tokens"] * step["specrollout/remote/acceptance"] for step in drafted) > 0
+    assert max(step.get("specrollout/draft_occupancy", 0) for step in steps) > 0
+    for step in steps:
+        supply = step["specrollout/draft_supply"]
+        assert step["specrollout/drafters"] == supply["num_drafters"] == 2
+        assert step["specrollout/drafters_ready"] == supply["num_ready"] <= 2
+        assert 0 <= step.get("specrollout/draft_waste", 0) <= 1 and supply["bottleneck"]
+
+
+@pytest.mark.parametrize(("name", "who"), [("sync_remote", "drafter"), ("async_remote", "its actor")])
+def test_a_drafter_that_was_killed_is_started_again_and_drafts(runs: dict[str, Run], name: str, who: str) -> None:
+    steps = runs[name].metrics
+    restarts = [step["specrollout/drafter_restarts"] for step in steps]
+    assert restarts[0] == 0 and restarts[-1] == 1, who
+    alarms = [sentence for step in steps for sentence in step.get("specrollout/alarms", [])]
+    assert len(alarms) == 1 and "the rollout goes on" in alarms[0]
+    killed = next(i for i, step in enumerate(steps) if "specrollout/alarms" in step)
+    ready = [step["specrollout/drafters_ready"] for step in steps[killed:]]
+    assert ready[-1] == 2 and min(ready) < 2
+
+
+def test_the_secret_of_drafters_is_written_nowhere(runs: dict[str, Run]) -> None:
+    """It is 64 characters that nobody else knows: no such string, but ids of Ray's, is in what a run leaves and prints."""
+    folder = runs["sync_remote"].folder
+    files = [path for path in folder.rglob("*") if path.suffix in {".json", ".jsonl", ".yaml"}]
+    for path in [*files, folder.parent / "log.txt"]:
+        assert not re.search(r"(?<!ID: )\b[0-9a-f]{64}\b", path.read_text()), path
 
 
 def test_a_head_is_refreshed_beside_the_run_judged_and_taken_into_service(runs: dict[str, Run]) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiny_policy.py OUT_DIR: a random Qwen3 of 8 layers, a byte tokenizer, a random EAGLE-3 head, tasks with answers 1 to 3."""
+"""tiny_policy.py OUT_DIR: a random Qwen3 of 8 layers, a byte tokenizer, a draft model, a random EAGLE-3 head, tasks with
+answers 1 to 3."""
 
 import json
 import sys
@@ -22,6 +23,7 @@ TEMPLATE = (
 def main(out: Path) -> None:
     torch.manual_seed(0)
     _save_policy(out / "policy")
+    _save_draft_model(out / "policy", out / "draft")
     _save_head(out / "eagle3")
     sums = [{"input": f"{x}-{x - y}=", "output": str(y)} for x in range(3, 67) for y in (1, 2, 3)]
     (out / "train.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
@@ -48,6 +50,16 @@ def _save_policy(folder: Path) -> None:
             policy.lm_head.weight[tokenizer.convert_tokens_to_ids(token)] *= factor
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _save_draft_model(policy: Path, folder: Path) -> None:
+    """The first half of the policy's layers: right about every second token."""
+    draft = Qwen3ForCausalLM.from_pretrained(policy)
+    draft.model.layers = draft.model.layers[:4]
+    draft.config.num_hidden_layers = 4
+    draft.config.layer_types = draft.config.layer_types[:4]
+    draft.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

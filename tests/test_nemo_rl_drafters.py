@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's part of remote drafters in NeMo-RL, their figures, fields and secret; without Ray and engines."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_specrollout.cli.check import explain_nemo_rl
+from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
+from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.decoupled.supply import DraftSupply
+from nemo_specrollout.generation.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
+from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
+from nemo_specrollout.nemo_rl.logger import watching_logger
+from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews, RemoteDrafters
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
+
+pytestmark = pytest.mark.unit
+
+HERE, THERE = "tcp://127.0.0.1:5570", "tcp://10.0.0.7:5571"
+
+
+class Answers:
+    """A link that tells what a test says."""
+
+    def __init__(self) -> None:
+        self.next: DrafterNews | None = None
+        self.is_closed = False
+
+    def news(self) -> DrafterNews | None:
+        told, self.next = self.next, None
+        return told
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Driver:
+    """`RemoteDrafters` of two drafters, their links, and what the engines were told."""
+
+    def __init__(self, *, starts_later: bool = False) -> None:
+        self.links: list[Answers] = []
+        self.told: list[tuple[str, list[Any]]] = []
+        self.notes = StepNotes()
+        self.drafters = RemoteDrafters(self._start, "known to few", self.notes, starts_later=starts_later)
+
+    def look(self, *news: DrafterNews | None) -> list[list[str]]:
+        """The addresses that the engines were told, when each drafter has said its news."""
+        for link, said in zip(self.links, news, strict=False):
+            link.next = said
+        self.drafters.look(self._call)
+        told, self.told = self.told, []
+        assert all(method == "specrollout_drafters_at" and secret == "known to few" for method, (_, secret) in told)
+        return [addresses for _, (addresses, _) in told]
+
+    @property
+    def num_restarts(self) -> float:
+        return self.drafters.figures()["drafter_restarts"]
+
+    def _start(self) -> list[Answers]:
+        self.links = [Answers(), Answers()]
+        return self.links
+
+    def _call(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        self.told.append((method, list(arguments)))
+        return [None]
+
+
+def test_engines_are_told_where_drafters_listen_when_it_changes_and_never_wait() -> None:
+    driver = Driver()
+    assert driver.look(None, None) == []
+    assert driver.look(DrafterNews(HERE, actor=1), None) == [[HERE, ""]]
+    assert driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2)) == [[HERE, THERE]]
+    assert driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2)) == []
+    assert driver.notes.alarms == [] and driver.num_restarts == 0
+
+
+def test_a_process_that_was_started_again_has_its_address() -> None:
+    driver = Driver()
+    driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2))
+    for _ in range(2):
+        assert driver.look(DrafterNews(HERE, 1, 1, "out of memory"), None) == []
+    (alarm,) = driver.notes.alarms
+    assert "out of memory" in alarm and HERE in alarm and driver.num_restarts == 1
+
+
+def test_an_actor_that_was_started_again_has_another_address() -> None:
+    driver = Driver()
+    driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2, num_restarts=3))
+    assert driver.look(None, DrafterNews(last_words="node died")) == [[HERE, ""]]
+    assert driver.look(None, DrafterNews(last_words="node died")) == []
+    elsewhere = "tcp://10.0.0.8:5572"
+    assert driver.look(None, DrafterNews(elsewhere, actor=3)) == [[HERE, elsewhere]]
+    assert driver.num_restarts == 4 and len(driver.notes.alarms) == 1
+
+
+def test_drafters_on_gpus_start_when_all_workers_have_theirs_and_all_end() -> None:
+    driver = Driver(starts_later=True)
+    assert driver.links == [] and driver.num_restarts == 0
+    assert driver.look() == []
+    assert len(driver.links) == 2
+    driver.drafters.close()
+    assert [link.is_closed for link in driver.links] == [True, True]
+
+
+def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
+    driver = Driver()
+
+    def fails(method: str, arguments: Sequence[Any]) -> list[Any]:
+        raise RuntimeError("the engine is gone")
+
+    driver.links[0].next = DrafterNews(HERE, actor=1)
+    driver.drafters.look(fails)
+    assert ["the engine is gone" in alarm for alarm in driver.notes.alarms] == [True]
+
+
+BEFORE = DraftSupply(num_request_steps=10, num_supplied=4, num_kept=8, num_drafters=2, num_ready=1, num_failures=1)
+AFTER = DraftSupply(
+    num_request_steps=30, num_supplied=14, num_at_hand=40, num_kept=48, num_wrong=10, num_drafters=2, num_ready=2,
+    num_failures=1, draft_token_s=0.002, draft_version=3,
+)  # fmt: skip
+
+
+def test_supply_of_engines_is_added_first_and_divided_last() -> None:
+    window, replies = (
+        SupplyWindow(),
+        [[BEFORE, DraftSupply()], [AFTER, DraftSupply(num_request_steps=20, num_drafters=2)]],
+    )
+
+    def call(method: str, arguments: Sequence[Any]) -> list[Any]:
+        assert (method, list(arguments)) == ("specrollout_draft_supply", [])
+        return [asdict(supply) for supply in replies.pop(0)]
+
+    window.begin(call)
+    figures = window.end(call)
+    assert (figures["num_request_steps"], figures["num_supplied"], figures["num_kept"]) == (40, 10, 40)
+    names = logged(figures)
+    assert names["specrollout/draft_occupancy"] == 0.25 and names["specrollout/draft_run_ahead"] == 1.0
+    assert names["specrollout/draft_waste"] == 0.25
+    assert (names["specrollout/drafters"], names["specrollout/drafters_ready"]) == (2, 0), (
+        "for the engine that has least"
+    )
+    assert names["specrollout/drafter_failures"] == 0
+
+
+def test_what_is_dropped_may_have_come_before_the_step() -> None:
+    assert DraftSupply(num_kept=10, num_wrong=12).waste == 1.0
+
+
+def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
+    names = logged(DraftSupply.together([DraftSupply(num_drafters=1)]).figures())
+    assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0
+
+
+class NativeLogger:
+    def __init__(self, cfg: dict[str, str]) -> None: ...
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_supply_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = StepNotes()
+    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes)({"log_dir": str(tmp_path)})
+    notes.words["draft_supply"] = AFTER.since(BEFORE).figures()
+    logger.log_metrics({"token_mult_prob_error": 1.0, **logged(notes.words["draft_supply"])}, 1, prefix="train")
+    (line,) = (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["specrollout/draft_supply"]["bottleneck"] == "the drafters"
+    assert json.loads(line)["specrollout/draft_occupancy"] == 0.5
+    assert "2 of 2 drafters; drafts in time for 50% of request steps" in capsys.readouterr().out
+
+
+def test_a_run_has_the_secret_of_its_environment_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    first, second = secret_of_run(), secret_of_run()
+    assert first != second and len(as_key(first)) == 64
+    monkeypatch.setenv(SECRET_VARIABLE, "sixteen letters.")
+    assert secret_of_run() == "sixteen letters."
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
+    with pytest.raises(ConfigError, match=f"{SECRET_VARIABLE}: too short; give it at least 16") as caught:
+        secret_of_run()
+    assert "'short'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fe80::1"])
+def test_any_port_is_an_address(host: str) -> None:
+    check_address("host", any_port(host))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"workers": 1, "gpus": 1.5}, r"gpus: 1.5 is out of range"),
+        ({"addresses": [HERE], "gpus": 1.0}, r"gpus: 1.0; drafters at addresses .* remove it, or set workers"),
+    ],
+)
+def test_gpus_are_of_drafters_that_ray_places(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build(DrafterConfig, {"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
+
+
+def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:
+    engine = engine_facts({"max_model_len": 64, "precision": "bfloat16", "async_engine": True})
+    drafter = DrafterConfig("remote", model="DRAFT", workers=2, gpus=0.5)
+    kwargs = drafter_spec(drafter, engine, on_cpu=False).vllm_kwargs
+    assert kwargs["gpu_memory_utilization"] == GPU_MEMORY_SHARE / 2
+    assert "gpu_memory_utilization" not in drafter_spec(drafter, engine, on_cpu=True).vllm_kwargs
+
+
+def test_check_says_that_ray_places_them() -> None:
+    drafter = {"type": "remote", "model": "DRAFT", "workers": 2, "gpus": 0.5}
+    tree = {"grpo": {}, "policy": {"generation": {"specrollout": {"drafters": [drafter]}}}}
+    said = [text for name, text in explain_nemo_rl(tree) if name == "placement"]
+    assert "2 in Ray actors of 1 CPU and 0.5 GPU each" in said[0]
