@@ -25,6 +25,7 @@ from rich.table import Table
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.decoupled.supply import DraftSupply
 from nemo_specrollout.generation.cost_profile import MEASUREMENTS
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement import Option, place
@@ -32,7 +33,8 @@ from nemo_specrollout.scheduling.placement import Option, place
 if TYPE_CHECKING:
     from nemo_specrollout.generation.engine import RolloutEngine
 
-MOST_DRAFTS, COUPLED_KS, PROMPT = 8, (2, 4, 8, 12), 20
+MOST_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
+MOST_TOKEN_ID = 500  # of a prompt
 PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
 _KV_BYTES = 256 << 20
 
@@ -60,16 +62,17 @@ class Way:
 
 @dataclass(frozen=True)
 class Timed:
-    """One rollout: its seconds, steps and tokens, and what the engine knows of its drafts since its start."""
+    """One rollout: its seconds, steps and tokens, and what the engine knew of its drafts before and after it."""
 
     seconds: float
     num_steps: int
     token_ids: list[list[int]]
-    report: dict[str, Any] | None
+    before: dict[str, Any]
+    after: dict[str, Any]
 
 
 COUPLED = tuple(Way("coupled", k) for k in COUPLED_KS)
-BESIDE = (Way("decoupled", MOST_DRAFTS), Way("decoupled"))
+BESIDE = (Way("decoupled", 8), Way("decoupled", MOST_DRAFTS), Way("decoupled"))
 _engines: dict[Way, "RolloutEngine"] = {}
 
 
@@ -98,12 +101,18 @@ def roll_out(way: Way, batch: int, tokens: int) -> Timed:
     from nemo_specrollout.generation.engine import RolloutRequest
 
     rng, engine = np.random.default_rng(0), _engines[way]
-    prompts = [rng.integers(1, 1000, PROMPT).tolist() for _ in range(batch)]
+    prompts = [rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist() for _ in range(batch)]
     requests = [RolloutRequest(p, i, 0, exact_length=tokens) for i, p in enumerate(prompts)]
-    steps, started = engine.num_steps, time.perf_counter()
+    before, steps, started = _counts(engine), engine.num_steps, time.perf_counter()
     rollouts = engine.generate(requests)
     seconds = time.perf_counter() - started
-    return Timed(seconds, engine.num_steps - steps, [r.token_ids for r in rollouts], engine.report())
+    return Timed(seconds, engine.num_steps - steps, [r.token_ids for r in rollouts], before, _counts(engine))
+
+
+def _counts(engine: "RolloutEngine") -> dict[str, Any]:
+    report = engine.report(engine.num_steps) or {}
+    sums = {name: sum(map(sum, report.get(name, []))) for name in ("proposed", "accepted")}
+    return {**sums, "supply": report.get("draft_supply")}
 
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
@@ -189,13 +198,12 @@ def _median_s(timed: Sequence[Timed]) -> float:
 
 
 def _supply(timed: Sequence[Timed]) -> dict[str, Any]:
-    """Accepted drafts over those before which all were right, and how well a drafter kept up."""
-    report = timed[-1].report
-    if report is None or not sum(map(sum, report["proposed"])):
-        return {}
-    accepted = sum(map(sum, report["accepted"]))
-    supply = report.get("draft_supply") or {}
-    return {"accepted": accepted, "proposed": sum(map(sum, report["proposed"])), **supply}
+    """Drafts verified and accepted, and how well a drafter kept up."""
+    before, after = timed[0].before, timed[-1].after
+    counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
+    if after["supply"] is None:
+        return counts
+    return {**counts, **DraftSupply(**after["supply"]).since(DraftSupply(**before["supply"])).figures()}
 
 
 def main() -> int:
@@ -220,7 +228,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     rows = []
     for batch in options.batches:
         of_batch = rows_of(batch, bench.rounds(batch, options.rounds))
-        acceptance = _acceptance(of_batch)
+        acceptance = acceptance_of(of_batch)
         plan = place(tables, batch, os.cpu_count() or 1, acceptance, MOST_DRAFTS, max_groups=1)
         console.print(_table(of_batch, acceptance, plan.layouts))
         rows += [{**row, "acceptance": acceptance} for row in of_batch]
@@ -235,8 +243,8 @@ def _make(shape: dict[str, Any], folder: Path) -> None:
     make_pair(PairShape(**shape), folder)
 
 
-def _acceptance(rows: list[dict[str, Any]]) -> float:
-    """By coupled drafting of the fewest tokens, where nearly every draft is one before which all were right."""
+def acceptance_of(rows: list[dict[str, Any]]) -> float:
+    """Accepted drafts over those before which all were right, if each is as likely; by coupled drafting of the fewest."""
     row = next(r for r in rows if r["mode"] == "coupled")
     k = COUPLED_KS[0]
     mean = row["accepted"] / row["proposed"] * k
@@ -248,9 +256,9 @@ def _acceptance(rows: list[dict[str, Any]]) -> float:
 
 
 def _table(rows: list[dict[str, Any]], acceptance: float, planned: Sequence[Option]) -> Table:
-    table = Table(title=f"batch {rows[0]['batch']}, acceptance {acceptance:.3f}", title_justify="left")
+    table = Table(pad_edge=False, title=f"batch {rows[0]['batch']}, acceptance {acceptance:.3f}", title_justify="left")
     for name in ("way", "threads", "seconds", "steps", "x plain", "supply", "tokens equal"):
-        table.add_column(name, justify="left" if name == "way" else "right")
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     for row in sorted(rows, key=lambda r: r["seconds"]):
         occupancy = row.get("occupancy")
         threads = "1+1" if row["mode"] == "decoupled" else str(row["threads"])
@@ -258,7 +266,7 @@ def _table(rows: list[dict[str, Any]], acceptance: float, planned: Sequence[Opti
                       "-" if occupancy is None else f"{occupancy:.2f}", "yes" if row["equal"] else "NO")  # fmt: skip
     for option in planned:
         size = f"{option.verifier_size}+{option.drafter_size}" if option.drafter_size else str(option.verifier_size)
-        table.add_row(f"plan: {option.mode} k={option.k}", size, "", "", f"{option.speedup:.2f}", "", "")
+        table.add_row(f"plan: {option.mode} {option.k}", size, "", "", f"{option.speedup:.2f}", "", "")
     return table
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench of plain, coupled and decoupled rollouts: what it makes of what it timed, and once the whole of it, small."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_specrollout.local.placement_bench import COUPLED_KS, Timed, Way, acceptance_of, main, rows_of
+
+
+def timed(seconds: float, tokens: list[int], proposed: int = 0, accepted: int = 0) -> Timed:
+    before = {"proposed": 0, "accepted": 0, "supply": None}
+    return Timed(seconds, 10, [tokens], before, {"proposed": proposed, "accepted": accepted, "supply": None})
+
+
+@pytest.mark.unit
+def test_speedups_are_over_the_best_plain_engine_and_other_tokens_are_seen() -> None:
+    plain, coupled = Way("plain"), Way("coupled", 4)
+    found = {
+        (1, plain): [timed(4.0, [1]), timed(4.2, [1]), timed(9.0, [1])],
+        (2, plain): [timed(3.0, [1])],
+        (1, coupled): [timed(1.5, [2], 40, 30)],
+    }
+    slow, best, drafted = rows_of(1, found)
+    assert [r["over_plain"] for r in (slow, best, drafted)] == pytest.approx([3 / 4.2, 1.0, 2.0])
+    assert slow["equal"] and best["equal"] and not drafted["equal"]
+    assert drafted["accepted"] == 30 and drafted["way"] == "coupled k=4"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
+def test_acceptance_is_of_drafts_before_which_all_were_right(p: float) -> None:
+    k = COUPLED_KS[0]
+    mean = sum(p**i for i in range(1, k + 1)) / k
+    row = {"mode": "coupled", "accepted": mean * 10_000, "proposed": 10_000}
+    assert acceptance_of([{"mode": "plain"}, row]) == pytest.approx(p, abs=1e-6)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_the_whole_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--hidden",
+        "64",
+        "--layers",
+        "3",
+        "--vocabulary",
+        "512",
+        "--tokens",
+        "24",
+        "--rounds",
+        "1",
+        "--batches",
+        "2",
+    ]
+    monkeypatch.setattr(sys, "argv", ["placement_bench", "--out", str(tmp_path), *options])
+    assert main() == 0
+    rows = json.loads((tmp_path / "placement.json").read_text())["rows"]
+    measured = [r for r in rows if "planned" not in r]
+    assert len(measured) >= 8 and all(r["equal"] for r in measured)
+    assert {r["mode"] for r in rows if "planned" in r} >= {"plain", "coupled"}
+    assert "decoupled auto" in capsys.readouterr().out
