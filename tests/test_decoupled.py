@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,29 @@ def test_tokens_are_plain_decodings(engine: RolloutEngine, expected: dict[str, l
     while num_accepted(engine) < before + 100:
         assert time.monotonic() < deadline
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[name]), expected[name])
+
+
+def test_tokens_are_plain_decodings_with_a_drafter_in_the_engine_too(
+    pool: DrafterPool,
+    similar_model: Path,
+    expected: dict[str, list[Rollout]],
+    start_engine: Callable[..., RolloutEngine],
+) -> None:
+    """Some requests have drafts that came, for some the model in the engine is asked, some get none."""
+    block = served_by(pool, similar_model, BudgetConfig("random"))
+    both = (*block.drafters, DrafterConfig("draft_model", model=str(similar_model)), DrafterConfig("ngram"))
+    engine = start_engine(STEP_ADDER, replace(block, drafters=both))
+    wait_until_ready(engine)
+    deadline = time.monotonic() + 60
+    while np.min(proposed_by_drafter(engine)) < 50:
+        assert time.monotonic() < deadline
+        assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+
+
+def proposed_by_drafter(engine: RolloutEngine) -> np.ndarray:
+    report = engine.report()
+    assert report is not None
+    return np.sum(report["proposed"], axis=1)
 
 
 def test_requests_are_spread_over_drafters(engine: RolloutEngine) -> None:

@@ -16,11 +16,11 @@ from nemo_specrollout.config.model_folder import stop_token_ids
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
-from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec, with_addresses
 from nemo_specrollout.generation.identity import rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
 
 if TYPE_CHECKING:
+    from nemo_specrollout.generation.drafter_pool import DrafterPool
     from nemo_specrollout.training.features import SequenceFeatures
 
 DEFAULT_MAX_NUM_SEQS = 64
@@ -80,11 +80,13 @@ class RolloutEngine:
             self.close()
             raise
 
-    def _start_drafters(self, generation: GenerationConfig) -> DrafterPool | None:
+    def _start_drafters(self, generation: GenerationConfig) -> "DrafterPool | None":
         """The drafter processes that the block asks for: they start while this engine does."""
         block = generation.specrollout
         if not block.enabled or block.remote is None or not block.remote.workers:
             return None
+        from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
+
         return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg)] * block.remote.workers)
 
     def _start(self, model: Path, generation: GenerationConfig, seed: int, overrides: Mapping[str, Any]) -> None:
@@ -94,6 +96,8 @@ class RolloutEngine:
 
         block = generation.specrollout
         if self.drafters is not None:
+            from nemo_specrollout.generation.drafter_pool import with_addresses
+
             block = with_addresses(block, self.drafters.addresses())
         arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, block, "cpu")
         self._has_our_worker = "worker_cls" in arguments
