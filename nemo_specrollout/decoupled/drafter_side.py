@@ -108,7 +108,7 @@ class DrafterSide:
         self._by_number: dict[int, _Session] = {}
         self._orders: list[Order] = []
         self._replies: list[tuple[Hashable, Message]] = []
-        self._step_s = 0.0
+        self._token_s = 0.0
 
     @property
     def num_open(self) -> int:
@@ -139,7 +139,7 @@ class DrafterSide:
 
     def drafted(self, new: Drafted, token_s: float) -> None:
         """The engine drafted for some mirrors, at `token_s` seconds for a token of each."""
-        self._step_s = token_s
+        self._token_s = token_s
         sessions_M = self._session_of[new.mirrors_M]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session = self._by_number[number]
@@ -287,7 +287,7 @@ class DrafterSide:
             session.echo_ns,
             int((now_s - session.echo_since_s) * 1e9),
             self.draft_version,
-            self._step_s,
+            self._token_s,
             self.num_open,
             self._requests[mirrors.astype(np.int64)].tobytes(),
             positions.astype(np.int64).tobytes(),

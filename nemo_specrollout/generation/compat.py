@@ -233,7 +233,6 @@ def attention_of_rows(
     ends_cpu = torch.from_numpy(ends_b).to(torch.int32)
     blocks_bX = batch.block_table_tensor[torch.from_numpy(rows_b).to(device)]
     requests_N = torch.repeat_interleave(torch.from_numpy(counts_b).to(device), output_size=len(positions_N))
-    slots_N = blocks_bX[requests_N, positions_N // block_size].to(torch.int64) * block_size + positions_N % block_size
     return CommonAttentionMetadata(
         query_start_loc=starts_cpu.to(device),
         query_start_loc_cpu=starts_cpu,
@@ -244,9 +243,16 @@ def attention_of_rows(
         max_query_len=int(counts_b.max()),
         max_seq_len=int(ends_b.max()),
         block_table_tensor=blocks_bX,
-        slot_mapping=slots_N,
+        slot_mapping=_slots(blocks_bX, requests_N, positions_N, block_size),
         causal=True,
     )
+
+
+def _slots(
+    blocks_BX: torch.Tensor, requests_N: torch.Tensor, positions_N: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Where in the KV cache tokens of requests go, int64 [N]; `blocks_BX` is the block table."""
+    return blocks_BX[requests_N, positions_N // block_size].to(torch.int64) * block_size + positions_N % block_size
 
 
 class DecodePasses:
@@ -276,8 +282,7 @@ class DecodePasses:
         positions_B = self.next_positions_B
         self.next_positions_B = positions_B + 1
         self._max_length += 1
-        slots_B = self._blocks_BX[self._rows_B, positions_B // self._block_size].to(torch.int64) * self._block_size
-        slots_B += positions_B % self._block_size
+        slots_B = _slots(self._blocks_BX, self._rows_B, positions_B, self._block_size)
         lengths_B = self.next_positions_B.to(torch.int32)
         metadata = CommonAttentionMetadata(
             query_start_loc=self._starts,
