@@ -10,7 +10,7 @@ from nemo_specrollout.drafters.base import LEVEL_PRIORS
 from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
 from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
-from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, AdaptivePacer
+from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, PATIENCE, AdaptivePacer
 from nemo_specrollout.scheduling.run_ahead import windows
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
 
@@ -223,13 +223,23 @@ def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() ->
     assert pacer.should_consult(48)
 
 
-def test_where_drafts_come_by_themselves_finding_none_is_no_refusal_and_all_are_looked_at() -> None:
+def test_where_drafts_come_by_themselves_a_step_that_finds_none_is_no_refusal_and_all_are_looked_at() -> None:
     pacer = AdaptivePacer(max_tokens=8, drafts_come=True)
-    for _ in range(20):
+    for longest_draft in (0, 0, 0, 5, 0, 0, 0):
         assert pacer.should_consult(8) and pacer.depth == 8
-        pacer.decided(8, 0, 0, 0.0)
+        pacer.decided(8, longest_draft, longest_draft, 0.5)
     pacer.decided(8, 5, 0, 0.0)
     assert not pacer.should_consult(8)
+
+
+def test_where_drafts_never_come_in_time_they_are_seldom_asked_for() -> None:
+    pacer = AdaptivePacer(max_tokens=8, drafts_come=True)
+    num_consulted = 0
+    for _ in range(1000):
+        if pacer.should_consult(8):
+            num_consulted += 1
+            pacer.decided(8, 0, 0, 0.0)
+    assert PATIENCE * 1000 / (MAX_REST_STEPS + PATIENCE) <= num_consulted < 300
 
 
 def test_drafters_run_as_far_ahead_as_drafts_are_likely_to_stand() -> None:

@@ -8,6 +8,8 @@ MAX_REST_STEPS, MAX_REST_STEPS_OF_MODEL = 16, 3
 REST_GROWTH = 1.25
 PLAIN_PROBE_STEPS = 128
 ENOUGH_PLAIN_SAMPLES = 3
+PATIENCE = 4
+"""Consultations in a row that find no drafts, where they come by themselves, before that is a refusal."""
 
 
 class Rest:
@@ -91,13 +93,14 @@ class AdaptivePacer(Pacer):
     """Rests a quarter longer after each refusal, up to `max_rest` steps; wakes when the batch shrinks or grows by a quarter.
 
     Proposals are asked for no deeper, and of no lesser hope, than they were used of late; unless drafts come by themselves:
-    then looking costs nothing, and to find none is no refusal. It also asks for two steps without drafts now and then, of
-    which the second is timed: the counterfactual needs them.
+    then depth costs nothing, and to find none may be a step's bad luck. It also asks for two steps without drafts now and
+    then, of which the second is timed: the counterfactual needs them.
     """
 
     def __init__(self, max_tokens: int, max_rest: int = MAX_REST_STEPS, *, drafts_come: bool = False) -> None:
         self._max_tokens = max_tokens
         self._drafts_come = drafts_come
+        self._num_empty = 0
         self._longest = max_tokens
         self._least_survival = 0.0
         self._rest = Rest(max_rest)
@@ -133,8 +136,10 @@ class AdaptivePacer(Pacer):
         return self._least_survival / 4
 
     def decided(self, num_requests: int, longest_found: int, longest_draft: int, least_survival: float) -> None:
-        if self._drafts_come and longest_found == 0:
+        self._num_empty = 0 if longest_found > 0 else self._num_empty + 1
+        if self._drafts_come and 0 < self._num_empty < PATIENCE:
             return
+        self._num_empty = 0
         self._longest, self._least_survival = longest_draft, least_survival
         if longest_draft > 0:
             self._rest.forget()
