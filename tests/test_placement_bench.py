@@ -6,8 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import STEP_ADDER
 
-from nemo_specrollout.local.placement_bench import COUPLED_KS, Timed, Way, acceptance_of, main, rows_of
+from nemo_specrollout.local.placement_bench import (
+    COUPLED_KS,
+    LONG_PROBLEM,
+    PROMPT,
+    Timed,
+    Way,
+    acceptance_of,
+    main,
+    random_prompts,
+    rows_of,
+    task_prompts,
+)
 
 
 def timed(seconds: float, tokens: list[int], proposed: int = 0, accepted: int = 0) -> Timed:
@@ -36,6 +48,14 @@ def test_acceptance_is_of_drafts_before_which_all_were_right(p: float) -> None:
     mean = sum(p**i for i in range(1, k + 1)) / k
     row = {"mode": "coupled", "accepted": mean * 10_000, "proposed": 10_000}
     assert acceptance_of([{"mode": "plain"}, row]) == pytest.approx(p, abs=1e-6)
+
+
+@pytest.mark.unit
+def test_trained_pairs_roll_out_long_problems_and_random_ones_random_ids() -> None:
+    prompts = task_prompts(STEP_ADDER, 5)
+    short, long = (len(p) for p in (min(prompts, key=len), max(prompts, key=len)))
+    assert len(set(prompts)) == 5 and 2 * LONG_PROBLEM < short <= long < 120
+    assert random_prompts(3) == random_prompts(4)[:3] and len(random_prompts(1)[0]) == PROMPT
 
 
 @pytest.mark.integration

@@ -176,7 +176,7 @@ def test_shipped_checkpoint_answers():
 
 
 def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(tmp_path):
-    from nemo_specrollout.local.warm_start import load, run
+    from nemo_specrollout.local.warm_start import PolicyShape, load, run
     from nemo_specrollout.local.warm_start_data import WarmStart
 
     for name in ("one", "two"):
@@ -184,6 +184,9 @@ def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(t
     one, two = (load(tmp_path / name)[0].state_dict() for name in ("one", "two"))
     assert all(bool((one[key] == two[key]).all()) for key in one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    run(WarmStart(steps=1), tmp_path / "two", num_samples=1, shape=PolicyShape(hidden=64, layers=2))
+    small, card = load(tmp_path / "two")[0].config, json.loads((tmp_path / "two" / "card.json").read_text())
+    assert (small.hidden_size, small.num_hidden_layers) == (64, 2) and "--hidden 64 --layers 2" in card["command"]
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="holds something else"):
         run(WarmStart(steps=1), tmp_path / "other", num_samples=1)

@@ -131,7 +131,7 @@ class Mirrors:
             new.mirrors_M, new.positions_M, new.tokens_M, new.levels_M, self._ends, self._hashes, self._tokens, self._levels,
             hashes_M,
         )  # fmt: skip
-        is_stop_M = np.isin(new.tokens_M, stop_token_ids)
+        is_stop_M = (new.tokens_M[:, None] == stop_token_ids).any(axis=1)
         self._stopped[new.mirrors_M[is_stop_M]] = new.positions_M[is_stop_M]
         return DraftRows(new.mirrors_M, new.positions_M, hashes_M, new.tokens_M, new.levels_M)
 

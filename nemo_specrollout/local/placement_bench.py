@@ -2,7 +2,9 @@
 """Plain, coupled and decoupled rollouts of one policy and one draft model, and what the planner had said.
 
 python -m nemo_specrollout.local.placement_bench --out DIR [--hidden 192 --layers 16 --vocabulary 4096] [--upper-scale 0.2]
+python -m nemo_specrollout.local.placement_bench --out DIR --trained
 
+The pair is made, of random weights; or DIR has two that `local.warm_start` trained, `policy` and `draft`, for the demo's task.
 Every engine stands from the beginning to the end; rounds go through all of them, and ratios are of medians. An engine has one
 thread or as many as there are cores, each number in a process of its own; the decoupled drafter is one more process.
 """
@@ -18,6 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,8 +38,10 @@ if TYPE_CHECKING:
 
 MOST_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
 MOST_TOKEN_ID = 500  # of a prompt
+LONG_PROBLEM = 8  # terms to add
 PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
 _KV_BYTES = 256 << 20
+Prompts = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,15 @@ class Way:
             drafter = DrafterConfig("remote", model=draft, workers=1)
         budget = BudgetConfig("fixed", k=self.k) if self.k else BudgetConfig("auto")
         return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MOST_DRAFTS, budget=budget)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be rolled out: `tokens` each, or at most so many where texts end by themselves."""
+
+    prompts: Prompts
+    tokens: int
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,17 +106,14 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
         _engines[way] = RolloutEngine(folder / "policy", generation_of(block, tokens), seed=1)
 
 
-def roll_out(way: Way, batch: int, tokens: int) -> Timed:
+def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
     import time
 
-    import numpy as np
-
     from nemo_specrollout.generation.engine import RolloutRequest
 
-    rng, engine = np.random.default_rng(0), _engines[way]
-    prompts = [rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist() for _ in range(batch)]
-    requests = [RolloutRequest(p, i, 0, exact_length=tokens) for i, p in enumerate(prompts)]
+    engine, length = _engines[way], work.tokens if work.is_exact else None
+    requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
     before, steps, started = _counts(engine), engine.num_steps, time.perf_counter()
     rollouts = engine.generate(requests)
     seconds = time.perf_counter() - started
@@ -156,12 +167,12 @@ class Bench:
         for threads, child in self._children.items():
             child.submit(start, self.folder, [w for n, w in self.ways if n == threads], self.tokens).result()
 
-    def rounds(self, batch: int, num_rounds: int) -> dict[tuple[int, Way], list[Timed]]:
+    def rounds(self, work: Work, num_rounds: int) -> dict[tuple[int, Way], list[Timed]]:
         """Rollouts of every way, one after the other, again and again; the first round warms up and is dropped."""
         found: dict[tuple[int, Way], list[Timed]] = {key: [] for key in self.ways}
-        for _ in track(range(num_rounds + 1), f"batch {batch}", transient=True):
+        for _ in track(range(num_rounds + 1), f"batch {len(work.prompts)}", transient=True):
             for (threads, way), child in self.ways.items():
-                found[threads, way].append(child.submit(roll_out, way, batch, self.tokens).result())
+                found[threads, way].append(child.submit(roll_out, way, work).result())
         return {key: timed[1:] for key, timed in found.items()}
 
     def close(self) -> None:
@@ -213,6 +224,7 @@ def main() -> int:
     for name, default in (("hidden", 192), ("layers", 16), ("vocabulary", 4096), ("tokens", 256), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--upper-scale", type=float, default=0.2)
+    parser.add_argument("--trained", action="store_true", help="DIR has the pair")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     run(parser.parse_args(), Console())
     return 0
@@ -221,13 +233,18 @@ def main() -> int:
 def run(options: argparse.Namespace, console: Console) -> None:
     """The whole bench."""
     bench = Bench(options.out, options.tokens)
-    shape = {n: getattr(options, n) for n in ("hidden", "layers", "vocabulary", "upper_scale")}
-    next(iter(bench.ways.values())).submit(_make, shape, options.out).result()
+    shape: dict[str, Any] = {n: getattr(options, n) for n in ("hidden", "layers", "vocabulary", "upper_scale")}
+    if options.trained:
+        shape = {"trained": True}
+    else:
+        next(iter(bench.ways.values())).submit(_make, shape, options.out).result()
     tables = bench.tables(PROFILED)
     bench.start()
     rows = []
     for batch in options.batches:
-        of_batch = rows_of(batch, bench.rounds(batch, options.rounds))
+        prompts = task_prompts(options.out / "policy", batch) if options.trained else random_prompts(batch)
+        work = Work(prompts, options.tokens, is_exact=not options.trained)
+        of_batch = rows_of(batch, bench.rounds(work, options.rounds))
         acceptance = acceptance_of(of_batch)
         plan = place(tables, batch, os.cpu_count() or 1, acceptance, MOST_DRAFTS, max_groups=1)
         console.print(_table(of_batch, acceptance, plan.layouts))
@@ -241,6 +258,22 @@ def _make(shape: dict[str, Any], folder: Path) -> None:
     from nemo_specrollout.local.model_pairs import PairShape, make_pair
 
     make_pair(PairShape(**shape), folder)
+
+
+def random_prompts(batch: int) -> Prompts:
+    """Of ids that every vocabulary has."""
+    rng = np.random.default_rng(0)
+    return tuple(tuple(rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
+
+
+def task_prompts(policy: Path, batch: int) -> Prompts:
+    """Long problems of the demo's task."""
+    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.task import encode_prompt, make_problems
+
+    tokenizer = load_tokenizer(policy)
+    problems = [p for p in make_problems(0, 64 * batch) if len(p.terms) >= LONG_PROBLEM]
+    return tuple(tuple(encode_prompt(p, tokenizer)) for p in problems[:batch])
 
 
 def acceptance_of(rows: list[dict[str, Any]]) -> float:

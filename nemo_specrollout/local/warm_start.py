@@ -20,7 +20,7 @@ import platform
 import shutil
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 
+@dataclass(frozen=True)
+class PolicyShape:
+    """Sizes of a Qwen3."""
+
+    hidden: int
+    layers: int
+
+
+SHIPPED = PolicyShape(hidden=256, layers=4)
+
+
 def main() -> None:
     args = _parse_args()
     if args.evaluate is not None:
@@ -44,32 +55,33 @@ def main() -> None:
         Console().print(asdict(evaluate(model, tokenizer, args.samples)))
         return
     settings = WarmStart(steps=args.steps, seed=args.seed)
-    run(settings, args.out, args.samples)
+    run(settings, args.out, args.samples, PolicyShape(args.hidden, args.layers))
 
 
-def run(settings: WarmStart, out: Path, num_samples: int) -> None:
+def run(settings: WarmStart, out: Path, num_samples: int, shape: PolicyShape = SHIPPED) -> None:
     """Train, save to `out` with a card, and replace what was there only once all is written."""
     if out.exists() and not (out / "card.json").exists():
         raise ValueError(f"out is {out}, which holds something else than a warm start; name another folder")
     started = time.monotonic()
-    model, tokenizer = build_model(settings.seed), build_tokenizer()
+    model, tokenizer = build_model(settings.seed, shape), build_tokenizer()
     loss = train(model, tokenizer, settings)
     seconds = time.monotonic() - started
     model = model.bfloat16().float()  # measure the rounded weights that are shipped
     measured = evaluate(model, tokenizer, num_samples)
-    card = build_card(settings, loss, seconds, measured)
+    card = build_card(settings, shape, loss, seconds, measured)
     save(model, tokenizer, card, out)
     Console().print(card)
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of about 3 million parameters, float32, initialised from `seed`."""
+def build_model(seed: int, shape: PolicyShape = SHIPPED) -> Qwen3ForCausalLM:
+    """A Qwen3, float32, initialised from `seed`; the shipped one has about 3 million parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, max_position_embeddings=1024,
+        vocab_size=len(tokenizer), hidden_size=shape.hidden, intermediate_size=shape.hidden * 11 // 4,
+        num_hidden_layers=shape.layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        tie_word_embeddings=False, max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, attention_dropout=0.0,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
@@ -125,13 +137,17 @@ def training_loss(
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), weight_V, ignore_index=IGNORED)
 
 
-def build_card(settings: WarmStart, loss: float, seconds: float, measured: Evaluation) -> dict[str, object]:
+def build_card(
+    settings: WarmStart, shape: PolicyShape, loss: float, seconds: float, measured: Evaluation
+) -> dict[str, object]:
     """Where a checkpoint comes from and what was measured on it."""
     import transformers
 
-    command = "python -m nemo_specrollout.local.warm_start --out DIR"
+    command = f"python -m nemo_specrollout.local.warm_start --out DIR --steps {settings.steps} --seed {settings.seed}"
+    if shape != SHIPPED:
+        command += f" --hidden {shape.hidden} --layers {shape.layers}"
     return {
-        "command": f"{command} --steps {settings.steps} --seed {settings.seed}",
+        "command": command,
         "settings": asdict(settings),
         "batch_tokens": BATCH_TOKENS,
         "threads": torch.get_num_threads(),
@@ -182,6 +198,8 @@ def _parse_args() -> argparse.Namespace:
     action.add_argument("--evaluate", type=Path, help="folder of a policy to measure")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="training steps (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and problems (default %(default)s)")
+    parser.add_argument("--hidden", type=int, default=SHIPPED.hidden, help="hidden size (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=SHIPPED.layers, help="layers (default %(default)s)")
     parser.add_argument("--samples", type=int, default=512, help="problems to measure on (default %(default)s)")
     return parser.parse_args()
 
