@@ -72,6 +72,15 @@ def test_it_needs_a_profile_and_drafters_of_the_run(change: dict[str, object]) -
         build(DrafterConfig, {k: v for k, v in values.items() if v is not None}, "drafters")
 
 
+def test_what_only_a_remote_drafter_has_is_refused_elsewhere() -> None:
+    values = {"type": "ngram", "most_ahead": 8, "acceptance": 0.9, "vllm_kwargs": {"seed": 1}, "num_slots": 1024}
+    with pytest.raises(
+        ConfigError, match=r"type ngram .* remove most_ahead, vllm_kwargs, acceptance, or use type remote"
+    ):
+        build(DrafterConfig, values, "drafters[0]")
+    assert build(DrafterConfig, {"type": "ngram", "workers": 0}, "drafters[0]") == DrafterConfig("ngram")
+
+
 def test_check_says_where_the_drafter_will_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

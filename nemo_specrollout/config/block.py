@@ -14,6 +14,10 @@ TEXT_DRAFTERS = ("ngram", "suffix", "random")
 MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp")
 REMOTE_DRAFTER = "remote"
 DRAFT_SAMPLING = ("shared_noise", "greedy")
+REMOTE_FIELDS = (
+    "workers", "addresses", "gpus", "most_ahead", "max_requests", "allowed_hosts", "vllm_kwargs", "placement", "profile",
+    "acceptance",
+)  # fmt: skip
 PLACEMENTS = ("as_written", "auto")
 BUDGET_POLICIES = ("auto", "fixed", "random")
 
@@ -79,14 +83,18 @@ class DrafterConfig:
             raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
         if self.type == REMOTE_DRAFTER:
             self._check_remote(path)
-        elif self.workers or self.gpus or self.addresses or self.allowed_hosts or self.vllm_kwargs or self.profile:
-            raise ConfigError(
-                f"{path}: type {self.type} drafts in the policy's own engine; remove workers, gpus, addresses, allowed_hosts, "
-                "vllm_kwargs and profile, or use type remote"
-            )
+        else:
+            self._check_in_engine(path)
         if self.num_slots & (self.num_slots - 1):
             rounded = 1 << self.num_slots.bit_length()
             raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
+
+    def _check_in_engine(self, path: str) -> None:
+        given = [name for name in REMOTE_FIELDS if getattr(self, name) != getattr(DrafterConfig, name, {})]
+        if given:
+            raise ConfigError(
+                f"{path}: type {self.type} drafts in the policy's own engine; remove {', '.join(given)}, or use type remote"
+            )
 
     def _check_remote(self, path: str) -> None:
         if bool(self.workers) == bool(self.addresses):

@@ -16,7 +16,7 @@ from nemo_specrollout.generation.drafter_service import DrafterSpec, Status
 from nemo_specrollout.generation.json_child import JsonChild
 
 # A process that says nothing for so long is killed; how long one may take to start; pauses before it is started again.
-HANG_S, START_S = 30.0, 180.0
+HANG_S, START_S = 30.0, 600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _WATCH_PERIOD_S = 0.5
 ANY_PORT = "tcp://127.0.0.1:0"
