@@ -40,7 +40,7 @@ MOST_DRAFTS, COUPLED_KS, PROMPT = 12, (2, 4, 8, 12), 20
 MOST_TOKEN_ID = 500  # of a prompt
 LONG_PROBLEM = 8  # terms to add
 PROFILED, PROFILED_STEPS = (1, 4, 16, 64), 20
-_KV_BYTES = 256 << 20
+_KV_BYTES = 512 << 20
 Prompts = tuple[tuple[int, ...], ...]
 
 

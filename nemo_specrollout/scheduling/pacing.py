@@ -114,13 +114,13 @@ class AdaptivePacer(Pacer):
         return not self._rest.goes_on()
 
     def should_probe(self, num_plain_samples: int) -> bool:
-        """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 32 before."""
+        """Two steps in a row, of which the first warms up: at most every 128 steps once some are known, every 64 before."""
         if self._is_warming_up:
             self._is_warming_up = False
             return True
         self._since_probe += 1
         is_known = num_plain_samples >= ENOUGH_PLAIN_SAMPLES
-        if self._since_probe < (PLAIN_PROBE_STEPS if is_known else PLAIN_PROBE_STEPS // 4):
+        if self._since_probe < (PLAIN_PROBE_STEPS if is_known else PLAIN_PROBE_STEPS // 2):
             return False
         self._since_probe, self._is_warming_up = 0, True
         return True
