@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`placement: auto`: a run takes the drafter where the measured times say that it belongs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from conftest import QUICKSTART, ROOT
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.generation.drafter_pool import with_addresses
 from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
 
@@ -39,6 +40,12 @@ def test_a_quick_drafter_stays_beside_the_policy_as_far_ahead_as_is_worth_it() -
     block = placed(BLOCK, option)
     assert types(block) == ["suffix", "remote"] and block.remote is not None
     assert block.remote.workers == 1 and block.remote.most_ahead == option.window > BLOCK.num_speculative_tokens
+
+
+def test_an_engine_is_told_of_a_drafter_that_is_placed_and_has_an_address() -> None:
+    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE))
+    told = with_addresses(block, ["tcp://127.0.0.1:9"])
+    assert build(SpecrolloutConfig, asdict(told), BLOCK_PATH) == told
 
 
 def test_one_that_is_quick_only_within_the_policys_engine_goes_there() -> None:

@@ -31,11 +31,11 @@ def choose(block: SpecrolloutConfig, tables: CostTables, machine: Machine) -> Op
 
 
 def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
-    """`block`, with its remote drafter where `option` has it."""
+    """`block`, with its remote drafter where `option` has it; nothing is left to be placed."""
     remote = block.remote
     assert remote is not None
     if option.mode == DECOUPLED:
-        where = [replace(remote, most_ahead=max(option.window, option.k))]
+        where = [replace(remote, placement="as_written", profile=None, most_ahead=max(option.window, option.k))]
     elif option.mode == COUPLED:
         where = [DrafterConfig("draft_model", model=remote.model, sampling=remote.sampling)]
     else:
