@@ -57,7 +57,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
     """Pairs of a subject and a sentence, of a config of the local runner."""
     config, model = prepared.config, prepared.model_config
     grpo, generation = config.grpo, config.policy.generation
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    samples = grpo.samples_per_step
     lines = [
         ("runtime", f"{config.runtime}: one machine, vLLM and Megatron-Core in one process on the CPU"),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),

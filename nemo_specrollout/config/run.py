@@ -32,6 +32,11 @@ class GrpoConfig:
     seed: int = bounded(42, low=0, high=2**32 - 1)
     """Seeds the prompts and, with prompt, sample and policy version, every request's noise."""
 
+    @property
+    def samples_per_step(self) -> int:
+        """Requests of a step."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -241,7 +246,7 @@ class RunConfig:
     @property
     def most_in_flight(self) -> int:
         """Requests that the engine has at a time, at most."""
-        samples = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        samples = self.grpo.samples_per_step
         return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", samples)))
 
     def check(self, path: str) -> None:
@@ -263,7 +268,7 @@ class RunConfig:
                 f"policy.generation.max_new_tokens: {generation.max_new_tokens} leaves no room for a prompt in a context "
                 f"of {max_len}; lower it"
             )
-        samples = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+        samples = self.grpo.samples_per_step
         if samples % policy.train_global_batch_size:
             raise ConfigError(
                 f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of "

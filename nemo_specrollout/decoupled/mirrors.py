@@ -4,6 +4,7 @@
 Shapes: N rows of a message, M mirrors of a step, S how much of a mirror's text is remembered here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,19 @@ class Correction:
     mirror: int
     num_kept: int
     tokens: list[int]
+
+
+def always() -> bool:
+    """What goes on until it is done."""
+    return True
+
+
+@dataclass(frozen=True)
+class Burst:
+    """How many tokens each mirror of a step gets at most, and whether to go on, asked before each but the first."""
+
+    most: int = 1
+    goes_on: Callable[[], bool] = always
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorOpening
-from nemo_specrollout.decoupled.mirrors import Correction, Drafted
+from nemo_specrollout.decoupled.mirrors import Burst, Correction, Drafted, always
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 
@@ -104,11 +104,9 @@ class DrafterEngine:
         self._llm.collective_rpc("specrollout_reload", args=(read_like(folder, self._folder),))
         self._scheduler.read_anew()
 
-    def draft(self, mirrors_M: np.ndarray, most: int = 1, goes_on: Callable[[], bool] = lambda: True) -> Drafted:
+    def draft(self, mirrors_M: np.ndarray, most: int = 1, goes_on: Callable[[], bool] = always) -> Drafted:
         """Up to `most` tokens for each of these mirrors, as long as `goes_on`; one while any text is still being read, none
         for that mirror."""
-        from nemo_specrollout.generation.mirror_sampler import Burst
-
         self._scheduler.awake, self._scheduler.burst = mirrors_M.tolist(), Burst(most, goes_on)
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()

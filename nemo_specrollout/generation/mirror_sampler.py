@@ -4,29 +4,16 @@
 Shapes: B requests of the batch, N tokens that each of them gets, V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import SamplerOutput
 
+from nemo_specrollout.decoupled.mirrors import Burst
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.sampler import BatchKeys, CoupledSampler, evidence_levels
 from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
-
-
-def _always() -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Burst:
-    """How many tokens each request of a step gets, and whether to go on, asked before each but the first."""
-
-    most: int = 1
-    goes_on: Callable[[], bool] = _always
 
 
 class MirrorSampler(CoupledSampler):

@@ -10,8 +10,7 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Correction, Drafted
-from nemo_specrollout.generation.mirror_sampler import Burst
+from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Burst, Correction, Drafted
 
 
 class MirrorScheduler(Scheduler):

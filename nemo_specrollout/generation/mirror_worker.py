@@ -3,8 +3,9 @@
 
 from typing import Any
 
+from nemo_specrollout.decoupled.mirrors import Burst
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.mirror_sampler import Burst, MirrorSampler
+from nemo_specrollout.generation.mirror_sampler import MirrorSampler
 from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
 
 

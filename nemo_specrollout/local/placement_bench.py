@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -108,8 +109,6 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
-    import time
-
     from nemo_specrollout.generation.engine import RolloutRequest
 
     engine, length = _engines[way], work.tokens if work.is_exact else None
@@ -191,7 +190,7 @@ def _child(threads: int) -> ProcessPoolExecutor:
 
 
 def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[str, Any]]:
-    """A row for each way: seconds, speedup over plain on one thread, and whether the tokens are plain decoding's."""
+    """A row for each way: seconds, speedup over the fastest plain engine, and whether the tokens are plain decoding's."""
     expected = found[1, Way("plain")][0].token_ids
     plain_s = min(_median_s(t) for (_, way), t in found.items() if way.mode == "plain")
     return [

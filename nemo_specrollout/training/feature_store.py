@@ -155,10 +155,7 @@ class FeatureReader:
         """Sequences of one half of a shard, those whose place in it is `chosen` or all; none if the shard is gone."""
         try:
             file = safe_open(self.folder / shard.name, framework="pt")
-        except (
-            FileNotFoundError,
-            RuntimeError,
-        ):  # the latter if it went after safetensors had looked and before torch did
+        except (FileNotFoundError, RuntimeError):  # the latter: it went after safetensors had looked, before torch did
             if shard in self.index().shards:
                 raise
             return
