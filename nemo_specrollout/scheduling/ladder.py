@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft ladder: how fast each draft method makes one request's tokens, by task and by how many requests its engine has.
+
+`nemo-specrollout ladder` measures one; a run starts from it and keeps it up to date. Source of the name and of its use:
+SpecActor (arXiv 2511.16193), Algorithm 3. There a rung is ranked by acceptance, here by tokens a second as measured, in which
+acceptance and what drafting costs are both contained.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nemo_specrollout.config.strict import ConfigError, bounded, build
+
+FORMAT = 1
+ANY_TASK = "any"
+# Seconds of requests' decoding that a figure remembers: what is older counts less and less.
+MEMORY_S = 20.0
+# Where a batch size was never measured, a request's pace is believed to go with 1 / batch to this power.
+GUESSED_SLOPE = 0.5
+
+
+class Paces(Protocol):
+    """What a policy must know of engines, measured or simulated."""
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Of each of `batch` requests in an engine that drafts by `method`."""
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds in which an engine computes a text of so many tokens; its other requests wait."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What is known of one draft method on one task; lists over batch sizes."""
+
+    task: str
+    """The task's name, or `any`."""
+
+    method: str
+    """The types of its drafters, joined by +; `plain` drafts nothing."""
+
+    batches: tuple[int, ...] = bounded(low=1)
+    """Requests in the engine, rising."""
+
+    tokens_per_s: tuple[float, ...] = bounded(above=0.0)
+    """Of each request."""
+
+    weights_s: tuple[float, ...] = bounded(above=0.0)
+    """Seconds of requests' decoding behind each figure."""
+
+    acceptance: float = bounded(0.0, low=0.0, high=1.0)
+    """Share of verified draft tokens that were accepted; for the reader, nothing is decided by it."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError unless the lists go together."""
+        sizes = len(self.batches), len(self.tokens_per_s), len(self.weights_s)
+        if len(set(sizes)) > 1 or not sizes[0]:
+            raise ConfigError(
+                f"{path}: {sizes[0]} batches, {sizes[1]} tokens_per_s, {sizes[2]} weights_s; give as many of each, and at "
+                "least one"
+            )
+        if list(self.batches) != sorted(set(self.batches)):
+            raise ConfigError(f"{path}.batches: {list(self.batches)}; write them from small to large, each once")
+
+
+@dataclass(frozen=True)
+class LadderFile:
+    """What `nemo-specrollout ladder` writes."""
+
+    device: str
+    """What was measured on, in words."""
+
+    policy: str
+    """The policy's folder or name."""
+
+    prefill_s_per_token: float = bounded(above=0.0)
+    """Seconds in which an engine computes one token of a text."""
+
+    rungs: tuple[Rung, ...] = ()
+    """By task, the method that is fastest with one request first."""
+
+    format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
+    """The version of this file's format."""
+
+    def to_json(self) -> str:
+        """The file's text."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path, field: str) -> "LadderFile":
+        """From the file that the user named as `field`. Raises ConfigError with the field, the value and the fix."""
+        try:
+            return build(cls, json.loads(path.read_text(encoding="utf-8")), "")
+        except (OSError, ValueError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{field}: {path} is no ladder ({reason}); `nemo-specrollout ladder` writes one"
+            ) from error
+
+
+class Ladder:
+    """Paces by method and batch size, decayed over what is observed; owns all figures. Methods are numbers here.
+
+    Between measured batch sizes it goes straight on in logarithms. A method that was never seen is taken for the mean of the
+    others, and where nothing was seen at all only the ratios of the guess mean anything.
+
+    Example: `observe("any", 0, 1, 300, 2.0)`, then `tokens_per_s(0, 1)` is 150 and `tokens_per_s(0, 4)` a guess, 75.
+    """
+
+    def __init__(self, methods: Sequence[str], file: LadderFile | None = None) -> None:
+        self.methods = tuple(methods)
+        self._prefill = _Mean()
+        self._of: dict[tuple[str, int], dict[int, _Mean]] = defaultdict(lambda: defaultdict(_Mean))
+        self._known: dict[tuple[int, int], float] = {}
+        if file is not None:
+            self._start_from(file)
+
+    def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
+        """Requests of `task`, in an engine of `batch` requests, made so many tokens in so many seconds, summed over them."""
+        self._of[task, method][batch].add(num_tokens, seconds)
+        if task != ANY_TASK:
+            self._of[ANY_TASK, method][batch].add(num_tokens, seconds)
+        self._known.clear()
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """An engine computed texts of so many tokens."""
+        self._prefill.add(num_tokens, seconds)
+
+    def tokens_per_s(self, method: int, batch: int) -> float:
+        """Of each of `batch` typical requests; never rising with the batch."""
+        if (method, batch) not in self._known:
+            self._known[method, batch] = self._predict(method, batch)
+        return self._known[method, batch]
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds; 0 while no prefill was seen."""
+        return num_tokens / self._prefill.ratio if self._prefill.seconds else 0.0
+
+    def ease(self, task: str, method: int) -> float:
+        """How much faster than typical the task's requests are by `method`, where both were seen; else 1."""
+        own, typical = self._of.get((task, method), {}), self._of.get((ANY_TASK, method), {})
+        shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
+        weight = sum(s for _, _, s in shared)
+        return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
+
+    def rungs(self, task: str = ANY_TASK) -> list[Rung]:
+        """What was seen of each method, the fastest with one request first."""
+        seen = [m for m in range(len(self.methods)) if self._of.get((task, m))]
+        return [self._rung(task, m) for m in sorted(seen, key=lambda m: -self.tokens_per_s(m, 1))]
+
+    def _rung(self, task: str, method: int) -> Rung:
+        means = sorted(self._of[task, method].items())
+        batches, ratios, seconds = zip(*((b, m.ratio, m.seconds) for b, m in means), strict=True)
+        return Rung(task, self.methods[method], batches, ratios, seconds)
+
+    def _start_from(self, file: LadderFile) -> None:
+        self._prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
+        for rung in file.rungs:
+            if rung.method in self.methods:
+                means = self._of[rung.task, self.methods.index(rung.method)]
+                for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
+                    means[batch].add(rate * weight_s, weight_s)
+
+    def _predict(self, method: int, batch: int) -> float:
+        means = self._of.get((ANY_TASK, method))
+        if not means:
+            others = [m for m in range(len(self.methods)) if self._of.get((ANY_TASK, m))]
+            return float(np.mean([self._predict(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
+        sizes = np.array(sorted(means))
+        rates = np.minimum.accumulate([means[b].ratio for b in sizes])
+        nearest = np.clip(batch, sizes[0], sizes[-1])
+        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), np.log(rates)))
+        return float(rate * (nearest / batch) ** GUESSED_SLOPE)
+
+
+@dataclass
+class _Mean:
+    """Tokens over seconds, of about the last `MEMORY_S` seconds."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, num_tokens: float, seconds: float) -> None:
+        keep = min(1.0, max(MEMORY_S - seconds, 0.0) / self.seconds) if self.seconds else 0.0
+        self.tokens, self.seconds = keep * self.tokens + num_tokens, keep * self.seconds + seconds
+
+    @property
+    def ratio(self) -> float:
+        return max(self.tokens, 1e-9) / self.seconds
