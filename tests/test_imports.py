@@ -31,7 +31,7 @@ OWNERS = {
     "megatron": {"local", "training"},
     "speculators": {"training"},
     "nemo_rl": {"nemo_rl"},
-    "ray": {"nemo_rl"},
+    "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
 TORCH_FREE = ("config", "scheduling", "cli")

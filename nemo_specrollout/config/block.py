@@ -8,6 +8,7 @@ from typing import Any
 from nemo_specrollout.config.addresses import check_address
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, choice
+from nemo_specrollout.config.tail import FastestOfNConfig
 
 BLOCK_PATH = "policy.generation.specrollout"
 TEXT_DRAFTERS = ("ngram", "suffix", "random")
@@ -158,6 +159,9 @@ class SpecrolloutConfig:
 
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; absent is off (`refresh.py`)."""
+
+    fastest_of_n: FastestOfNConfig | None = None
+    """What several rollout workers may do with each other's stragglers; absent is nothing (`tail.py`)."""
 
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
