@@ -28,7 +28,7 @@ MOST_AHEAD = 2
 class Workers(Protocol):
     """What a coordinator drives."""
 
-    methods: Sequence[int]
+    methods: list[int]
     """The draft method of each worker, as numbered by the ladder."""
     capacity: int
     """Requests that a worker may have at a time."""

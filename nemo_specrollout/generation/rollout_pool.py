@@ -22,6 +22,8 @@ from nemo_specrollout.generation.turns import Orders, Report
 HANG_S, MOST_RESTARTS = 300.0, 3
 _RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _OBJECT_STORE_BYTES = 512 << 20
+GONE = object()
+"""The answer of a worker that has died."""
 
 
 class RolloutActor:
@@ -36,6 +38,9 @@ class RolloutActor:
             self._engine.load_weights(weights.items())
         self._worker = RolloutWorker(self._engine)
         return self._engine.max_num_seqs
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def turn(self, orders: Orders) -> Report:
         return self._worker.turn(orders)
@@ -74,8 +79,8 @@ class RolloutPool:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process of each worker that is alive."""
-        return dict(zip(self._actors, self.ask_all("pid"), strict=True))
+        """The process of each worker that is alive."""
+        return {w: ray.get(actor.pid.remote()) for w, actor in self._actors.items()}
 
     def is_alive(self, worker: int) -> bool:
         """Whether it takes orders."""
@@ -106,15 +111,17 @@ class RolloutPool:
 
     def _report_of(self, turn: Any) -> tuple[int, Report | None]:
         worker = self._turns.pop(turn)
-        try:
-            return worker, ray.get(turn)
-        except RayActorError:
-            self._bury(worker)
-            return worker, None
+        report = self._answer(worker, turn)
+        return worker, None if report is GONE else report
 
-    def _bury(self, worker: int) -> None:
-        self._actors.pop(worker, None)
-        self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
+    def _answer(self, worker: int, ref: Any) -> Any:
+        """What a worker says, or that it is gone."""
+        try:
+            return ray.get(ref)
+        except RayActorError:
+            self._actors.pop(worker, None)
+            self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
+            return GONE
 
     def revive(self) -> None:
         """Starts dead workers again, with the newest weights. Raises RuntimeError if one dies too often."""
@@ -130,16 +137,21 @@ class RolloutPool:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights of all workers, by Hugging Face names, after the turns that they still have."""
         self._weights = ray.put({name: tensor.contiguous() for name, tensor in tensors})
-        loads = {w: actor.load_weights.remote(self._weights) for w, actor in self._actors.items()}
-        for worker, load in loads.items():
-            try:
-                ray.get(load)
-            except RayActorError:
-                self._bury(worker)
+        for worker, load in [(w, actor.load_weights.remote(self._weights)) for w, actor in self._actors.items()]:
+            self._answer(worker, load)
 
-    def ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of the engine returns, of each worker that is alive, in their order."""
-        return ray.get([actor.ask.remote(method, arguments) for _, actor in sorted(self._actors.items())])
+    def ask(self, worker: int, method: str, *arguments: Any) -> Any:
+        """What a method of a worker's engine returns."""
+        return ray.get(self._actors[worker].ask.remote(method, arguments))
+
+    def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        """What a method of the engine returns, of each worker that is alive, or of those that have a drafter of that type."""
+        asked = {
+            worker: actor.ask.remote(method, arguments)
+            for worker, actor in sorted(self._actors.items())
+            if drafting_by in (None, *self.method_names[self.methods[worker]].split("+"))
+        }
+        return {worker: answer for worker, ref in asked.items() if (answer := self._answer(worker, ref)) is not GONE}
 
     def close(self) -> None:
         """Ends the workers, and Ray if it is ours."""
@@ -158,14 +170,8 @@ class RolloutPool:
 
 def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[SpecrolloutConfig]:
     """The block of each worker's engine: the drafters that `fastest_of_n.methods` gives it, or all."""
-    tail = block.fastest_of_n
-    if tail is None or not tail.methods:
-        return [replace(block, fastest_of_n=None)] * num_workers
-    chosen = [tail.methods[w % len(tail.methods)] for w in range(num_workers)]
-    return [
-        replace(block, fastest_of_n=None, drafters=tuple(d for d in block.drafters if d.type in types))
-        for types in chosen
-    ]
+    kinds = block.drafters_of_workers
+    return [replace(block, fastest_of_n=None, drafters=kinds[w % len(kinds)]) for w in range(num_workers)]
 
 
 def method_name(block: SpecrolloutConfig) -> str:
