@@ -113,7 +113,9 @@ class Coordinator:
         for key in self._active:
             for worker in list(self._responses[key].runs):
                 self._stop(key, worker, ABANDONED)
-        self._send_turns()
+        for worker in filter(self.workers.is_alive, range(self._num_workers)):
+            if self._stops[worker]:
+                self.workers.send(worker, Orders(stops=tuple(self._stops[worker])))
 
     # Runs
 
@@ -142,8 +144,6 @@ class Coordinator:
 
     @property
     def _turn_s(self) -> float:
-        if not self._active:
-            return 0.0
         return min(max(TURN_SHARE * self.timeline.now_s, SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_turns(self) -> None:

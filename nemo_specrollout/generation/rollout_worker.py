@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
@@ -40,8 +41,9 @@ class RolloutWorker:
     Invariant: a run's tokens are told once each and in order, all of those that a turn made in its report.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: RolloutEngine, **sampling: Any) -> None:
+        """`sampling` overrides the config's sampling parameters."""
+        self.engine, self._sampling = engine, sampling
         self._runs: dict[int, _Run] = {}
         self._key_of: dict[str, int] = {}
 
@@ -58,6 +60,10 @@ class RolloutWorker:
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
         return Report(Progress.of(turn.told), turn.finished, work)
 
+    def forget(self) -> None:
+        """Stops all runs."""
+        self._stop(tuple(self._runs), _Turn())
+
     def _stop(self, keys: tuple[int, ...], turn: _Turn) -> None:
         runs = {key: self._runs.pop(key) for key in keys if key in self._runs}
         for key, run in runs.items():
@@ -70,7 +76,7 @@ class RolloutWorker:
         if not starts:
             return 0.0
         started = time.perf_counter()
-        ids = self.engine.submit([request for _, request in starts], {})
+        ids = self.engine.submit([request for _, request in starts], self._sampling)
         for (key, _), request_id in zip(starts, ids, strict=True):
             self._runs[key], self._key_of[request_id] = _Run(request_id), key
         self._step(turn)
