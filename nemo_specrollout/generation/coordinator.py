@@ -11,6 +11,7 @@ import numpy as np
 
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.responses import Response, Run
+from nemo_specrollout.generation.savings import Savings
 from nemo_specrollout.generation.timeline import ABANDONED, BEATEN, DIED, DIVERGED, GAVE_UP, MOVED, WON, Timeline
 from nemo_specrollout.generation.turns import Orders, Report
 from nemo_specrollout.scheduling.dispatch import in_shards, longest_first
@@ -81,6 +82,7 @@ class Coordinator:
                 on_finished(len(requests) - len(self._active))
         finally:
             self._abandon()
+        self._estimate_savings()
         return [r.rollout for r in self._responses], self.timeline
 
     def _begin(self, requests: Sequence[RolloutRequest], task: str) -> None:
@@ -95,7 +97,8 @@ class Coordinator:
         ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
         self._speeds = RunSpeeds(np.tile(ease_M, (len(requests), 1)))
         self._next_look_s = 0.0
-        self.timeline = Timeline(self._num_workers)
+        self._savings = Savings(self._num_workers)
+        self.timeline = Timeline(self._num_workers, tuple(self.ladder.methods[m] for m in self.workers.methods))
 
     def _deal_out(self) -> None:
         requests = [r.request for r in self._responses]
@@ -140,6 +143,13 @@ class Coordinator:
         self.timeline.end(key, worker, run.position, outcome)
         return run.name
 
+    def _estimate_savings(self) -> None:
+        """After a death there is nothing to compare with: its requests would have gone elsewhere in any case."""
+        if not self.timeline.num_deaths:
+            ended_s, method_W = max((s.end_s for s in self.timeline.spans), default=0.0), np.array(self.workers.methods)
+            speed_RM = self._speeds.speeds()
+            self.timeline.saved_s = self._savings.saved_s(ended_s, self._responses, speed_RM, method_W, self.ladder)
+
     # Turns
 
     @property
@@ -168,6 +178,7 @@ class Coordinator:
                 self._take(worker, report)
 
     def _take(self, worker: int, report: Report) -> None:
+        self._savings.told(worker, self.timeline.now_s)
         parts = {name: part for name, part in report.progress.parts().items() if name in self._run_names}
         self._learn(worker, report, {name: len(tokens) for name, (tokens, _) in parts.items()})
         for name, part in parts.items():
@@ -200,6 +211,7 @@ class Coordinator:
 
     def _lose(self, worker: int) -> None:
         """A worker has died; its requests wait for another."""
+        self.timeline.num_deaths += 1
         self._starts[worker], self._stops[worker] = {}, []
         for key in self._active:
             if worker in self._responses[key].runs:
@@ -218,6 +230,7 @@ class Coordinator:
         elif self._active and (waiting or self.timeline.now_s >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
+            self._savings.before(decision, keys, self._responses)
             started = {request for request, _ in decision.starts}
             for request, worker in decision.stops:
                 self._stop(keys[request], worker, MOVED if request in started else GAVE_UP)

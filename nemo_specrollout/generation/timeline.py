@@ -30,9 +30,13 @@ class Timeline:
     """Spans of a rollout, in the order in which they began. Owns the clock."""
 
     num_workers: int
+    methods: tuple[str, ...] = ()
+    """How each worker drafts."""
     spans: list[Span] = field(default_factory=list)
+    num_deaths: int = 0
+    """Workers that died."""
     saved_s: float | None = None
-    """Seconds that moves and races have saved, by estimate; None if there were none."""
+    """Seconds that moves and races have saved, by estimate; None if there were none, or if the estimate would be moot."""
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -62,6 +66,13 @@ class Timeline:
         return len({s.request for s in self.spans if s.outcome in (BEATEN, GAVE_UP)})
 
     @property
+    def num_won_by_racer(self) -> int:
+        """Raced requests that were ended by a worker which began with them after another that lost."""
+        lost = {(s.request, s.start_s) for s in self.spans if s.outcome in (BEATEN, GAVE_UP)}
+        won = {s.request: s.start_s for s in self.spans if s.outcome == WON}
+        return len({request for request, start_s in lost if start_s < won.get(request, 0.0)})
+
+    @property
     def idle_share(self) -> float:
         """Of the workers' seconds in the rollout, those in which they had no request."""
         end_s = max((s.end_s for s in self.spans), default=0.0)
@@ -70,9 +81,22 @@ class Timeline:
         )
         return 1.0 - busy_s / (self.num_workers * end_s) if end_s else 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """By the names of docs/metrics.md."""
+        return {
+            "moves": self.num_moves,
+            "races": self.num_races,
+            "won_by_racer": self.num_won_by_racer,
+            "idle_share": self.idle_share,
+            "saved_s": self.saved_s,
+            "deaths": self.num_deaths,
+            "diverged": sum(s.outcome == DIVERGED for s in self.spans),
+        }
+
     def wire(self) -> dict[str, Any]:
         """As plain numbers, strings and lists."""
-        return {"num_workers": self.num_workers, "saved_s": self.saved_s, "spans": [asdict(s) for s in self.spans]}
+        named = {"num_workers": self.num_workers, "methods": list(self.methods), "saved_s": self.saved_s}
+        return {**named, "spans": [asdict(s) for s in self.spans]}
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

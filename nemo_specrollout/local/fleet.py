@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ class RolloutFleet:
         after = {w: self.pool.ask(w, "report", report["num_steps"]) for w, report in same.items()}
         shards = in_shards(len(requests), len(self.pool.methods))
         stats = fleet_stats(same, after, rollouts, shards, seconds, self.pool.capacity)
-        return rollouts, stats, self._timeline.wire()
+        return rollouts, replace(stats, tail=self._timeline.figures()), self._timeline.wire()
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Responses, each by the worker that it is dealt to."""
