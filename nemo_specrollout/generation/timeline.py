@@ -2,7 +2,8 @@
 """Who worked on which request, and when: what a report shows of a rollout over several workers."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 WON, MOVED, BEATEN, GAVE_UP, DIED, DIVERGED, ABANDONED = (
@@ -10,7 +11,7 @@ WON, MOVED, BEATEN, GAVE_UP, DIED, DIVERGED, ABANDONED = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Span:
     """A run: `worker` had `request` from `start_s` to `end_s`, seconds since the rollout began, from response token
     `first_token` to `last_token`. `outcome`: it won (ended the request), moved elsewhere, was beaten by another racer, gave
@@ -25,32 +26,14 @@ class Span:
     outcome: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
-    """Spans of a rollout, in the order in which they began. Owns the clock."""
+    """Spans of a rollout's requests, in the order in which they ended. `request` is the place among them."""
 
     num_workers: int
-    spans: list[Span] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
     saved_s: float | None = None
     """Seconds that moves and races have saved, by estimate; None if there were none."""
-
-    def __post_init__(self) -> None:
-        self._started = time.perf_counter()
-        self._open: dict[tuple[int, int], Span] = {}
-
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def begin(self, request: int, worker: int, token: int) -> None:
-        """A run begins."""
-        self._open[request, worker] = span = Span(request, worker, self.now_s, token)
-        self.spans.append(span)
-
-    def end(self, request: int, worker: int, token: int, outcome: str) -> None:
-        """A run ends."""
-        span = self._open.pop((request, worker))
-        span.end_s, span.last_token, span.outcome = self.now_s, token, outcome
 
     @property
     def num_moves(self) -> int:
@@ -73,6 +56,35 @@ class Timeline:
     def wire(self) -> dict[str, Any]:
         """As plain numbers, strings and lists."""
         return {"num_workers": self.num_workers, "saved_s": self.saved_s, "spans": [asdict(s) for s in self.spans]}
+
+
+@dataclass
+class SpanLog:
+    """Spans as they begin and end. Owns the clock."""
+
+    num_workers: int
+    _open: dict[tuple[int, int], Span] = field(default_factory=dict)
+    _closed: dict[int, list[Span]] = field(default_factory=dict)
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def begin(self, request: int, worker: int, token: int) -> None:
+        """A run begins."""
+        self._open[request, worker] = Span(request, worker, self.now_s, token)
+
+    def end(self, request: int, worker: int, token: int, outcome: str) -> None:
+        """A run ends."""
+        span = self._open.pop((request, worker))
+        self._closed.setdefault(request, []).append(replace(span, end_s=self.now_s, last_token=token, outcome=outcome))
+
+    def take(self, requests: Sequence[int]) -> Timeline:
+        """The spans of requests that have ended, which are forgotten here."""
+        spans = [replace(span, request=i) for i, r in enumerate(requests) for span in self._closed.pop(r, [])]
+        first_s = min((s.start_s for s in spans), default=0.0)
+        spans = [replace(s, start_s=s.start_s - first_s, end_s=s.end_s - first_s) for s in spans]
+        return Timeline(self.num_workers, tuple(sorted(spans, key=lambda s: s.end_s)))
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
