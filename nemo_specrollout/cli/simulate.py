@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout simulate`: what a step would take, what each feature brings, and a picture; in seconds, without torch."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.simulation.compare import Comparison, compare
+from nemo_specrollout.simulation.rl import StepResult
+from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.traces import read_trace
+
+LIST = "list"
+_WIDTH_OF_LOGS = 120
+
+
+def simulate(parsed: argparse.Namespace) -> int:
+    """Prints what each feature brings, and writes it where `--out` says. Raises ConfigError."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_LOGS
+    if parsed.config == LIST:
+        _list(console)
+        return 0
+    scenario = _scenario(parsed)
+    comparison = compare(scenario, _lengths(parsed.trace))
+    for line in _lines(comparison):
+        console.print(line, markup=False)
+    console.print(_table(comparison, boxed=console.is_terminal))
+    if parsed.out is not None:
+        _write(parsed.out, comparison)
+        console.print(f"written to {parsed.out}: simulation.json, simulation.png", markup=False)
+    return 0
+
+
+def _scenario(parsed: argparse.Namespace) -> Scenario:
+    if parsed.config in shipped():
+        return read_scenario(parsed.config, parsed.overrides)
+    path = Path(parsed.config)
+    if not path.is_file():
+        raise ConfigError(
+            f"scenario {parsed.config!r}: neither a file nor one that ships{nearest(parsed.config, shipped())}"
+        )
+    tree = load_config(path, parsed.overrides)
+    if not is_scenario(tree):
+        raise ConfigError(f"{path}: no scenario")
+    return scenario_of(tree)
+
+
+def _lengths(trace: Path | None) -> Sequence[np.ndarray]:
+    return [] if trace is None else [step.lengths_PS for step in read_trace(trace, "--trace")]
+
+
+def _list(console: Console) -> None:
+    for name in shipped():
+        console.print(f"{name}: {read_scenario(name, []).title}", markup=False)
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    scenario, best = comparison.scenario, comparison.best
+    cluster = scenario.cluster
+    return [
+        f"{scenario.title}: {best.variant} {comparison.speedup(best):.2f}x plain, {best.step_s:.1f} s instead of "
+        f"{comparison.plain.step_s:.1f} (a prediction)",
+        f"{len(comparison.lengths)} requests, {comparison.lengths.sum() / 1e6:.1f}M tokens, {cluster.num_gpus} x "
+        f"{cluster.device}, costs of kind {scenario.costs.kind}",
+    ]
+
+
+def _table(comparison: Comparison, boxed: bool) -> Table:
+    """Idle is of all GPUs over a step; exposed, the generation that training waits for."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    names = ("variant", "step s", "speedup", "rollout s", "speedup", "exposed s", "idle", "moves", "races", "wasted")
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for step in comparison.steps:
+        table.add_row(*_row(comparison, step))
+    return table
+
+
+def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
+    rollout = step.rollout
+    wasted = rollout.num_wasted_tokens / (rollout.num_tokens + rollout.num_wasted_tokens)
+    return (
+        step.variant, f"{step.step_s:.1f}", f"{comparison.speedup(step):.2f}x", f"{step.rollout_s:.1f}",
+        f"{comparison.rollout_speedup(step):.2f}x", f"{step.exposed_s:.1f}", f"{step.idle_share:.0%}",
+        str(rollout.num_moves), str(rollout.num_races), f"{wasted:.1%}",
+    )  # fmt: skip
+
+
+def _write(folder: Path, comparison: Comparison) -> None:
+    from nemo_specrollout.simulation.picture import picture
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "simulation.json", json.dumps(_record(comparison), indent=1) + "\n")
+        write_atomically(folder / "simulation.png", picture(comparison))
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be written to ({type(error).__name__}); choose another") from error
+
+
+def _record(comparison: Comparison) -> dict[str, object]:
+    return {
+        "title": comparison.scenario.title,
+        "num_requests": len(comparison.lengths),
+        "num_tokens": int(comparison.lengths.sum()),
+        "variants": [
+            {
+                "variant": step.variant, "step_s": step.step_s, "parts_s": step.parts_s, "rollout_s": step.rollout_s,
+                "step_speedup": comparison.speedup(step), "rollout_speedup": comparison.rollout_speedup(step),
+                "idle_share": step.idle_share, "num_moves": step.rollout.num_moves,
+                "num_races": step.rollout.num_races, "num_wasted_tokens": step.rollout.num_wasted_tokens,
+            }
+            for step in comparison.steps
+        ],
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each feature brings: the same requests, with one feature more at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.simulation.fleet import APART, AUTO, FIXED, PLAIN, Fleet
+from nemo_specrollout.simulation.rl import StepResult, Variant, simulate_step
+from nemo_specrollout.simulation.scenario import Scenario
+
+DECOUPLED, MOVING, RACING = "decoupled", "moving", "racing"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every variant of a scenario, plain first."""
+
+    scenario: Scenario
+    steps: tuple[StepResult, ...]
+    lengths: np.ndarray
+    """Of the responses, int64, of all steps that were simulated."""
+
+    @property
+    def plain(self) -> StepResult:
+        return self.steps[0]
+
+    @property
+    def best(self) -> StepResult:
+        """The quickest step."""
+        return min(self.steps, key=lambda step: step.step_s)
+
+    def speedup(self, step: StepResult) -> float:
+        """Of the whole step, over plain."""
+        return self.plain.step_s / step.step_s
+
+    def rollout_speedup(self, step: StepResult) -> float:
+        """Of the rollout, over plain."""
+        return self.plain.rollout_s / step.rollout_s
+
+    def of(self, variant: str) -> StepResult:
+        return next(step for step in self.steps if step.variant == variant)
+
+
+def compare(scenario: Scenario, lengths: Sequence[np.ndarray] = ()) -> Comparison:
+    """Plain, a fixed number of drafts, the router, drafters apart, then moving and racing on top of the better of those."""
+    fleet = Fleet(scenario)
+    steps = [simulate_step(fleet, Variant(kind, kind), lengths) for kind in (PLAIN, FIXED, AUTO)]
+    kind = AUTO
+    if fleet.placement is not None:
+        steps.append(simulate_step(fleet, Variant(DECOUPLED, APART), lengths))
+        kind = APART if steps[-1].step_s < steps[-2].step_s else AUTO
+    if fleet.num_workers(kind) > 1:
+        steps.append(simulate_step(fleet, Variant(MOVING, kind, FastestOfNConfig(max_racers=1)), lengths))
+    if fleet.num_workers(kind) > 1 and len(scenario.drafting.methods) > 1:
+        steps.append(simulate_step(fleet, Variant(RACING, kind, FastestOfNConfig()), lengths))
+    return Comparison(scenario, tuple(steps), steps[0].rollout.length_R)
