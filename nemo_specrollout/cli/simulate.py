@@ -15,11 +15,12 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
+from nemo_specrollout.simulation.papers import account
 from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
 from nemo_specrollout.simulation.traces import read_trace
 
-LIST = "list"
+LIST, PAPERS = "list", "papers"
 _WIDTH_OF_LOGS = 120
 
 
@@ -30,6 +31,9 @@ def simulate(parsed: argparse.Namespace) -> int:
         console.width = _WIDTH_OF_LOGS
     if parsed.config == LIST:
         _list(console)
+        return 0
+    if parsed.config == PAPERS:
+        console.print(_account(boxed=console.is_terminal))
         return 0
     scenario = _scenario(parsed)
     comparison = compare(scenario, _lengths(parsed.trace))
@@ -63,6 +67,20 @@ def _lengths(trace: Path | None) -> Sequence[np.ndarray]:
 def _list(console: Console) -> None:
     for name in shipped():
         console.print(f"{name}: {read_scenario(name, []).title}", markup=False)
+
+
+def _account(boxed: bool) -> Table:
+    """Both papers' figures beside those of the simulator."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in ("table", "cell", "paper", "simulated", "error", "role"):
+        table.add_column(name, justify="right" if name in ("paper", "simulated", "error") else "left", no_wrap=True)
+    for cell in account():
+        unit = "" if cell.unit == "tokens" else cell.unit
+        paper = f"{cell.low:g}" if cell.low == cell.high else f"{cell.low:g}-{cell.high:g}"
+        table.add_row(
+            cell.table, cell.name, paper + unit, f"{cell.predicted:.3g}{unit}", f"{cell.error:+.0%}", cell.role
+        )
+    return table
 
 
 def _lines(comparison: Comparison) -> list[str]:

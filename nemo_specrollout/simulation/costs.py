@@ -53,21 +53,34 @@ class TabledCosts(Costs):
 
 @dataclass(frozen=True)
 class RoundCosts(Costs):
-    """Paper B's figures (arXiv 2604.26779): a round that verifies k drafts costs `fixed + per_draft * k` plain steps, its
-    drafting included, and never less than one; a plain step takes the same whatever the batch, for the paper gives no more.
+    """Paper B's figures (arXiv 2604.26779): what a round that drafts and verifies k tokens costs in plain steps, which is its
+    acceptance length over its speedup; on straight lines from 1 at no drafts through what is known, and on beyond it.
+
+    A plain step takes the same whatever the batch: the paper gives no more.
     """
 
     plain_step_s: float = bounded(above=0.0)
     """Seconds of a plain decode step."""
-    fixed: float = bounded(1.0, low=0.0)
-    """What a round of no drafts would cost on the line, in plain steps."""
-    per_draft: float = bounded(0.0, low=0.0)
-    """What one draft token a request adds, in plain steps."""
+    num_drafts: tuple[int, ...] = bounded(low=1)
+    """Of each request, rising."""
+    plain_steps: tuple[float, ...] = bounded(low=1.0)
+    """That a round of so many costs."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError unless the lists go together."""
+        if not self.num_drafts or len(self.num_drafts) != len(self.plain_steps):
+            raise ConfigError(
+                f"{path}.plain_steps: {len(self.plain_steps)} for {len(self.num_drafts)} num_drafts; give one for each"
+            )
+        if list(self.num_drafts) != sorted(set(self.num_drafts)):
+            raise ConfigError(f"{path}.num_drafts: {list(self.num_drafts)}; write them from small to large, each once")
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
-        k = np.asarray(num_rows) / num_requests - 1.0
-        rounds = np.where(k > 0.0, np.maximum(self.fixed + self.per_draft * k, 1.0), 1.0)
-        return self.plain_step_s * rounds if isinstance(num_rows, np.ndarray) else self.plain_step_s * float(rounds)
+        k = np.asarray(num_rows, float) / num_requests - 1.0
+        ks, rounds = np.array([0, *self.num_drafts]), np.array([1.0, *self.plain_steps])
+        slope = (rounds[-1] - rounds[-2]) / (ks[-1] - ks[-2])
+        seconds = self.plain_step_s * (np.interp(k, ks, rounds) + slope * np.maximum(k - ks[-1], 0.0))
+        return seconds if isinstance(num_rows, np.ndarray) else float(seconds)
 
     def draft_s(self, num_requests: float, context: float) -> float:
         return 0.0

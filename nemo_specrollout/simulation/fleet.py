@@ -81,12 +81,12 @@ class Fleet:
         return replace(self.policy, drafter=drafter)
 
     def speculation(self, kind: str, method: int) -> Speculation:
-        """How an engine drafts: `plain`, `fixed`, `auto`; `apart`, with the drafter that the planner places."""
+        """How an engine drafts: `plain`, `fixed`, `auto`; `apart`, with the drafter that the planner places, if it can be."""
         drafting, costs = self.scenario.drafting, self.costs(method)
         if kind == PLAIN:
             return NoSpeculation(costs)
-        if kind == APART and self.placement is not None:
-            return DecoupledSpeculation(costs, self._remote(self.placement.drafter_size), drafting.max_k)
+        if kind == APART and self.placement is not None and drafting.methods[method].draft not in (HEAD, TEXT):
+            return DecoupledSpeculation(costs, self._remote(self.placement.drafter_size, method), drafting.max_k)
         fixed = kind == FIXED
         budget = BudgetConfig("fixed", k=drafting.k) if fixed else BudgetConfig("auto")
         has_weights = drafting.methods[method].draft != TEXT and self.scenario.costs.kind != "rounds"
@@ -121,9 +121,9 @@ class Fleet:
         coupled = CostCurve(size, counts, tuple(costs.draft_s(n, context) for n in counts))
         return CostTables(s.cluster.device, s.model, s.drafting.methods[0].draft, (verify,), "GPU", curves, (coupled,))
 
-    def _remote(self, num_gpus: int) -> Costs:
+    def _remote(self, num_gpus: int, method: int = 0) -> Costs:
         assert self.policy is not None
-        shape = model_named(self.scenario.drafting.methods[0].draft, "drafting.methods.draft")
+        shape = model_named(self.scenario.drafting.methods[method].draft, "drafting.methods.draft")
         return drafter_costs(self.policy, shape, num_gpus)
 
     def _drafter(self, policy: RooflineCosts, method: MethodConfig) -> RooflineCosts | None:

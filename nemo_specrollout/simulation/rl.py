@@ -12,9 +12,8 @@ import numpy as np
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.scheduling.dispatch import in_shards
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
-from nemo_specrollout.simulation.fleet import APART, AUTO, PLAIN, Fleet
+from nemo_specrollout.simulation.fleet import PLAIN, Fleet
 from nemo_specrollout.simulation.rollout import Rollout, RolloutResult
-from nemo_specrollout.simulation.speculation import Speculation
 from nemo_specrollout.simulation.tail import MethodPaces, Tail
 from nemo_specrollout.simulation.worker import Span, Worker
 from nemo_specrollout.simulation.workload import Workload, workload
@@ -116,9 +115,8 @@ class _AsynchronousRun:
                 self._begin(j + 1 + self.ahead)
 
     def result(self) -> StepResult:
-        """Means over the second half of the steps, less the last few, for which no more is generated beside them."""
-        last = max(1, self.num_steps - 1 - self.ahead)
-        first = min(self.num_steps // 2, last - 1)
+        """Means over the steps that count."""
+        first, last = self._counted()
         counted = slice(first, last)
         parts = {name: float(np.mean([p[name] for p in self.parts[counted]])) for name in self.parts[0]}
         waited_s = float(self.waited_s[counted].mean())
@@ -128,6 +126,13 @@ class _AsynchronousRun:
         idle = self._idle_share(result.spans, begin_s, float(self.trained_s[last - 1]), waited_s, parts)
         parts = {"data": parts["data"], "prepare": parts["prepare"], "generate": waited_s, **parts}
         return StepResult(self.variant.name, parts, rollout_s, idle, result)
+
+    def _counted(self) -> tuple[int, int]:
+        """The later half of the steps, less the last few, beside which no more is generated. Batches that began together come
+        together, so steps differ in a cycle as long as there are batches at a time: whole cycles are counted."""
+        cycle = self.ahead + 1
+        last = self.num_steps - self.ahead
+        return last - max(1, last // 2 // cycle) * cycle, last
 
     def _begin(self, batch: int) -> None:
         self.began_s[batch] = self.rollout.now_s
@@ -171,22 +176,20 @@ def _workload(fleet: Fleet, lengths: Sequence[np.ndarray], num_steps: int) -> Wo
 
 def _workers(fleet: Fleet, variant: Variant) -> list[Worker]:
     """One for each engine, or for each pair of verifier and drafter."""
+    kinds = [fleet.speculation(variant.speculation, m) for m in range(len(fleet.terms_M))]
     methods = _methods(fleet, variant)
-    kinds = {m: _speculation(fleet, variant, m) for m in set(methods)}
-    return [Worker(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
-
-
-def _speculation(fleet: Fleet, variant: Variant, method: int) -> Speculation:
-    """Only the first method's drafters are on GPUs of their own; engines that race by others draft themselves."""
-    kind = AUTO if variant.speculation == APART and method else variant.speculation
-    return fleet.speculation(kind, method)
+    if not fleet.scenario.drafting.freed_workers_switch:
+        return [Worker(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
+    workers = [Worker(i, kinds[0], 0, fleet.num_slots) for i in range(len(methods))]
+    for worker, method in zip(workers, methods, strict=True):
+        worker.after_dry = (kinds[method], method)
+    return workers
 
 
 def _methods(fleet: Fleet, variant: Variant) -> list[int]:
     """Of each engine; only where methods race have they several."""
-    drafting = fleet.scenario.drafting
+    drafting, num_workers = fleet.scenario.drafting, fleet.num_workers(variant.speculation)
     names = [method.name for method in drafting.methods]
-    num_workers = fleet.num_workers(variant.speculation)
     if variant.tail is None or variant.tail.max_racers == 1:
         return [0] * num_workers
     pattern = [names.index(name) for name in drafting.methods_of_workers] or list(range(len(names)))
@@ -197,7 +200,7 @@ def _tail(fleet: Fleet, variant: Variant) -> Tail | None:
     if variant.tail is None:
         return None
     scenario = fleet.scenario
-    methods = tuple(_speculation(fleet, variant, m) for m in range(len(fleet.terms_M)))
+    methods = tuple(fleet.speculation(variant.speculation, m) for m in range(len(fleet.terms_M)))
     context = scenario.batch.prompt_tokens + scenario.lengths.max_tokens / 2
     paces = MethodPaces(methods, tuple(t.centre for t in fleet.terms_M), context)
     every_s = scenario.lengths.max_tokens / paces.tokens_per_s(0, 1) / _ASKED

@@ -45,6 +45,11 @@ class RolloutResult:
         return sum(span.end_s - span.begin_s for span in self.spans)
 
     @property
+    def num_request_steps(self) -> float:
+        """Engine steps, each counted once for each of its requests."""
+        return sum(span.num_steps * span.num_requests for span in self.spans)
+
+    @property
     def idle_share(self) -> float:
         """Of the workers' time until the last request ended."""
         return 1.0 - self.busy_s / (self.num_workers * self.seconds)
@@ -156,6 +161,8 @@ class Rollout:
 
     def _tend_tail(self, worker: Worker) -> None:
         assert self.tail is not None
+        if not worker.load:
+            worker.run_dry()
         if not self.tail.is_due(worker, self.now_s):
             return
         decision = self.tail.decide(self.workload, self.workers, self.now_s)

@@ -128,6 +128,10 @@ class DraftingConfig:
     methods_of_workers: tuple[str, ...] = ()
     """Where methods race: worker i has entry i, and begins again after the last. Empty: each method in turn."""
 
+    freed_workers_switch: bool = True
+    """Where methods race: a worker has the first method until it runs dry, then its own, as in SpecActor. False: its own from
+    the start, as in `fastest_of_n.methods` of the block."""
+
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
     """Of the log-odds of two methods on the same request."""
 
@@ -195,8 +199,8 @@ class TrainingConfig:
     """Of handing the weights to the engines."""
     logprob_s: float | None = bounded(None, low=0.0)
     train_s: float | None = bounded(None, low=0.0)
-    num_steps: int = bounded(8, low=1, high=1000)
-    """Steps that are simulated where they overlap; the first half is not counted."""
+    num_steps: int = bounded(12, low=2, high=1000)
+    """Steps that are simulated where they overlap; about the second half counts."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a staleness that contradicts the lag."""
@@ -212,6 +216,10 @@ class TrainingConfig:
             raise ConfigError(
                 f"{path}.max_age: {self.max_age} throws away what a lag of {self.lag} makes; raise it to the lag, or "
                 "lower that"
+            )
+        if self.mode == "async" and self.num_steps < 2 * self.lag + 1:
+            raise ConfigError(
+                f"{path}.num_steps: {self.num_steps} steps do not settle with a lag of {self.lag}; at least {2 * self.lag + 1}"
             )
         if self.buffer_batches is not None and self.buffer_batches < self.lag:
             raise ConfigError(
@@ -249,9 +257,6 @@ class Scenario:
 
     seed: int = bounded(0, low=0)
     """Of the draws."""
-
-    published: Mapping[str, float] = field(default_factory=dict)
-    """Figures of the paper that the setting is from, by the name of what they are compared with (`compare.py`)."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for what cannot run."""

@@ -7,7 +7,7 @@ Shapes: B requests of an engine, K draft positions.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,8 @@ _EXACT_BATCH, _BATCH_STEP, _CONTEXT_STEP, _ACCEPTANCE_STEP = 8, 1.1, 1.25, 0.02
 _KS, _AHEAD = (1, 2, 3, 4, 6, 8, 12, 16), 2
 # A planner is told that its plan came true so often: one that has run for a while knows what its promises are worth.
 _LESSONS, _SCALE = 64, 1_000_000
+# Rounds in which the going rate and the plan settle.
+_RATES = 4
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,8 @@ class CoupledSpeculation(Speculation):
         decision = self.budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
         return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
 
-    def _planned_depth(
-        self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, context: float
-    ) -> int:  # fmt: skip
+    def _planned_depth(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, context: float) -> int:
+        """Once the going rate is that of the plan itself, as it becomes in a run, and promises have come true for a while."""
         num = len(caps_B)
         seen = PlanObservation(
             np.zeros_like(survival_BK), survival_BK, caps_B, np.ones(num, np.int64), costs, self._draft_costs(num, context),
@@ -117,7 +118,10 @@ class CoupledSpeculation(Speculation):
         plan = planner.plan(seen)
         for _ in range(_LESSONS if plan.depth else 0):
             planner.came_true(plan, round(plan.tokens_per_s * _SCALE), _SCALE)
-        return planner.plan(seen).depth if plan.depth else 0
+        for _ in range(_RATES if plan.depth else 0):
+            seen = replace(seen, going_rate=plan.tokens_per_s)
+            plan = planner.plan(seen)
+        return plan.depth
 
     def _step_costs(self, num_requests: int, context: float) -> StepCosts:
         rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)

@@ -25,6 +25,7 @@ class Span:
     worker: int
     num_requests: int
     num_tokens: float
+    num_steps: float = 0.0
 
 
 class Worker:
@@ -42,6 +43,8 @@ class Worker:
         self.lengths_B = np.zeros(0)
         self.p_B = np.zeros(0)
         self.spans: list[Span] = []
+        self.after_dry: tuple[Speculation, int] | None = None
+        """How it drafts, and by which method, once it has run dry; None: as before."""
         self._pace, self._num_steps = _NO_PACE, 0.0
         self.begin_s = self.end_s = 0.0
         self.stamp = 0
@@ -67,7 +70,8 @@ class Worker:
         before, share = self.tokens_B, self._share(now_s)
         self.tokens_B = self.tokens_at(now_s)
         num_tokens = float((self.tokens_B - before).sum())
-        self.spans.append(Span(self.begin_s, now_s, self.index, len(self.requests_B), num_tokens))
+        num_steps = self._num_steps * share
+        self.spans.append(Span(self.begin_s, now_s, self.index, len(self.requests_B), num_tokens, num_steps))
         self._num_steps *= 1.0 - share
         self.begin_s = now_s
 
@@ -99,6 +103,11 @@ class Worker:
         self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
         self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
         self.p_B = np.concatenate([self.p_B, p_b])
+
+    def run_dry(self) -> None:
+        """It has nothing to do: GPUs that are free host another method."""
+        if self.after_dry is not None:
+            (self.speculation, self.method), self.after_dry = self.after_dry, None
 
     def ended(self) -> np.ndarray:
         """Requests that have all their tokens, int64."""
