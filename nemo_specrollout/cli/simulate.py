@@ -3,18 +3,24 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run import read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
+from nemo_specrollout.simulation.devices import DEVICES, device_named
+from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
+from nemo_specrollout.simulation.lengths import fitted
 from nemo_specrollout.simulation.papers import account
 from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
@@ -35,8 +41,7 @@ def simulate(parsed: argparse.Namespace) -> int:
     if parsed.config == PAPERS:
         console.print(_account(boxed=console.is_terminal))
         return 0
-    scenario = _scenario(parsed)
-    comparison = compare(scenario, _lengths(parsed.trace))
+    comparison = compare(*_with_trace(_scenario(parsed), parsed.trace))
     for line in _lines(comparison):
         console.print(line, markup=False)
     console.print(_table(comparison, boxed=console.is_terminal))
@@ -51,17 +56,31 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         return read_scenario(parsed.config, parsed.overrides)
     path = Path(parsed.config)
     if not path.is_file():
-        raise ConfigError(
-            f"scenario {parsed.config!r}: neither a file nor one that ships{nearest(parsed.config, shipped())}"
-        )
+        known = nearest(parsed.config, [*shipped(), LIST, PAPERS])
+        raise ConfigError(f"SCENARIO: {parsed.config!r} is neither a file nor one that ships{known}")
     tree = load_config(path, parsed.overrides)
-    if not is_scenario(tree):
-        raise ConfigError(f"{path}: no scenario")
-    return scenario_of(tree)
+    return scenario_of(tree) if is_scenario(tree) else _of_run(tree, parsed)
 
 
-def _lengths(trace: Path | None) -> Sequence[np.ndarray]:
-    return [] if trace is None else [step.lengths_PS for step in read_trace(trace, "--trace")]
+def _of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
+    if runtime_of(tree) == "nemo_rl":
+        if parsed.device is None:
+            raise ConfigError(
+                f"--device: missing; a config does not say which GPUs: one of {', '.join(sorted(DEVICES))}"
+            )
+        return of_nemo_rl(tree, device_named(parsed.device, "--device").name)
+    if parsed.profile is None:
+        raise ConfigError("--profile: missing; for this machine, name a file that `nemo-specrollout profile` wrote")
+    return of_local(read_run_config(tree)[0], tree, parsed.profile)
+
+
+def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[np.ndarray]]:
+    """The scenario with the lengths of a trace; what policies know of lengths beforehand is fitted to it."""
+    if trace is None:
+        return scenario, []
+    lengths = [step.lengths_PS for step in read_trace(trace, "--trace")]
+    every = np.concatenate([step.ravel() for step in lengths])
+    return replace(scenario, lengths=fitted(every, int(every.max()))), lengths
 
 
 def _list(console: Console) -> None:
@@ -86,11 +105,13 @@ def _account(boxed: bool) -> Table:
 def _lines(comparison: Comparison) -> list[str]:
     scenario, best = comparison.scenario, comparison.best
     cluster = scenario.cluster
+    notes = {"source": scenario.source, "calibrated": scenario.calibrated_from}
     return [
         f"{scenario.title}: {best.variant} {comparison.speedup(best):.2f}x plain, {best.step_s:.1f} s instead of "
         f"{comparison.plain.step_s:.1f} (a prediction)",
-        f"{len(comparison.lengths)} requests, {comparison.lengths.sum() / 1e6:.1f}M tokens, {cluster.num_gpus} x "
-        f"{cluster.device}, costs of kind {scenario.costs.kind}",
+        f"{len(comparison.lengths):,} requests, {comparison.lengths.sum():,} tokens, {cluster.num_gpus} x {cluster.device}, "
+        f"costs of kind {scenario.costs.kind}",
+        *(f"{name}: {text}" for name, text in notes.items() if text),
     ]
 
 

@@ -48,7 +48,7 @@ class LengthConfig:
         return np.clip(tokens_PS, 1, self.max_tokens).astype(np.int64)
 
 
-def fitted(lengths: Sequence[int], max_tokens: int) -> LengthConfig:
+def fitted(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> LengthConfig:
     """The distribution of lengths that were seen; those at `max_tokens` are only known to be at least that long.
 
     A line through the quantiles below the cap, against those of the normal distribution.

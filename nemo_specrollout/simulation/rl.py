@@ -19,7 +19,7 @@ from nemo_specrollout.simulation.worker import Span, Worker
 from nemo_specrollout.simulation.workload import Workload, workload
 
 # The tail policy is asked at most so often in the time that the longest response would take.
-_ASKED = 100
+_ASKED = 50
 # Past rollouts that the length estimator has seen.
 _SEED_OF_PAST = 1_000_003
 

@@ -30,7 +30,7 @@ class RolloutResult:
     num_tokens: float
     """Of the responses."""
     num_wasted_tokens: float
-    """Made by racers that lost, from where they began."""
+    """Made twice, by racers."""
     num_moves: int
     num_races: int
 
@@ -69,7 +69,9 @@ class Rollout:
         self._queue: list[tuple[float, int, int]] = []
         self._num_wasted = 0.0
         self._num_moves = self._num_races = 0
+        # Tokens with which a run began that went on from another, and those that all runs of a request have made.
         self._given: dict[tuple[int, int], float] = {}
+        self._made: dict[int, float] = defaultdict(float)
         self._on_end: Callable[[int, float], None] | None = None
 
     def start(self, requests_R: np.ndarray, worker_R: np.ndarray) -> None:
@@ -120,20 +122,25 @@ class Rollout:
 
     def _finish(self, request: int, winner: Worker) -> None:
         self.end_R[request] = self.now_s
+        length = int(self.workload.length_R[request])
+        self._close(request, winner, length)
         for index in self._runs.pop(request) - {winner.index}:
             self._take_away(self.workers[index], request)
             self._admit(self.workers[index])
             self._plan(self.workers[index])
+        self._num_wasted += self._made.pop(request) - length
         if self.tail is not None:
-            self.tail.ended(int(self.workload.prompt_R[request]), int(self.workload.length_R[request]))
+            self.tail.ended(int(self.workload.prompt_R[request]), length)
         if self._on_end is not None:
             self._on_end(request, self.now_s)
 
     def _take_away(self, worker: Worker, request: int) -> None:
-        """A run that is not wanted any more; what it has made since it began here was for nothing."""
+        """A run ends before its request does."""
         worker.advance(self.now_s)
-        num_tokens = worker.drop(np.array([request]))
-        self._num_wasted += num_tokens - self._given.pop((request, worker.index), 0.0)
+        self._close(request, worker, worker.drop(np.array([request])))
+
+    def _close(self, request: int, worker: Worker, num_tokens: float) -> None:
+        self._made[request] += num_tokens - self._given.pop((request, worker.index), 0.0)
 
     def _admit(self, worker: Worker) -> None:
         """Waiting requests begin, as many as have room; prompts that they share are computed once."""
@@ -175,7 +182,7 @@ class Rollout:
         stopped = {index for _, index in decision.stops}
         furthest = {r: self._furthest(r) for r, _ in decision.starts}
         for request, index in decision.stops:
-            self._stop(request, self.workers[index], given=request in furthest)
+            self._stop(request, self.workers[index])
         for request, index in decision.starts:
             self._move_to(request, self.workers[index], furthest[request])
             self._num_moves += request in moved
@@ -191,17 +198,9 @@ class Rollout:
             tokens.append(float(worker.tokens_at(self.now_s)[worker.requests_B == request][0]))
         return max(tokens)
 
-    def _stop(self, request: int, worker: Worker, given: bool) -> None:
-        if request in worker.waiting:
-            worker.waiting.remove(request)
-            return
-        worker.advance(self.now_s)
+    def _stop(self, request: int, worker: Worker) -> None:
         self._runs[request].discard(worker.index)
-        if given:
-            worker.drop(np.array([request]))
-            self._given.pop((request, worker.index), None)
-        else:
-            self._take_away(worker, request)
+        self._take_away(worker, request)
 
     def _move_to(self, request: int, worker: Worker, num_tokens: float) -> None:
         worker.advance(self.now_s)

@@ -305,4 +305,4 @@ def scenario_of(tree: Mapping[str, object]) -> Scenario:
 
 def is_scenario(tree: Mapping[str, object]) -> bool:
     """Whether a tree is meant as a scenario rather than as a run's config."""
-    return "cluster" in tree and "drafting" in tree
+    return "policy" not in tree

@@ -21,8 +21,8 @@ from nemo_specrollout.simulation.costs import Costs
 
 # Decisions are remembered by size of batch, context and acceptance: exact up to so many requests, then in such steps.
 _EXACT_BATCH, _BATCH_STEP, _CONTEXT_STEP, _ACCEPTANCE_STEP = 8, 1.1, 1.25, 0.02
-# Draft lengths that a decoupled pair tries; a drafter may be so many times that ahead.
-_KS, _AHEAD = (1, 2, 3, 4, 6, 8, 12, 16), 2
+# Draft lengths that a decoupled pair tries.
+_KS = (1, 2, 3, 4, 6, 8, 12, 16)
 # A planner is told that its plan came true so often: one that has run for a while knows what its promises are worth.
 _LESSONS, _SCALE = 64, 1_000_000
 # Rounds in which the going rate and the plan settle.
@@ -164,7 +164,8 @@ class DecoupledSpeculation(Speculation):
 
         # A drafter makes one token for each request in a step of its own, of as many rows.
         draft_s = float(self.drafter.step_s(num_requests, float(num_requests), context))
-        options = [(k, settle(p, k, _AHEAD * k, draft_s, step_s, num_requests)) for k in self.ks]
+        # While k and the token after them are being verified, k more are drafted.
+        options = [(k, settle(p, k, 2 * k + 1, draft_s, step_s, num_requests)) for k in self.ks]
         best = max(options, key=lambda option: option[1].rates.num_tokens / option[1].step_s)
         gains = best[1].rates.num_tokens / best[1].step_s > 1.0 / step_s(num_requests)
         return best if gains else (0, best[1])
