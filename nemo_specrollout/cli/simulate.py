@@ -24,10 +24,13 @@ from nemo_specrollout.simulation.lengths import fitted
 from nemo_specrollout.simulation.papers import account
 from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.timeline import running_share
 from nemo_specrollout.simulation.traces import read_trace
 
 LIST, PAPERS = "list", "papers"
 _WIDTH_OF_LOGS = 120
+# Moments of the use over time.
+_POINTS = 200
 
 
 def simulate(parsed: argparse.Namespace) -> int:
@@ -116,9 +119,11 @@ def _lines(comparison: Comparison) -> list[str]:
 
 
 def _table(comparison: Comparison, boxed: bool) -> Table:
-    """Idle is of all GPUs over a step; exposed, the generation that training waits for."""
+    """Seconds of a step and its parts, where `generate` is what training waits for; idle is of all GPUs over a step, peak the
+    share of the engines' arithmetic that the response tokens need."""
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
-    names = ("variant", "step s", "speedup", "rollout s", "speedup", "exposed s", "idle", "moves", "races", "wasted")
+    names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
+             "moves", "races")  # fmt: skip
     for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     for step in comparison.steps:
@@ -127,12 +132,13 @@ def _table(comparison: Comparison, boxed: bool) -> Table:
 
 
 def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
-    rollout = step.rollout
-    wasted = rollout.num_wasted_tokens / (rollout.num_tokens + rollout.num_wasted_tokens)
+    parts, peak = step.parts_s, comparison.peak_share(step)
+    main_parts = [parts[name] for name in ("generate", "log-prob", "train")]
     return (
         step.variant, f"{step.step_s:.1f}", f"{comparison.speedup(step):.2f}x", f"{step.rollout_s:.1f}",
-        f"{comparison.rollout_speedup(step):.2f}x", f"{step.exposed_s:.1f}", f"{step.idle_share:.0%}",
-        str(rollout.num_moves), str(rollout.num_races), f"{wasted:.1%}",
+        f"{comparison.rollout_speedup(step):.2f}x", *(f"{seconds:.1f}" for seconds in main_parts),
+        f"{step.step_s - sum(main_parts):.1f}", f"{step.idle_share:.0%}", "-" if peak is None else f"{peak:.1%}",
+        str(step.rollout.num_moves), str(step.rollout.num_races),
     )  # fmt: skip
 
 
@@ -152,13 +158,23 @@ def _record(comparison: Comparison) -> dict[str, object]:
         "title": comparison.scenario.title,
         "num_requests": len(comparison.lengths),
         "num_tokens": int(comparison.lengths.sum()),
-        "variants": [
-            {
-                "variant": step.variant, "step_s": step.step_s, "parts_s": step.parts_s, "rollout_s": step.rollout_s,
-                "step_speedup": comparison.speedup(step), "rollout_speedup": comparison.rollout_speedup(step),
-                "idle_share": step.idle_share, "num_moves": step.rollout.num_moves,
-                "num_races": step.rollout.num_races, "num_wasted_tokens": step.rollout.num_wasted_tokens,
-            }
-            for step in comparison.steps
-        ],
-    }  # fmt: skip
+        "variants": [_variant(comparison, step) for step in comparison.steps],
+    }
+
+
+def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
+    at_s, share = running_share(step.rollout, _POINTS)
+    return {
+        "variant": step.variant,
+        "step_s": step.step_s,
+        "parts_s": step.parts_s,
+        "rollout_s": step.rollout_s,
+        "step_speedup": comparison.speedup(step),
+        "rollout_speedup": comparison.rollout_speedup(step),
+        "idle_share": step.idle_share,
+        "peak_share": comparison.peak_share(step),
+        "num_moves": step.rollout.num_moves,
+        "num_races": step.rollout.num_races,
+        "num_wasted_tokens": step.rollout.num_wasted_tokens,
+        "use": {"at_s": at_s.round(3).tolist(), "busy_share": share.round(4).tolist()},
+    }

@@ -29,8 +29,8 @@ class Comparison:
 
     @property
     def best(self) -> StepResult:
-        """The quickest step."""
-        return min(self.steps, key=lambda step: step.step_s)
+        """The quickest step; of those alike, the one with the quickest rollout."""
+        return min(self.steps, key=lambda step: (round(step.step_s, 3), step.rollout_s))
 
     def speedup(self, step: StepResult) -> float:
         """Of the whole step, over plain."""
@@ -39,6 +39,14 @@ class Comparison:
     def rollout_speedup(self, step: StepResult) -> float:
         """Of the rollout, over plain."""
         return self.plain.rollout_s / step.rollout_s
+
+    def peak_share(self, step: StepResult) -> float | None:
+        """Arithmetic of the response tokens over what the engines could do meanwhile; None without a data sheet."""
+        policy, rollout = Fleet(self.scenario).policy, step.rollout
+        if policy is None:
+            return None
+        gpus_s = self.scenario.cluster.generating_gpus * rollout.seconds
+        return policy.ideal_s(rollout.num_tokens) * policy.parallel.num_gpus / gpus_s
 
     def of(self, variant: str) -> StepResult:
         return next(step for step in self.steps if step.variant == variant)

@@ -127,6 +127,8 @@ def projections() -> Iterator[Cell]:
 def specactor() -> Iterator[Cell]:
     """SpecActor's ranges over its traces, for the one that is like DAPO."""
     plain, vanilla = _step(DAPO, PLAIN), _step(DAPO, FIXED)
+    yield Cell("SpecActor", "plain: idle share of the rollout", INPUT, 0.45, 0.55, plain.rollout.idle_share, "")
+    yield Cell("SpecActor", "plain: rollout's share of a step", INPUT, 0.7, 0.8, plain.rollout_s / plain.step_s, "")
     yield Cell("SpecActor", "vanilla: rollout over plain", INPUT, 1.1, 1.2, plain.rollout_s / vanilla.rollout_s)
     for variant in (_MOVING, _RACING):
         step = _simulate(DAPO, variant, ())

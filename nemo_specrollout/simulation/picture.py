@@ -49,19 +49,18 @@ def picture(comparison: Comparison) -> bytes:
 
 
 def draw_use(ax: Axes, comparison: Comparison) -> None:
-    """Requests being decoded, as a share of the most at any time, and workers that are at work, over time."""
+    """Workers that are at work, over time, without our features and with the best of them."""
     for step, colour in ((comparison.plain, SILVER), (comparison.best, BLUE)):
         at_s, busy = running_share(step.rollout, _POINTS)
         ax.fill_between(at_s, busy, color=colour, alpha=0.25, linewidth=0)
         ax.plot(at_s, busy, color=colour)
-    ax.set(title="GPUs that decode or prefill, of those that generate", xlabel="seconds from the start of the rollout")
+    ax.set(title="GPUs that decode or prefill, of those that generate", xlabel="seconds from the start")
     ax.set_ylim(0, 1.04)
     ax.set_xlim(0, comparison.plain.rollout.seconds * 1.01)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    for height, step, colour in ((12, comparison.plain, GREY), (26, comparison.best, BLUE)):
-        text, end_s = f"{step.variant}: {1 - step.rollout.idle_share:.0%} busy", step.rollout.seconds
-        ax.annotate(text, (end_s, 0.0), (-4, height), textcoords="offset points", ha="right", color=colour,
-                    fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})  # fmt: skip
+    for height, step, colour in ((0.21, comparison.best, BLUE), (0.08, comparison.plain, INK)):
+        text = f"{step.variant}: {1 - step.rollout.idle_share:.0%} busy for {step.rollout.seconds:.0f} s"
+        ax.annotate(text, (0.012, height), xycoords="axes fraction", color=colour, fontweight="bold", va="center")
 
 
 def draw_parts(ax: Axes, comparison: Comparison) -> None:
