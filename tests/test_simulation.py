@@ -19,10 +19,11 @@ from nemo_specrollout.simulation.costs import Costs, LinearCosts, RoundCosts
 from nemo_specrollout.simulation.devices import DEVICES
 from nemo_specrollout.simulation.fleet import AUTO, FIXED, PLAIN, Fleet
 from nemo_specrollout.simulation.lengths import LengthConfig, fitted
-from nemo_specrollout.simulation.rl import Variant, simulate_step
+from nemo_specrollout.simulation.rl import simulate_step
 from nemo_specrollout.simulation.rollout import Rollout, RolloutResult
 from nemo_specrollout.simulation.roofline import Calibration, Parallel, RooflineCosts
 from nemo_specrollout.simulation.scenario import Scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.setting import Setting, Variant
 from nemo_specrollout.simulation.speculation import (
     CoupledSpeculation,
     DecoupledSpeculation,
@@ -129,7 +130,7 @@ def test_asynchronous_steps_take_what_is_longer_of_training_and_a_share_of_gener
         costs={"kind": "rounds", "rounds": {"plain_step_s": 0.01, "num_drafts": [3], "plain_steps": [1.5]}},
         training={"mode": "async", "lag": lag, "train_s": train_s, "num_steps": 40},
     )  # fmt: skip
-    step = simulate_step(Fleet(scenario), Variant(PLAIN))
+    step = simulate_step(Setting(Fleet(scenario), Variant(PLAIN)))
     assert step.rollout_s == pytest.approx(10.0)
     assert step.step_s == pytest.approx(max(train_s, (10.0 + train_s) / (lag + 1)), rel=0.01)
     assert step.exposed_s == pytest.approx(step.step_s - train_s)
@@ -143,7 +144,7 @@ def test_asynchronous_steps_take_what_is_longer_of_training_and_a_share_of_gener
 def test_tokens_and_gpu_seconds_add_up(tail: FastestOfNConfig | None, seed: int) -> None:
     scenario = small(seed=seed)
     for kind in (PLAIN, FIXED, AUTO):
-        result = simulate_step(Fleet(scenario), Variant(kind, kind, tail)).rollout
+        result = simulate_step(Setting(Fleet(scenario), Variant(kind, kind, tail))).rollout
         assert np.isfinite(result.end_R).all()
         assert result.num_tokens == pytest.approx(result.length_R.sum(), rel=1e-9)
         assert result.num_wasted_tokens == 0.0 or (result.num_races > 0 and tail is not None and tail.max_racers > 1)
@@ -249,7 +250,7 @@ def test_every_shipped_scenario_says_what_is_assumed_and_gains(name: str) -> Non
     scenario = read_scenario(name, ["training.num_steps=6"])
     assert scenario.source and scenario.calibrated_from
     fleet = Fleet(scenario)
-    plain, auto = (simulate_step(fleet, Variant(kind, kind)) for kind in (PLAIN, AUTO))
+    plain, auto = (simulate_step(Setting(fleet, Variant(kind, kind))) for kind in (PLAIN, AUTO))
     assert plain.step_s >= auto.step_s and plain.rollout_s > auto.rollout_s
     assert 0.0 <= auto.idle_share < 1.0
 
@@ -258,9 +259,9 @@ def test_every_shipped_scenario_says_what_is_assumed_and_gains(name: str) -> Non
 def test_4096_long_requests_on_2048_gpus_take_at_most_five_seconds(tail: FastestOfNConfig | None) -> None:
     overrides = ["cluster.num_gpus=2048", "cluster.train_gpus=0"]
     fleet = Fleet(read_scenario("nvidia-235b-512", overrides))
-    simulate_step(Fleet(small()), Variant(AUTO, AUTO, tail))  # kernels are compiled, or loaded, once
+    simulate_step(Setting(Fleet(small()), Variant(AUTO, AUTO, tail)))  # kernels are compiled, or loaded, once
     start = time.perf_counter()
-    step = simulate_step(fleet, Variant(AUTO, AUTO, tail))
+    step = simulate_step(Setting(fleet, Variant(AUTO, AUTO, tail)))
     assert time.perf_counter() - start < 5.0
     assert len(step.rollout.length_R) == 4096 and step.rollout.length_R.max() == 20_000
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.simulation.fleet import APART, AUTO, FIXED, PLAIN, Fleet
-from nemo_specrollout.simulation.rl import StepResult, Variant, simulate_step
+from nemo_specrollout.simulation.rl import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import Scenario
+from nemo_specrollout.simulation.setting import Setting, Variant
 
 DECOUPLED, MOVING, RACING = "decoupled", "moving", "racing"
 
@@ -52,16 +53,20 @@ class Comparison:
         return next(step for step in self.steps if step.variant == variant)
 
 
-def compare(scenario: Scenario, lengths: Sequence[np.ndarray] = ()) -> Comparison:
+def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
     """Plain, a fixed number of drafts, the router, drafters apart, then moving and racing on top of the better of those."""
     fleet = Fleet(scenario)
-    steps = [simulate_step(fleet, Variant(kind, kind), lengths) for kind in (PLAIN, FIXED, AUTO)]
+
+    def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:
+        return simulate_step(Setting(fleet, Variant(name, kind, tail), tuple(traced)))
+
+    steps = [simulated(kind, kind) for kind in (PLAIN, FIXED, AUTO)]
     kind = AUTO
     if fleet.placement is not None:
-        steps.append(simulate_step(fleet, Variant(DECOUPLED, APART), lengths))
+        steps.append(simulated(DECOUPLED, APART))
         kind = APART if steps[-1].step_s < steps[-2].step_s else AUTO
     if fleet.num_workers(kind) > 1:
-        steps.append(simulate_step(fleet, Variant(MOVING, kind, FastestOfNConfig(max_racers=1)), lengths))
-    if fleet.num_workers(kind) > 1 and len(scenario.drafting.methods) > 1:
-        steps.append(simulate_step(fleet, Variant(RACING, kind, FastestOfNConfig()), lengths))
+        steps.append(simulated(MOVING, kind, FastestOfNConfig(max_racers=1)))
+        if len(scenario.drafting.methods) > 1:
+            steps.append(simulated(RACING, kind, FastestOfNConfig()))
     return Comparison(scenario, tuple(steps), steps[0].rollout.length_R)

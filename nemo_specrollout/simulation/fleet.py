@@ -15,7 +15,8 @@ from nemo_specrollout.scheduling.placement import DECOUPLED, Option, place
 from nemo_specrollout.simulation.costs import Costs, tabled
 from nemo_specrollout.simulation.devices import device_named
 from nemo_specrollout.simulation.roofline import Parallel, RooflineCosts, drafter_costs
-from nemo_specrollout.simulation.scenario import HEAD, TEXT, MethodConfig, Scenario
+from nemo_specrollout.simulation.scenario import Scenario
+from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT, MethodConfig
 from nemo_specrollout.simulation.speculation import (
     CoupledSpeculation,
     DecoupledSpeculation,

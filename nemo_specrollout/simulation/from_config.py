@@ -14,7 +14,8 @@ from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.cost_tables import CostTables, sizes_of
-from nemo_specrollout.simulation.scenario import HEAD, TEXT, Scenario, scenario_of
+from nemo_specrollout.simulation.scenario import Scenario, scenario_of
+from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
 
 OWN_BLOCK = "simulation"
 """The key of a config whose block is laid over the scenario."""

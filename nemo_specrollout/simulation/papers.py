@@ -7,8 +7,9 @@ from functools import cache
 
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.simulation.fleet import APART, FIXED, PLAIN, Fleet
-from nemo_specrollout.simulation.rl import StepResult, Variant, simulate_step
+from nemo_specrollout.simulation.rl import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import read_scenario
+from nemo_specrollout.simulation.setting import Setting, Variant
 
 ZERO, THINK, ASYNC = "nvidia-8b-zero", "nvidia-8b-think", "nvidia-8b-async"
 SMALL, LARGE, DAPO = "nvidia-235b-512", "nvidia-235b-2048", "specactor-dapo-32b"
@@ -153,4 +154,4 @@ def _step(scenario: str, kind: str, *overrides: str) -> StepResult:
 
 @cache
 def _simulate(scenario: str, variant: Variant, overrides: tuple[str, ...]) -> StepResult:
-    return simulate_step(Fleet(read_scenario(scenario, list(overrides))), variant)
+    return simulate_step(Setting(Fleet(read_scenario(scenario, list(overrides))), variant))

@@ -54,6 +54,11 @@ class RolloutResult:
         """Of the workers' time until the last request ended."""
         return 1.0 - self.busy_s / (self.num_workers * self.seconds)
 
+    def idle_share_between(self, begin_s: float, end_s: float) -> float:
+        """Of the workers' time in that stretch."""
+        busy_s = sum(max(0.0, min(s.end_s, end_s) - max(s.begin_s, begin_s)) for s in self.spans)
+        return 1.0 - busy_s / (self.num_workers * (end_s - begin_s))
+
 
 class Rollout:
     """Owns the workers, the clock and who runs where. Example: `start(...)` for each worker, then `run()`.

@@ -42,13 +42,13 @@ class MethodPaces:
 
 
 class Tail:
-    """The production policy and what it remembers. It is asked when a worker has run low, at most once in `every_s`."""
+    """The production policy and what it remembers. It is asked when a worker has run dry, at most once in `every_s`."""
 
     def __init__(
-        self, config: FastestOfNConfig, paces: MethodPaces, estimator: LengthEstimator, every_s: float, num_low: int
+        self, config: FastestOfNConfig, paces: MethodPaces, estimator: LengthEstimator, every_s: float
     ) -> None:
         self.policy, self.paces, self.estimator = FastestOfN(config, paces), paces, estimator
-        self.every_s, self.num_low = every_s, num_low
+        self.every_s = every_s
         self._next_s = 0.0
 
     def ended(self, prompt: int, length: int) -> None:
@@ -57,12 +57,13 @@ class Tail:
 
     def is_due(self, worker: Worker, now_s: float) -> bool:
         """Whether to ask, now that a request of `worker` has ended."""
-        return now_s >= self._next_s and worker.load <= self.num_low
+        return now_s >= self._next_s and not worker.load
 
     def decide(self, workload: Workload, workers: Sequence[Worker], now_s: float) -> TailDecision:
         """What the policy starts and stops, by the numbers of requests and workers."""
         self._next_s = now_s + self.every_s
-        requests_R = np.unique(np.concatenate([self._requests_of(w) for w in workers]))
+        # What waits in a worker has no text yet, and stays.
+        requests_R = np.unique(np.concatenate([w.requests_B for w in workers]))
         if not len(requests_R):
             return TailDecision()
         decision = self.policy.decide(self._observation(workload, workers, requests_R, now_s))
@@ -70,10 +71,6 @@ class Tail:
             tuple((int(requests_R[r]), w) for r, w in pairs) for pairs in (decision.starts, decision.stops)
         )
         return TailDecision(starts, stops)
-
-    def _requests_of(self, worker: Worker) -> np.ndarray:
-        """Those that it decodes: what waits in it has no text yet, and stays."""
-        return worker.requests_B
 
     def _observation(
         self, workload: Workload, workers: Sequence[Worker], requests_R: np.ndarray, now_s: float
