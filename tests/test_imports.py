@@ -43,7 +43,7 @@ OWNERS = {
     "megatron": {"local", "training"},
     "speculators": {"training"},
     "nemo_rl": {"nemo_rl"},
-    "ray": {"nemo_rl"},
+    "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
 TORCH_FREE = ("config", "scheduling", "simulation", "cli")

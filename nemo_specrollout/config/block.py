@@ -7,7 +7,8 @@ from typing import Any
 
 from nemo_specrollout.config.addresses import check_address
 from nemo_specrollout.config.refresh import DraftRefreshConfig
-from nemo_specrollout.config.strict import ConfigError, bounded, choice
+from nemo_specrollout.config.strict import ConfigError, bounded, choice, nearest
+from nemo_specrollout.config.tail import FastestOfNConfig
 
 BLOCK_PATH = "policy.generation.specrollout"
 TEXT_DRAFTERS = ("ngram", "suffix", "random")
@@ -159,6 +160,9 @@ class SpecrolloutConfig:
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; absent is off (`refresh.py`)."""
 
+    fastest_of_n: FastestOfNConfig | None = None
+    """What several rollout workers may do with each other's stragglers; absent is nothing (`tail.py`)."""
+
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
 
@@ -173,23 +177,32 @@ class SpecrolloutConfig:
         return next((d for d in self.drafters if d.type == REMOTE_DRAFTER), None)
 
     @property
+    def drafters_of_workers(self) -> tuple[tuple[DrafterConfig, ...], ...]:
+        """The drafters of each kind of engine: all, unless `fastest_of_n` gives each worker its own."""
+        methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
+        return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
+
+    @property
     def head(self) -> str | None:
         """The folder of the EAGLE-3 head that drafts, if one does."""
         return next((d.model for d in self.drafters if d.type == "eagle3"), None)
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a drafter is named twice, or two have weights."""
+        """Raises ConfigError if a drafter is named twice, or an engine would have two with weights."""
         types = [d.type for d in self.drafters]
         for name in types:
             if types.count(name) > 1:
                 raise ConfigError(
                     f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once"
                 )
-        with_weights = [t for t in types if t in MODEL_DRAFTERS]
-        if len(with_weights) > 1:
-            raise ConfigError(
-                f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep one"
-            )
+        self._check_methods(path, types)
+        for drafters in self.drafters_of_workers:
+            with_weights = [d.type for d in drafters if d.type in MODEL_DRAFTERS]
+            if len(with_weights) > 1:
+                raise ConfigError(
+                    f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep "
+                    "one, or give them to different workers by fastest_of_n.methods"
+                )
         if self.draft_refresh is not None and self.head is None:
             raise ConfigError(
                 f"{path}.draft_refresh: there is no head to refresh; name a drafter of type eagle3, or remove the block"
@@ -197,4 +210,19 @@ class SpecrolloutConfig:
         if self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens:
             raise ConfigError(
                 f"{path}.budget.k: {self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"
+            )
+
+    def _check_methods(self, path: str, types: list[str]) -> None:
+        """Every worker's drafters must be among those that are configured, and every one of those be some worker's."""
+        methods = () if self.fastest_of_n is None else self.fastest_of_n.methods
+        named = [name for worker in methods for name in worker]
+        for name in named:
+            if name not in types:
+                raise ConfigError(
+                    f"{path}.fastest_of_n.methods: {name!r} is none of the drafters{nearest(name, types)}; add it to drafters"
+                )
+        unused = [t for t in types if methods and t not in named]
+        if unused:
+            raise ConfigError(
+                f"{path}.fastest_of_n.methods: no worker drafts by {', '.join(unused)}; give it to one, or remove the drafter"
             )

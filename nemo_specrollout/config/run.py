@@ -212,6 +212,8 @@ class ClusterConfig:
     """The local runner uses one machine."""
     gpus_per_node: int = bounded(0, low=0, high=0)
     """The local runner uses no GPU."""
+    rollout_workers: int = bounded(1, low=1, high=64)
+    """Engines that roll out side by side, each in a process of one core; 1 is in the runner's own process."""
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,37 @@ class RunConfig:
                 f"policy.generation.max_new_tokens: {generation.max_new_tokens} leaves no room for a prompt in a context "
                 f"of {max_len}; lower it"
             )
+        self._check_workers()
         samples = self.grpo.samples_per_step
         if samples % policy.train_global_batch_size:
             raise ConfigError(
                 f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of "
                 "a step; choose a divisor"
+            )
+
+    def _check_workers(self) -> None:
+        """What is to happen between workers needs workers."""
+        tail, num_workers = self.policy.generation.specrollout.fastest_of_n, self.cluster.rollout_workers
+        if num_workers > self.grpo.samples_per_step:
+            raise ConfigError(
+                f"cluster.rollout_workers: {num_workers} workers for {self.grpo.samples_per_step} requests of a step; lower it"
+            )
+        if tail is None or not tail.enabled:
+            return
+        if num_workers < 2:
+            raise ConfigError(
+                f"{BLOCK_PATH}.fastest_of_n: there is one rollout worker, and nobody to race with; set "
+                "cluster.rollout_workers to 2 or more, or remove the block"
+            )
+        if tail.max_racers > num_workers:
+            raise ConfigError(
+                f"{BLOCK_PATH}.fastest_of_n.max_racers: {tail.max_racers} racers for {num_workers} rollout workers; lower it "
+                "to their number at most"
+            )
+        if len(tail.methods) > num_workers:
+            raise ConfigError(
+                f"{BLOCK_PATH}.fastest_of_n.methods: {len(tail.methods)} for {num_workers} rollout workers; the last would "
+                "never draft: name one for each worker at most"
             )
 
 

@@ -105,6 +105,16 @@ def scheduler_of(engine: Any) -> Any:
     return core.scheduler
 
 
+def tokens_so_far(engine: Any, request_id: str, start: int) -> tuple[list[int], list[float]]:
+    """Output tokens and their log-probs, from number `start` on, of a request that the engine has not finished."""
+    outputs = engine.output_processor
+    (internal_id,) = outputs.external_req_ids[request_id]
+    state = outputs.request_states[internal_id]
+    tokens = state.detokenizer.output_token_ids[start:]
+    entries = state.logprobs_processor.logprobs[start:]
+    return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
+
+
 def device_type() -> str:
     """`cuda` or `cpu`: what vLLM runs on in this process."""
     from vllm.platforms import current_platform

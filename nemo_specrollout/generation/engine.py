@@ -31,6 +31,7 @@ class RolloutRequest:
     """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise.
 
     `exact_length` makes the response just that long, whatever is sampled: for timing an engine that samples otherwise.
+    `prefix_token_ids` is the beginning of the response, made elsewhere: the engine goes on from there.
     """
 
     prompt_token_ids: Sequence[int]
@@ -39,6 +40,7 @@ class RolloutRequest:
     policy_version: int = 0
     speculate: bool = True
     exact_length: int | None = None
+    prefix_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,15 @@ class RolloutEngine:
             params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
             ids.append(str(self._num_requests))
             self._num_requests += 1
-            self._llm.llm_engine.add_request(ids[-1], {"prompt_token_ids": list(request.prompt_token_ids)}, params)
+            text = [*request.prompt_token_ids, *request.prefix_token_ids]
+            self._llm.llm_engine.add_request(ids[-1], {"prompt_token_ids": text}, params)
         return ids
+
+    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a request under way, from number `start` of those that this engine made."""
+        from nemo_specrollout.generation.compat import tokens_so_far
+
+        return tokens_so_far(self._llm.llm_engine, request_id, start)
 
     def step(self) -> dict[str, Rollout]:
         """One step of all that is queued; the responses that it finished, by their ids."""
@@ -222,15 +231,20 @@ class RolloutEngine:
 
     def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
         generation = self._generation
+        prefix_length = len(request.prefix_token_ids)
         identity = rollout_extra_args(
-            request.prompt_index, request.sample_index, request.policy_version, speculate=request.speculate
+            request.prompt_index,
+            request.sample_index,
+            request.policy_version,
+            speculate=request.speculate,
+            prompt_length=len(request.prompt_token_ids) if prefix_length else None,
         )
         length = request.exact_length
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
-            "max_tokens": length or generation.max_new_tokens,
+            "max_tokens": (length or generation.max_new_tokens) - prefix_length,
             "ignore_eos": length is not None,
             "stop_token_ids": [] if length else self._stop_token_ids,
             "logprobs": 0,

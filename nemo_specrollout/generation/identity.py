@@ -7,7 +7,7 @@ from typing import Any
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
-_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate")
+_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length")
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,24 @@ class RequestIdentity:
 
 
 def rollout_extra_args(
-    prompt_index: int, sample_index: int, policy_version: int, *, speculate: bool = True
+    prompt_index: int,
+    sample_index: int,
+    policy_version: int,
+    *,
+    speculate: bool = True,
+    prompt_length: int | None = None,
 ) -> dict[str, dict[str, int | bool]]:
-    """`extra_args` for a rollout request; the worker derives the seed from them and the engine's seed."""
-    return {
-        EXTRA_ARGS_KEY: {
-            "prompt_index": prompt_index,
-            "sample_index": sample_index,
-            "policy_version": policy_version,
-            "speculate": speculate,
-        }
+    """`extra_args` for a rollout request; the worker derives the seed from them and the engine's seed.
+
+    `prompt_length` is given where the prompt that the engine gets is followed by a part of the response.
+    """
+    identity: dict[str, int | bool] = {
+        "prompt_index": prompt_index,
+        "sample_index": sample_index,
+        "policy_version": policy_version,
+        "speculate": speculate,
     }
+    return {EXTRA_ARGS_KEY: identity if prompt_length is None else {**identity, "prompt_length": prompt_length}}
 
 
 def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
@@ -53,7 +60,7 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
             raise ValueError(
                 f'request {request_id}: extra_args["{EXTRA_ARGS_KEY}"] has no key {key!r}; known: {", ".join(_KNOWN_KEYS)}'
             )
-    group = content_hash(prompt_token_ids)
+    group = content_hash(prompt_token_ids[: given.get("prompt_length")])
     speculate = bool(given.get("speculate", True))
     if "seed" in given:
         return RequestIdentity(int(given["seed"]) & (2**63 - 1), group, speculate)

@@ -11,6 +11,7 @@ from safetensors.torch import save as safetensors_bytes
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
@@ -26,7 +27,7 @@ class LocalRefresher:
     Everything is in `heads/` of the run directory (`HeadFolder`): a resumed run goes on with the head that it names.
     """
 
-    def __init__(self, config: RunConfig, engine: RolloutEngine, run: Path) -> None:
+    def __init__(self, config: RunConfig, engine: RolloutEngine | RolloutFleet, run: Path) -> None:
         block = config.policy.generation.specrollout
         assert block.draft_refresh is not None and block.head is not None
         self._engine, self._num_drafts = engine, block.num_speculative_tokens

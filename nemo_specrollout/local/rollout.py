@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from nemo_specrollout.local.task import Problem, make_problems
 
@@ -34,6 +35,8 @@ class StepRollout:
     verify_s: float
     stamps: list[dict[str, Any] | None]
     """What is written on each sample (`generation/stamps.py`)."""
+    timeline: dict[str, Any] | None = None
+    """Who worked on which request when (`generation/timeline.py`), where there are several workers."""
 
 
 Encode = Callable[[Problem], list[int]]
@@ -60,19 +63,23 @@ def step_prompts(config: RunConfig, step: int, encode: Encode) -> StepPrompts:
 
 
 def roll_out(
-    engine: RolloutEngine, prompts: StepPrompts, config: RunConfig, on_finished: Callable[[int], None]
+    engine: RolloutEngine | RolloutFleet, prompts: StepPrompts, config: RunConfig, on_finished: Callable[[int], None]
 ) -> StepRollout:
     """Generates the responses of a step, then decodes some of them again without speculation and compares."""
-    measured = MeasuredRollout(engine, prompts.requests, on_finished)
-    measured.advance()
-    rollouts, stats = measured.result()
+    timeline = None
+    if isinstance(engine, RolloutFleet):
+        rollouts, stats, timeline = engine.measure(prompts.requests, on_finished)
+    else:
+        measured = MeasuredRollout(engine, prompts.requests, on_finished)
+        measured.advance()
+        rollouts, stats = measured.result()
     stamps = engine.take_stamps(prompts.requests)
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
     again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
     equal, total = count_equal([rollouts[i] for i in chosen], again)
-    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps)
+    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps, timeline)
 
 
 class MeasuredRollout:
@@ -113,7 +120,7 @@ class MeasuredRollout:
         return rollouts, rollout_stats(self._report, after, rollouts, self._seconds, self._engine.max_num_seqs)
 
 
-def decode_plainly(engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+def decode_plainly(engine: RolloutEngine | RolloutFleet, requests: Sequence[RolloutRequest]) -> list[Rollout]:
     """The same requests, with the same noise, one token a step."""
     return engine.generate([replace(r, speculate=False) for r in requests])
 

@@ -115,7 +115,7 @@ class RunDirectory:
         return max(self._checkpointed_steps(), default=-1)
 
     def _drop_unfinished_lines(self) -> None:
-        for name in ("metrics.jsonl", "samples.jsonl", "trace.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl"):
             if not (self.path / name).is_file():
                 continue
             kept = [r for r in read_lines(self.path / name) if r["step"] < self.next_step]

@@ -11,6 +11,7 @@ import torch
 
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.grpo import group_normalized_advantages
 from nemo_specrollout.local.head_panels import head_summary
 from nemo_specrollout.local.megatron_model import TokenBatch
@@ -53,7 +54,7 @@ class GrpoRunner:
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
-            self.engine = RolloutEngine(self.model, config.policy.generation, config.grpo.seed)
+            self.engine = self._start_engine()
         with progress.phase("building the Megatron-Core policy"):
             self.policy, self.reference = self._load_policy(), self._load_reference()
         if directory.checkpoint is not None:
@@ -139,6 +140,11 @@ class GrpoRunner:
             self.refresher.close()
         self.engine.close()
 
+    def _start_engine(self) -> "RolloutEngine | RolloutFleet":
+        if self.config.cluster.rollout_workers > 1:
+            return RolloutFleet(self.config)
+        return RolloutEngine(self.model, self.config.policy.generation, self.config.grpo.seed)
+
     def _build_refresher(self) -> "LocalRefresher | None":
         if self.config.policy.generation.specrollout.draft_refresh is None:
             return None
@@ -168,6 +174,8 @@ class GrpoRunner:
         self.directory.append("metrics.jsonl", record)
         self.directory.append("samples.jsonl", {"step": step, "samples": sample_lines(rollout, scored)})
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
+        if rollout.timeline is not None:
+            self.directory.append("timeline.jsonl", {"step": step, **rollout.timeline})
         checkpointing = self.config.checkpointing
         is_last = step + 1 == self.config.grpo.max_num_steps
         if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):

@@ -75,6 +75,52 @@ def rollout_stats(
     )
 
 
+def fleet_stats(
+    before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], rollouts: Sequence[Rollout],
+    shards: np.ndarray, seconds: float, max_num_seqs: int,
+) -> RolloutStats:  # fmt: skip
+    """Figures of several engines side by side, by worker: sums, but of seconds, which are the rollout's.
+
+    The plain estimate is that of requests dealt out as `shards` says, worker of each, who stay where they are: the last of
+    the workers to end tells. Time in routers is that of the workers' mean. Of the trace every worker's is there.
+    """
+    parts = {w: _worker_stats(before[w], after[w], [rollouts[i] for i in np.flatnonzero(shards == w)], max_num_seqs)
+             for w in after}  # fmt: skip
+    estimates = [p.plain_estimate_s for p in parts.values() if p.plain_estimate_s is not None]
+    supplies = [p.draft_supply for p in parts.values() if p.draft_supply is not None]
+    return RolloutStats(
+        seconds=seconds,
+        num_tokens=sum(len(r.token_ids) for r in rollouts),
+        num_target_steps=sum(p.num_target_steps for p in parts.values()),
+        num_request_steps=sum(p.num_request_steps for p in parts.values()),
+        plain_estimate_s=max(estimates) if len(estimates) == len(parts) and parts else None,
+        router_host_s=sum(p.router_host_s for p in parts.values()) / max(len(parts), 1),
+        num_draft_tokens=sum(p.num_draft_tokens for p in parts.values()),
+        num_steps_with_drafts=sum(p.num_steps_with_drafts for p in parts.values()),
+        proposed=_added([p.proposed for p in parts.values()]),
+        accepted=_added([p.accepted for p in parts.values()]),
+        trace={"columns": [], "rows": [], "workers": [{"worker": w, **p.trace} for w, p in parts.items()]},
+        head_is_dormant=None if any(p.head_is_dormant is None for p in parts.values()) else all(
+            p.head_is_dormant for p in parts.values()
+        ),
+        draft_supply=supplies[0] if supplies else None,
+    )  # fmt: skip
+
+
+def _worker_stats(
+    before: dict[str, Any], after: dict[str, Any], shard: Sequence[Rollout], max_num_seqs: int
+) -> RolloutStats:
+    """Of one engine, in the seconds in which it worked."""
+    at = after["trace"]["columns"].index("seconds")
+    return rollout_stats(before, after, shard, sum(row[at] for row in after["trace"]["rows"]), max_num_seqs)
+
+
+def _added(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Sums by name and position."""
+    names = dict.fromkeys(name for c in counts for name in c)
+    return {n: np.sum([c[n] for c in counts if n in c], 0).tolist() for n in names}
+
+
 def _supply(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
     if "draft_supply" not in after:
         return None

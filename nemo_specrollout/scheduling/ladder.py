@@ -21,6 +21,8 @@ FORMAT = 1
 ANY_TASK = "any"
 # Seconds of requests' decoding that a figure remembers: what is older counts less and less.
 MEMORY_S = 20.0
+# Batch sizes that have figures of their own; those between count for the nearest.
+SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
 # Where a batch size was never measured, a request's pace is believed to go with 1 / batch to this power.
 GUESSED_SLOPE = 0.5
 
@@ -123,9 +125,9 @@ class Ladder:
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
         """Requests of `task`, in an engine of `batch` requests, made so many tokens in so many seconds, summed over them."""
-        self._of[task, method][batch].add(num_tokens, seconds)
-        if task != ANY_TASK:
-            self._of[ANY_TASK, method][batch].add(num_tokens, seconds)
+        size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
+        for name in {task, ANY_TASK}:
+            self._of[name, method][size].add(num_tokens, seconds)
         self._known.clear()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:

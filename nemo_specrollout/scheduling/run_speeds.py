@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much faster than a typical request each request is under each draft method, and how sure that is.
+
+Shapes: R requests, M draft methods.
+"""
+
+import numpy as np
+
+# Standard deviation, in logarithms, of requests' paces around the typical one; and the tokens after which half of what is seen
+# of a request is believed.
+SPREAD, HALF_TOKENS = 0.35, 48.0
+# The share of a request's ease under one method that it is expected to have under another.
+SHARED_EASE = 0.5
+
+
+class RunSpeeds:
+    """Tokens that each request made under each method, and those that a typical one would have made in that time; owns both.
+
+    The logarithm of their ratio is shrunk towards that of the request's task, the more the fewer the tokens.
+    """
+
+    def __init__(self, task_ease_RM: np.ndarray) -> None:
+        self._task_log_RM = np.log(task_ease_RM)
+        self._made_RM = np.zeros(task_ease_RM.shape)
+        self._typical_RM = np.zeros(task_ease_RM.shape)
+
+    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float) -> None:
+        """Runs by `method` made so many tokens each, where a typical request would have made `typical`."""
+        self._made_RM[requests_K, method] += made_K
+        self._typical_RM[requests_K, method] += typical
+
+    def speeds(self) -> np.ndarray:
+        """Pace over a typical request's, float64 [R, M]."""
+        seen_RM = self._made_RM + 1.0
+        log_RM = np.log(seen_RM / (self._typical_RM + 1.0)) - self._task_log_RM
+        own_RM = log_RM * self._belief_RM
+        elsewhere_RM = (own_RM.sum(1, keepdims=True) - own_RM) * SHARED_EASE
+        return np.exp(self._task_log_RM + own_RM + elsewhere_RM * (1.0 - self._belief_RM))
+
+    def doubts(self) -> np.ndarray:
+        """Standard deviation of the logarithm of that, float64 [R, M]."""
+        return SPREAD * np.sqrt(1.0 - self._belief_RM)
+
+    @property
+    def _belief_RM(self) -> np.ndarray:
+        return self._typical_RM / (self._typical_RM + HALF_TOKENS)

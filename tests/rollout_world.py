@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout workers with real engines in the test's own process: turns of random length, deaths on order, a policy gone wild."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.rollout_worker import RolloutWorker
+from nemo_specrollout.generation.turns import Orders, Report
+from nemo_specrollout.scheduling.fastest_of_n import TailDecision, TailObservation
+
+
+class EnginesInTurn:
+    """`Workers` without processes. A worker takes its turns when reports are asked for, in a random order of workers.
+
+    `deaths`: how many turns each worker takes before it dies, again and again; 0 is never.
+    """
+
+    def __init__(
+        self, engines: Sequence[RolloutEngine], seed: int, deaths: Sequence[int] = (), **sampling: Any
+    ) -> None:
+        self.methods = list(range(len(engines)))
+        self.capacity = min(engine.max_num_seqs for engine in engines)
+        self.num_deaths = 0
+        self._engines, self._sampling = engines, sampling
+        self._rng = np.random.default_rng(seed)
+        self._deaths = list(deaths) or [0] * len(engines)
+        self._workers: dict[int, RolloutWorker] = {}
+        self._left: dict[int, int] = {}
+        self._turns: dict[int, deque[Orders]] = {w: deque() for w in self.methods}
+        self._revive(self.methods)
+
+    def send(self, worker: int, orders: Orders) -> None:
+        self._turns[worker].append(orders)
+
+    def num_turns(self, worker: int) -> int:
+        return len(self._turns[worker])
+
+    def is_alive(self, worker: int) -> bool:
+        return worker in self._workers
+
+    def finish_turns(self) -> None:
+        while any(self._turns.values()):
+            self.reports()
+
+    def has_requests(self) -> bool:
+        """Whether any engine still has any."""
+        return any(engine._llm.llm_engine.has_unfinished_requests() for engine in self._engines)
+
+    def reports(self) -> list[tuple[int, Report | None]]:
+        worker = int(self._rng.choice([w for w, turns in self._turns.items() if turns]))
+        self._left[worker] -= 1
+        if self._left[worker] == 0:
+            self._die(worker)
+            return [(worker, None)]
+        orders = replace(self._turns[worker].popleft(), seconds=float(self._rng.exponential(0.004)))
+        return [(worker, self._workers[worker].turn(orders))]
+
+    def revive(self) -> None:
+        self._revive([w for w in self.methods if w not in self._workers])
+
+    def _die(self, worker: int) -> None:
+        """With all that it had; what it had not reported is lost."""
+        self._workers.pop(worker).forget()
+        self._turns[worker].clear()
+        self.num_deaths += 1
+
+    def _revive(self, workers: Sequence[int]) -> None:
+        for worker in workers:
+            self._workers[worker] = RolloutWorker(self._engines[worker], **self._sampling)
+            self._left[worker] = self._deaths[worker]
+
+
+class WildPolicy:
+    """Starts, moves, races and stops at random: whatever a policy does, no token may change."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self.num_changes = 0
+
+    def decide(self, seen: TailObservation) -> TailDecision:
+        workers = np.flatnonzero(seen.capacity_W > 0)
+        starts, stops = [], []
+        for request in range(len(seen.remaining_R)) if len(workers) else ():
+            runs = seen.worker_U[seen.request_U == request].tolist()
+            others = [w for w in workers.tolist() if w not in runs]
+            if others and (not runs or self._rng.random() < 0.15):
+                starts.append((request, int(self._rng.choice(others))))
+            if runs and self._rng.random() < 0.1 and (len(runs) > 1 or (starts and starts[-1][0] == request)):
+                stops.append((request, int(self._rng.choice(runs))))
+        self.num_changes += len(starts) + len(stops)
+        return TailDecision(tuple(starts), tuple(stops))

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts over several workers: whatever moves, races or dies, the responses are those of one engine without drafts."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import STEP_ADDER
+from rollout_world import EnginesInTurn, WildPolicy
+from safetensors.torch import load_file
+from test_equality import assert_equal, requests
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.generation.coordinator import Coordinator
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.rollout_pool import MOST_RESTARTS, RolloutPool
+from nemo_specrollout.generation.rollout_worker import RolloutWorker
+from nemo_specrollout.generation.timeline import BEATEN, DIED, MOVED, WON, Timeline
+from nemo_specrollout.generation.turns import Orders, Progress
+from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
+from nemo_specrollout.scheduling.ladder import Ladder
+from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+
+pytestmark = pytest.mark.integration
+
+DRAFTING = SpecrolloutConfig(
+    drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")), budget=BudgetConfig("fixed", k=3)
+)
+MOST_TOKENS = 120
+SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "T=0": {"temperature": 0.0}}
+
+
+def six_prompts() -> list[RolloutRequest]:
+    """With four samples of each."""
+    return requests(6, 4)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    """One that drafts and one that does not, with room for six requests each."""
+    blocks = DRAFTING, SpecrolloutConfig(drafters=())
+    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
+    return start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MOST_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
+    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+def coordinator(workers: Any, policy: Any) -> Coordinator:
+    return Coordinator(workers, policy, Ladder(["drafting", "plain"]), LengthEstimator(MOST_TOKENS))
+
+
+def rolled_out(workers: EnginesInTurn, policy: Any, work: list[RolloutRequest]) -> tuple[list[Rollout], Timeline]:
+    """The stops that end a rollout are carried out; nothing of it stays in an engine."""
+    made, timeline = coordinator(workers, policy).roll_out(work)
+    workers.finish_turns()
+    assert not workers.has_requests()
+    return made, timeline
+
+
+# Any schedule
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("deaths", [(), (7, 0), (9, 5)], ids=["nobody dies", "one dies", "both die"])
+def test_no_decision_and_no_death_changes_a_token(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, deaths: tuple[int, ...]
+) -> None:
+    workers = EnginesInTurn(engines, 1, deaths, **SAMPLINGS[name])
+    policy = WildPolicy(2)
+    made, timeline = rolled_out(workers, policy, six_prompts())
+    assert_equal(made, expected[name])
+    assert policy.num_changes > 5 and (workers.num_deaths > 0) == bool(deaths)
+    assert_sound(timeline, made)
+
+
+def assert_sound(timeline: Timeline, made: list[Rollout]) -> None:
+    """Every request is won once; spans end after they begin, and begin where somebody had been."""
+    won = [s for s in timeline.spans if s.outcome == WON]
+    assert sorted(s.request for s in won) == list(range(len(made)))
+    assert all(s.outcome and s.end_s >= s.start_s and s.last_token >= s.first_token for s in timeline.spans)
+    assert all(s.last_token == len(made[s.request].token_ids) for s in won)
+
+
+def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    ladder = Ladder(["drafting", "plain"])
+    eager = FastestOfN(FastestOfNConfig(min_gain=0.0), ladder)
+    workers = EnginesInTurn(engines, 5)
+    rollout = Coordinator(workers, eager, ladder, LengthEstimator(MOST_TOKENS))
+    outcomes: Counter[str] = Counter()
+    for _ in range(3):
+        made, timeline = rollout.roll_out(six_prompts())
+        workers.finish_turns()
+        assert_equal(made, expected["T=1"])
+        outcomes.update(s.outcome for s in timeline.spans)
+    assert outcomes[MOVED] + outcomes[BEATEN] > 0
+    assert {r.method for r in ladder.rungs()} == {"drafting", "plain"} and ladder.prefill_s(100) > 0
+
+
+def test_without_a_policy_a_request_stays_where_it_is_dealt(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    made, timeline = rolled_out(EnginesInTurn(engines, 6), None, six_prompts())
+    assert_equal(made, expected["T=1"])
+    assert {s.outcome for s in timeline.spans} == {WON}
+    assert [s.worker for s in sorted(timeline.spans, key=lambda s: s.request)] == [0] * 12 + [1] * 12
+
+
+def test_an_interrupted_rollout_leaves_nothing_behind(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    workers = EnginesInTurn(engines, 7)
+    rollout = coordinator(workers, WildPolicy(8))
+
+    def interrupt(done: int) -> None:
+        if done > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout.roll_out(six_prompts(), interrupt)
+    made, _ = rollout.roll_out(six_prompts()[:5])
+    assert_equal(made, expected["T=1"][:5])
+    workers.finish_turns()
+    assert not workers.has_requests()
+
+
+# No bias
+
+
+def draws(num_samples: int, prompt_index: int = 0) -> list[RolloutRequest]:
+    """Samples of the shortest problem, whose responses nearly all end before the limit."""
+    prompt = min((r.prompt_token_ids for r in requests(30, 1)), key=len)
+    return [RolloutRequest(prompt, prompt_index, sample) for sample in range(num_samples)]
+
+
+@pytest.mark.slow
+def test_ten_thousand_raced_samples_are_those_without_a_race(
+    engines: list[RolloutEngine], plain: RolloutEngine
+) -> None:
+    raced: Counter[tuple[int, ...]] = Counter()
+    num_raced = 0
+    for first in range(0, 10_000, 500):
+        made, timeline = rolled_out(
+            EnginesInTurn(engines, first), WildPolicy(first), draws(10_000)[first : first + 500]
+        )
+        raced.update(tuple(r.token_ids) for r in made)
+        num_raced += timeline.num_races
+    assert raced == Counter(tuple(r.token_ids) for r in plain.generate(draws(10_000))) and num_raced > 1_000
+
+
+def test_racers_with_seeds_of_their_own_would_favour_short_answers(plain: RolloutEngine) -> None:
+    """The danger on record: of two independent samples the one that ends first is a short one."""
+    lengths = np.array([[len(r.token_ids) for r in plain.generate(draws(300, racer))] for racer in (1, 2)])
+    error = lengths.std() / np.sqrt(300)
+    assert np.abs(lengths.mean(1) - lengths.mean()).max() < 3 * error, "each racer alone is unbiased"
+    assert lengths.min(0).mean() < lengths.mean() - 4 * error, "the first of two is not"
+
+
+# One worker
+
+
+def test_a_run_goes_on_from_any_prefix(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    rng = np.random.default_rng(0)
+    whole = expected["T=1"]
+    cuts = [int(rng.integers(0, len(r.token_ids))) for r in whole]
+    rest = [replace(r, prefix_token_ids=w.token_ids[:c]) for r, w, c in zip(six_prompts(), whole, cuts, strict=True)]
+    for engine in engines:
+        made = engine.generate(rest)
+        assert [r.token_ids for r in made] == [w.token_ids[c:] for w, c in zip(whole, cuts, strict=True)]
+        assert [r.finish_reason for r in made] == [w.finish_reason for w in whole]
+
+
+def test_a_worker_tells_every_token_once(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    worker, told, finished = RolloutWorker(engines[0]), {}, {}
+    orders = Orders(tuple(enumerate(six_prompts())), seconds=0.002)
+    while len(finished) < len(six_prompts()):
+        report = worker.turn(orders)
+        for key, (tokens, _) in report.progress.parts().items():
+            told[key] = told.get(key, []) + tokens
+        finished.update(report.finished)
+        orders = Orders(seconds=0.002)
+    assert [told[i] for i in range(len(told))] == [r.token_ids for r in expected["T=1"]]
+    assert [finished[i] for i in range(len(told))] == [r.finish_reason for r in expected["T=1"]]
+
+
+def test_progress_survives_the_wire() -> None:
+    parts = {3: ([1, 2], [-0.5, -0.25]), 9: ([7], [-1.5])}
+    assert Progress.of(parts).parts() == parts and Progress.of({}).parts() == {}
+
+
+# Real processes
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RolloutPool]:
+    tail = FastestOfNConfig(methods=(("suffix", "ngram"), ("ngram",)))
+    generation = GenerationConfig(
+        VllmConfig(max_model_len=512), MOST_TOKENS, vllm_kwargs={"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28},
+        specrollout=replace(DRAFTING, fastest_of_n=tail),
+    )  # fmt: skip
+    workers = RolloutPool(STEP_ADDER, generation, seed=7, num_workers=2)
+    yield workers
+    workers.close()
+
+
+def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
+    assert pool.method_names == ["suffix+ngram", "ngram"] and pool.methods == [0, 1] and pool.capacity == 8
+    assert len(set(pool.pids.values())) == 2
+    ladder = Ladder(pool.method_names)
+    rollout = Coordinator(pool, FastestOfN(FastestOfNConfig(), ladder), ladder, LengthEstimator(MOST_TOKENS))
+    made, timeline = rollout.roll_out(six_prompts())
+    assert_equal(made, expected["T=1"])
+    assert {s.worker for s in timeline.spans} == {0, 1}
+
+
+def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
+    victim, rollout = pool.pids[0], coordinator(pool, WildPolicy(9))
+    killed = threading.Event()
+
+    def kill_amid(done: int) -> None:
+        if done >= 2 and not killed.is_set():
+            killed.set()
+            os.kill(victim, signal.SIGKILL)
+
+    made, timeline = rollout.roll_out(six_prompts(), kill_amid)
+    assert_equal(made, expected["T=1"])
+    assert killed.is_set() and not pool.is_alive(0)
+    assert any(s.outcome == DIED and s.worker == 0 for s in timeline.spans)
+    pool.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
+    made, timeline = rollout.roll_out(six_prompts())
+    assert_equal(made, expected["T=1"])
+    assert pool.num_restarts == [1, 0] and pool.is_alive(0) and {s.worker for s in timeline.spans} == {0, 1}
+
+
+def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:
+    pool.num_restarts[1] = MOST_RESTARTS
+    os.kill(pool.pids[1], signal.SIGKILL)
+    time.sleep(0.2)
+    assert 1 not in pool.ask_each("capture_seconds")
+    with pytest.raises(RuntimeError, match="rollout worker 1 has died"):
+        pool.revive()
+
+
+def test_what_vllm_refuses_is_a_sentence(tmp_path: Path) -> None:
+    generation = GenerationConfig(
+        VllmConfig(max_model_len=512), 64, vllm_kwargs={"max_num_sqes": 8}, specrollout=SpecrolloutConfig(drafters=())
+    )
+    with pytest.raises(ConfigError, match="max_num_sqes"):
+        RolloutPool(STEP_ADDER, generation, seed=7, num_workers=1)
