@@ -24,8 +24,8 @@ class RunSpeeds:
         self._made_RM = np.zeros(task_ease_RM.shape)
         self._typical_RM = np.zeros(task_ease_RM.shape)
 
-    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float) -> None:
-        """Runs by `method` made so many tokens each, where a typical request would have made `typical`."""
+    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
+        """Runs by `method` made so many tokens each, where typical requests would have made `typical`."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 

@@ -96,12 +96,28 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     """The block's drafters, those with weights first; none is a look-up that is always wrong."""
-    drafters = sorted(block.drafters, key=lambda drafter: drafter.model is None and drafter.type != "mtp")
+    drafters = sorted(block.drafters, key=_is_look_up)
     methods = [_method(drafter) for drafter in drafters] or [_method(DrafterConfig("random"))]
     k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
-    found = {"k": max(k, 1), "max_k": block.num_speculative_tokens, "methods": methods}
     is_apart = block.remote is not None and methods[0]["draft"] not in (HEAD, TEXT)
-    return {**found, "drafter_gpus": [1]} if is_apart else found
+    return {
+        "k": max(k, 1),
+        "max_k": block.num_speculative_tokens,
+        "methods": methods,
+        "methods_of_workers": _methods_of_workers(block, [drafter.type for drafter in drafters]),
+        "freed_workers_switch": False,
+        "drafter_gpus": [1] if is_apart else [],
+    }
+
+
+def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]:
+    """Of a worker with several drafters, the one that is first in `types`: here a worker has one."""
+    given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
+    return [min(of_worker, key=types.index) for of_worker in given]
+
+
+def _is_look_up(drafter: DrafterConfig) -> bool:
+    return drafter.model is None and drafter.type != "mtp"
 
 
 def _method(drafter: DrafterConfig) -> dict[str, Any]:

@@ -11,16 +11,14 @@ import numpy as np
 
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN, TailDecision, TailObservation
-from nemo_specrollout.scheduling.pipeline import coupled_tokens
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.run_speeds import RunSpeeds
 from nemo_specrollout.simulation.speculation import Speculation
 from nemo_specrollout.simulation.worker import Worker
 from nemo_specrollout.simulation.workload import Workload
 
 # The draft length at which acceptances are turned into relative paces.
 _TYPICAL_K = 4
-# Doubt of a pace that was measured, and of one that is only known of the method in general.
-_MEASURED_DOUBT, _GENERAL_DOUBT = 0.05, 0.3
 
 
 @dataclass(frozen=True)
@@ -83,25 +81,24 @@ class Tail:
         groups = workload.prompt_R[requests_R].tolist()
         remaining_R = self.estimator.remaining(groups, tokens_R.astype(np.int64))
         method_W = np.array([w.method for w in workers])
-        speed_RM, doubt_RM = self._speeds(workload, requests_R, request_U, method_W[worker_U])
+        speeds = self._speeds(workload.acceptance_RM[requests_R], request_U, method_W[worker_U], tokens_U)
         return TailObservation(
-            workload.prompt_tokens + tokens_R.astype(np.int64), remaining_R, speed_RM, doubt_RM, request_U, worker_U,
-            (tokens_R[request_U] - tokens_U).astype(np.int64), method_W,
+            workload.prompt_tokens + tokens_R.astype(np.int64), remaining_R, speeds.speeds(), speeds.doubts(), request_U,
+            worker_U, (tokens_R[request_U] - tokens_U).astype(np.int64), method_W,
             np.array([w.num_slots - len(w.waiting) for w in workers]),
         )  # fmt: skip
 
-    def _speeds(
-        self, workload: Workload, requests_R: np.ndarray, request_U: np.ndarray, method_U: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Paces over a typical request's: measured by the methods that have drafted for it, 1 and in doubt by others."""
-        p_M = np.array(self.paces.typical_p)
-        speed_RM = np.ones((len(requests_R), len(p_M)))
-        doubt_RM = np.full_like(speed_RM, _GENERAL_DOUBT)
-        p_U = workload.acceptance_RM[requests_R[request_U], method_U]
-        speed_RM[request_U, method_U] = _tokens(p_U) / _tokens(p_M[method_U])
-        doubt_RM[request_U, method_U] = _MEASURED_DOUBT
-        return speed_RM, doubt_RM
+    def _speeds(self, p_RM: np.ndarray, request_U: np.ndarray, method_U: np.ndarray, tokens_U: np.ndarray) -> RunSpeeds:
+        """What the runs under way have told of their requests' paces."""
+        typical_p_M = np.array(self.paces.typical_p)
+        speeds = RunSpeeds(np.ones_like(p_RM))
+        for method in range(len(typical_p_M)):
+            runs_u = np.flatnonzero(method_U == method)
+            relative_u = _tokens(typical_p_M[method]) / _tokens(p_RM[request_U[runs_u], method])
+            speeds.observe(request_U[runs_u], method, tokens_U[runs_u], tokens_U[runs_u] * relative_u)
+        return speeds
 
 
-def _tokens(p_N: np.ndarray) -> np.ndarray:
-    return np.array([coupled_tokens(float(p), _TYPICAL_K) for p in p_N])
+def _tokens(p: np.ndarray) -> np.ndarray:
+    """A step's, as `coupled_tokens` has them."""
+    return (1.0 - p ** (_TYPICAL_K + 1)) / (1.0 - p)
