@@ -79,7 +79,10 @@ def test_a_nemo_rl_config_is_simulated_on_a_named_device(tmp_path: Path, capsys:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Qwen/Qwen3-8B on 16 H100: ") and "256 requests" in printed
-    assert [row[0] for row in rows(printed)] == ["plain", "fixed", "auto", "moving", "racing"]
+    assert [row[0] for row in rows(printed)] == ["plain", "fixed", "auto", "moving"]
+    block = "policy.generation.specrollout.fastest_of_n"
+    assert main([*arguments, f"{block}.methods=[[eagle3],[suffix]]"]) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["plain", "fixed", "auto", "moving", "racing"]
 
 
 def test_a_local_config_is_simulated_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,16 +95,18 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """The block's drafters, those with weights first; none is a look-up that is always wrong."""
-    drafters = sorted(block.drafters, key=_is_look_up)
-    methods = [_method(drafter) for drafter in drafters] or [_method(DrafterConfig("random"))]
+    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the router
+    takes the best. None at all is a look-up that is always wrong."""
+    drafters = sorted(block.drafters, key=_is_look_up) or [DrafterConfig("random")]
+    of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
+    methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]
     k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
     is_apart = block.remote is not None and methods[0]["draft"] not in (HEAD, TEXT)
     return {
         "k": max(k, 1),
         "max_k": block.num_speculative_tokens,
         "methods": methods,
-        "methods_of_workers": _methods_of_workers(block, [drafter.type for drafter in drafters]),
+        "methods_of_workers": of_workers,
         "freed_workers_switch": False,
         "drafter_gpus": [1] if is_apart else [],
     }
