@@ -175,7 +175,7 @@ class Rollout:
         assert self.tail is not None
         if not worker.load:
             worker.run_dry()
-        if not self.tail.is_due(worker, self.now_s):
+        if not self.tail.is_due(self.workers, self.now_s):
             return
         decision = self.tail.decide(self.workload, self.workers, self.now_s)
         if decision.starts or decision.stops:

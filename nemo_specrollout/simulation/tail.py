@@ -40,7 +40,7 @@ class MethodPaces:
 
 
 class Tail:
-    """The production policy and what it remembers. It is asked when a worker has run dry, at most once in `every_s`."""
+    """The production policy and what it remembers. It is asked as a request ends while a worker is dry, once in `every_s`."""
 
     def __init__(
         self, config: FastestOfNConfig, paces: MethodPaces, estimator: LengthEstimator, every_s: float
@@ -53,9 +53,9 @@ class Tail:
         """A response is complete."""
         self.estimator.finished(prompt, length)
 
-    def is_due(self, worker: Worker, now_s: float) -> bool:
-        """Whether to ask, now that a request of `worker` has ended."""
-        return now_s >= self._next_s and not worker.load
+    def is_due(self, workers: Sequence[Worker], now_s: float) -> bool:
+        """Whether to ask, now that a request has ended."""
+        return now_s >= self._next_s and any(not worker.load for worker in workers)
 
     def decide(self, workload: Workload, workers: Sequence[Worker], now_s: float) -> TailDecision:
         """What the policy starts and stops, by the numbers of requests and workers."""
