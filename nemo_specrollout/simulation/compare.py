@@ -49,9 +49,6 @@ class Comparison:
         gpus_s = self.scenario.cluster.generating_gpus * rollout.seconds
         return policy.ideal_s(rollout.num_tokens) * policy.parallel.num_gpus / gpus_s
 
-    def of(self, variant: str) -> StepResult:
-        return next(step for step in self.steps if step.variant == variant)
-
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
     """Plain, a fixed number of drafts, the router, drafters apart, then moving and racing on top of the better of those."""
