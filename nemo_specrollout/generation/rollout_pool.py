@@ -162,9 +162,10 @@ class RolloutPool:
             ray.shutdown()
 
     def _start(self, workers: Iterable[int]) -> list[int]:
-        """Starts engines side by side; how many requests each may have."""
+        """Starts engines side by side; how many requests each may have. They ask Ray for no CPU: who has more workers than
+        cores is to wait for steps, not for ever for a place."""
         actor_class = ray.remote(RolloutActor)
-        self._actors |= {w: actor_class.options(num_cpus=1).remote() for w in workers}
+        self._actors |= {w: actor_class.options(num_cpus=0).remote() for w in workers}
         return ray.get([self._actors[w].start.remote(*self._orders[w], self._weights) for w in workers])
 
 

@@ -61,6 +61,24 @@ class Timeline:
         """Requests that several workers decoded at a time."""
         return len({s.request for s in self.spans if s.outcome in (BEATEN, GAVE_UP)})
 
+    @property
+    def idle_share(self) -> float:
+        """Of the workers' seconds in the rollout, those in which they had no request."""
+        end_s = max((s.end_s for s in self.spans), default=0.0)
+        busy_s = sum(
+            _covered([(s.start_s, s.end_s) for s in self.spans if s.worker == w]) for w in range(self.num_workers)
+        )
+        return 1.0 - busy_s / (self.num_workers * end_s) if end_s else 0.0
+
     def wire(self) -> dict[str, Any]:
         """As plain numbers, strings and lists."""
         return {"num_workers": self.num_workers, "saved_s": self.saved_s, "spans": [asdict(s) for s in self.spans]}
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total = reached = 0.0
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
