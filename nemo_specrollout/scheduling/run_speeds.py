@@ -32,8 +32,8 @@ class RunSpeeds:
             np.concatenate([x, np.zeros(task_ease_RM.shape)]) for x in (self._made_RM, self._typical_RM)
         )
 
-    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float) -> None:
-        """Runs by `method` made so many tokens each, where a typical request would have made `typical`."""
+    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
+        """Runs by `method` made so many tokens each, where typical requests would have made `typical`."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 
