@@ -2,7 +2,7 @@
 """Rollout workers with real engines in the test's own process: turns of random length, deaths on order, a policy gone wild."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,19 @@ class EnginesInTurn:
     """
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], seed: int, deaths: Sequence[int] = (), **sampling: Any
+        self,
+        engines: Sequence[RolloutEngine],
+        seed: int,
+        deaths: Sequence[int] = (),
+        weights: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> None:
         self.methods = list(range(len(engines)))
         self.capacity = min(engine.max_num_seqs for engine in engines)
         self.num_deaths = 0
+        self._weights = None if weights is None else list(weights.items())
+        self._policy_version = 0
+        self._unheard: list[tuple[int, Report | None]] = []
         self._engines, self._sampling = engines, sampling
         self._rng = np.random.default_rng(seed)
         self._deaths = list(deaths) or [0] * len(engines)
@@ -52,6 +60,12 @@ class EnginesInTurn:
         return any(engine._llm.llm_engine.has_unfinished_requests() for engine in self._engines)
 
     def reports(self) -> list[tuple[int, Report | None]]:
+        if self._unheard:
+            heard, self._unheard = self._unheard, []
+            return heard
+        return self._reports()
+
+    def _reports(self) -> list[tuple[int, Report | None]]:
         worker = int(self._rng.choice([w for w, turns in self._turns.items() if turns]))
         self._left[worker] -= 1
         if self._left[worker] == 0:
@@ -63,6 +77,14 @@ class EnginesInTurn:
     def revive(self) -> None:
         self._revive([w for w in self.methods if w not in self._workers])
 
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        known = list(tensors)
+        while any(self._turns.values()):
+            self._unheard += self._reports()
+        self._weights, self._policy_version = known, policy_version
+        for worker in self._workers.values():
+            worker.load_weights(known, policy_version, recompute_kv_cache=True)
+
     def _die(self, worker: int) -> None:
         """With all that it had; what it had not reported is lost."""
         self._workers.pop(worker).forget()
@@ -73,6 +95,8 @@ class EnginesInTurn:
         for worker in workers:
             self._workers[worker] = RolloutWorker(self._engines[worker], **self._sampling)
             self._left[worker] = self._deaths[worker]
+            if self._weights is not None:
+                self._workers[worker].load_weights(self._weights, self._policy_version, recompute_kv_cache=False)
 
 
 class WildPolicy:

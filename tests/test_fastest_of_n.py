@@ -338,17 +338,18 @@ def test_shards_are_contiguous_and_even() -> None:
 
 def test_the_longest_go_first_and_siblings_stay_together() -> None:
     groups = [0, 0, 1, 1, 2, 2, 3, 3]
-    workers = longest_first(groups, np.array([9, 9, 5, 5, 4, 4, 1, 1.0]), 2)
+    workers = longest_first(groups, np.array([9, 9, 5, 5, 4, 4, 1, 1.0]), np.zeros(2))
     assert all(workers[i] == workers[i + 1] for i in range(0, 8, 2))
     assert workers.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-    one_group = longest_first([0] * 4, np.array([8.0, 1, 1, 6]), 2)
+    one_group = longest_first([0] * 4, np.array([8.0, 1, 1, 6]), np.zeros(2))
     assert one_group.tolist() == [0, 1, 1, 1], "with too few prompts for the workers, siblings part"
+    assert longest_first([0, 1], np.array([1.0, 1.0]), np.array([9.0, 0.0, np.inf])).tolist() == [1, 1]
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=40), st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
 def test_loads_are_within_grahams_bound(lengths: list[float], num_workers: int) -> None:
-    workers = longest_first(list(range(len(lengths))), np.array(lengths), num_workers)
+    workers = longest_first(list(range(len(lengths))), np.array(lengths), np.zeros(num_workers))
     loads = np.bincount(workers, weights=lengths, minlength=num_workers)
     assert loads.max() <= sum(lengths) / num_workers + max(lengths) * (1 - 1 / num_workers) + 1e-6
 

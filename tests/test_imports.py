@@ -17,13 +17,25 @@ ALLOWED = {
     "config": set(),
     "sampling": set(),
     "scheduling": {"config"},
+    "simulation": {"config", "scheduling"},
     "drafters": {"config", "sampling"},
     "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
     "local": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation"},
     "nemo_rl": {"config", "sampling", "scheduling", "decoupled", "training", "generation"},
-    "cli": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation", "local", "nemo_rl"},
+    "cli": {
+        "config",
+        "sampling",
+        "scheduling",
+        "simulation",
+        "drafters",
+        "decoupled",
+        "training",
+        "generation",
+        "local",
+        "nemo_rl",
+    },
 }
 # Which rooms alone may touch a heavy package.
 OWNERS = {
@@ -34,7 +46,7 @@ OWNERS = {
     "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
-TORCH_FREE = ("config", "scheduling", "cli")
+TORCH_FREE = ("config", "scheduling", "simulation", "cli")
 
 
 def imported_modules(file: Path) -> set[str]:

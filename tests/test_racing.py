@@ -24,6 +24,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.responses import Response
 from nemo_specrollout.generation.rollout_pool import MOST_RESTARTS, RolloutPool
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.timeline import BEATEN, DIED, MOVED, WON, Timeline
@@ -141,6 +142,53 @@ def test_an_interrupted_rollout_leaves_nothing_behind(
     assert not workers.has_requests()
 
 
+# New weights amid requests
+
+
+@pytest.mark.parametrize("deaths", [(), (11, 0)], ids=["nobody dies", "one dies"])
+def test_each_token_is_that_of_the_weights_recorded_for_it(
+    engines: list[RolloutEngine], plain: RolloutEngine, deaths: tuple[int, ...]
+) -> None:
+    policies = [load_file(STEP_ADDER / "model.safetensors")]
+    policies += [noisy(policies[0], seed) for seed in (1, 2)]
+    rollout = coordinator(EnginesInTurn(engines, 10, deaths, policies[0]), WildPolicy(11))
+    keys = rollout.add(six_prompts())
+    num_done = 0
+    for version, most in enumerate((6, 14, 24)):
+        while num_done < most:
+            num_done += len(rollout.advance())
+        if version < 2:
+            rollout.load_weights(policies[version + 1].items(), version + 1)
+    responses, _ = rollout.take(keys)
+    assert {len(r.policy_spans) for r in responses} >= {1, 2}
+    for version, tensors in enumerate(policies):
+        plain.load_weights(tensors.items())
+        parts = [part for r in responses for part in spans_of(r, version)]
+        again = plain.generate([replace(r.request, prefix_token_ids=r.tokens[:first]) for r, first, _ in parts])
+        assert all(
+            a.token_ids[: last - first] == r.tokens[first:last]
+            for a, (r, first, last) in zip(again, parts, strict=True)
+        )
+    for engine in (*engines, plain):
+        engine.load_weights(policies[0].items())
+
+
+def noisy(tensors: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A policy that answers otherwise."""
+    import torch
+
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise) if t.ndim == 2 else t for n, t in tensors.items()
+    }
+
+
+def spans_of(response: Response, version: int) -> list[tuple[Response, int, int]]:
+    """The parts of a response, from its first token to its last, that the policy of `version` sampled."""
+    ends = [first for _, first in response.policy_spans[1:]] + [len(response.tokens)]
+    return [(response, first, end) for (v, first), end in zip(response.policy_spans, ends, strict=True) if v == version]
+
+
 # No bias
 
 
@@ -241,20 +289,23 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
 
     made, timeline = rollout.roll_out(six_prompts(), kill_amid)
     assert_equal(made, expected["T=1"])
-    assert killed.is_set() and not pool.is_alive(0)
+    assert killed.is_set() and pool.num_restarts == [1, 0]
     assert any(s.outcome == DIED and s.worker == 0 for s in timeline.spans)
-    pool.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
+    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 1)
     made, timeline = rollout.roll_out(six_prompts())
     assert_equal(made, expected["T=1"])
-    assert pool.num_restarts == [1, 0] and pool.is_alive(0) and {s.worker for s in timeline.spans} == {0, 1}
+    assert pool.pids[0] != victim and {s.worker for s in timeline.spans} == {0, 1}
 
 
 def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:
-    pool.num_restarts[1] = MOST_RESTARTS
-    os.kill(pool.pids[1], signal.SIGKILL)
-    time.sleep(0.2)
-    assert 1 not in pool.ask_each("capture_seconds")
-    with pytest.raises(RuntimeError, match="rollout worker 1 has died"):
+    pool.num_restarts = [MOST_RESTARTS] * 2
+    for worker in (1, 0):
+        os.kill(pool.pids[worker], signal.SIGKILL)
+        time.sleep(0.2)
+        assert worker not in pool.ask_each("capture_seconds")
+        if worker:
+            pool.revive()
+    with pytest.raises(RuntimeError, match="all rollout workers have died, each 4 times"):
         pool.revive()
 
 

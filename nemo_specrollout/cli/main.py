@@ -14,11 +14,12 @@ from nemo_specrollout.cli.publish_draft import add_arguments as add_publish_argu
 from nemo_specrollout.cli.refresh_draft import refresh_draft
 from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
 from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_arguments
+from nemo_specrollout.cli.simulate_options import add_arguments as add_simulate_arguments
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
-# Commands about drafters on other workers, each the function of its own name in a file of that name.
-_OF_DRAFTERS = ("plan", "profile", "serve-drafter", "publish-draft")
+# Commands that are each the function of their own name in a file of that name.
+_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate")
 _FLAGS = {
     "launch": add_arguments,
     "plan": add_plan_arguments,
@@ -58,7 +59,7 @@ def _command(parsed: argparse.Namespace) -> int:
         return launch(parsed)
     if parsed.command == "refresh-draft":
         return refresh_draft(parsed)
-    if parsed.command in _OF_DRAFTERS:
+    if parsed.command in _BY_NAME:
         name = parsed.command.replace("-", "_")
         return int(getattr(import_module(f"nemo_specrollout.cli.{name}"), name)(parsed))
     from nemo_specrollout.cli.check import check
@@ -100,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "trains an EAGLE-3 draft head for a policy, or refreshes one"
     command = commands.add_parser("refresh-draft", help=text, description=text, allow_abbrev=False)
     add_refresh_arguments(command)
+    text = "what a step would take, and what each feature brings; loads neither torch nor vllm"
+    command = commands.add_parser("simulate", help=text, description=text, allow_abbrev=False)
+    add_simulate_arguments(command)
     return parser
 
 

@@ -15,7 +15,7 @@ from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_block
-from nemo_specrollout.config.nemo_rl_traps import GENERATION, Tree, at, size_at
+from nemo_specrollout.config.nemo_rl_traps import Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run import read_run_config
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.scheduling.cost_tables import CostTables
@@ -24,7 +24,6 @@ from nemo_specrollout.scheduling.placement import DECOUPLED, Option, Placement, 
 MOST_LISTED = 8
 # Columns of a table that goes into a file.
 _WIDTH_OF_LOGS = 120
-_RESOURCES = f"{GENERATION}.colocated.resources"
 
 
 @dataclass(frozen=True)
@@ -80,20 +79,10 @@ def _of_nemo_rl(tree: Tree) -> dict[str, Any]:
     config = build(SpecrolloutConfig, block or {}, BLOCK_PATH)
     return {
         "batch": size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt"),
-        "devices": _generating_gpus(tree),
+        "devices": generating_gpus(tree),
         "max_k": config.num_speculative_tokens,
         "policy": str(at(tree, "policy.model_name", "")),
     }
-
-
-def _generating_gpus(tree: Tree) -> int:
-    """All, where generation and training take turns on them; else those of generation alone."""
-    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
-    if at(tree, f"{GENERATION}.colocated.enabled", True):
-        return nodes * gpus
-    return size_at(tree, f"{_RESOURCES}.gpus_per_node", gpus) * (
-        size_at(tree, f"{_RESOURCES}.num_nodes") if nodes > 1 else 1
-    )
 
 
 def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> list[str]:

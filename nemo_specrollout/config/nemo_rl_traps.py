@@ -44,6 +44,17 @@ def size_at(tree: Tree, path: str, default: int = 1) -> int:
     return value if isinstance(value, int) else default
 
 
+def generating_gpus(tree: Tree) -> int:
+    """All, where generation and training take turns on them; else those of generation alone."""
+    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    if at(tree, f"{GENERATION}.colocated.enabled", True):
+        return nodes * gpus
+    resources = f"{GENERATION}.colocated.resources"
+    return size_at(tree, f"{resources}.gpus_per_node", gpus) * (
+        size_at(tree, f"{resources}.num_nodes") if nodes > 1 else 1
+    )
+
+
 def native_drafts(tree: Tree) -> int:
     """Draft tokens a step of vLLM's own drafter; 0 if there is none, or if a zero turns it off, as in NeMo-RL."""
     return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens") if at(tree, SPECULATIVE_CONFIG) else 0

@@ -4,15 +4,26 @@
 Shapes: R requests under way, K runs that made tokens, U runs, W workers; see `scheduling/fastest_of_n.py`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.responses import Response, Run
 from nemo_specrollout.generation.savings import Savings
-from nemo_specrollout.generation.timeline import ABANDONED, BEATEN, DIED, DIVERGED, GAVE_UP, MOVED, WON, Timeline
+from nemo_specrollout.generation.timeline import (
+    ABANDONED,
+    BEATEN,
+    DIED,
+    DIVERGED,
+    GAVE_UP,
+    MOVED,
+    WON,
+    SpanLog,
+    Timeline,
+)
 from nemo_specrollout.generation.turns import Orders, Report
 from nemo_specrollout.scheduling.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN, TailObservation
@@ -20,7 +31,7 @@ from nemo_specrollout.scheduling.ladder import ANY_TASK, Ladder
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.run_speeds import RunSpeeds
 
-# A turn takes such a share of what the rollout took so far, within bounds: short ones cost, long ones delay decisions.
+# A turn takes such a share of what the requests under way took so far, within bounds: short ones cost, long ones delay.
 TURN_SHARE, SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.05, 0.5
 # Turns that a worker has before it: it begins the next while the report of the last is read.
 MOST_AHEAD = 2
@@ -35,35 +46,46 @@ class Workers(Protocol):
     """Requests that a worker may have at a time."""
 
     def send(self, worker: int, orders: Orders) -> None:
-        """Asks for a turn. A worker takes its turns in order."""
+        """Asks for a turn. A worker takes its turns, and new weights, in order."""
 
     def reports(self) -> list[tuple[int, Report | None]]:
-        """Waits until a turn ends; a worker that has died reports None, once, instead of all turns that it still had."""
+        """Waits until a turn ends, or a worker that was being revived is alive; a worker that has died reports None, once,
+        instead of all turns that it still had."""
 
     def num_turns(self, worker: int) -> int:
         """Turns that it was asked for and has not reported."""
-
-    def finish_turns(self) -> None:
-        """Waits for the turns that are left of an earlier rollout; nobody wants to know what they report."""
 
     def is_alive(self, worker: int) -> bool:
         """Whether it takes orders."""
 
     def revive(self) -> None:
-        """Starts those that died again, with the weights of the others. Raises RuntimeError if they die too often."""
+        """Begins to start those that died again, with the weights of the others. Raises RuntimeError if nobody is left."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        """Gives every worker new weights, after the turns that it was asked for."""
 
 
 class Coordinator:
-    """Rollouts over workers. Owns what is known of each response; ladder and lengths outlive a rollout.
+    """Rollouts over workers. Owns what is known of each response; ladder and lengths outlive them.
 
-    The loop: *while requests are under way, give workers their turns, take what they report, consult the policy.* Without a
-    policy a request stays where it was dealt, unless its worker dies.
+    A round: *give workers their turns, take what they report, consult the policy.* Without a policy a request stays where it
+    was dealt, unless its worker dies.
     """
 
     def __init__(self, workers: Workers, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
         self.workers, self.policy, self.ladder, self.lengths = workers, policy, ladder, lengths
-        self._num_workers = len(workers.methods)
-        self._num_runs = 0
+        self._workers = range(len(workers.methods))
+        self._responses: dict[int, Response] = {}
+        self._active: dict[int, None] = {}
+        self._starts: list[dict[int, int]] = [{} for _ in self._workers]  # request of a run, by its name
+        self._stops: list[list[int]] = [[] for _ in self._workers]
+        self._run_names: dict[int, tuple[int, int]] = {}
+        self._num_requests = self._num_runs = 0
+        self._speeds, self._first_row = RunSpeeds(np.ones((0, len(ladder.methods)))), 0
+        self._log = SpanLog(tuple(ladder.methods[m] for m in workers.methods))
+        self._busy_since_s = self._next_look_s = 0.0
+        self._savings = Savings(len(self._workers), 0.0)
+        self._saved_s: float | None = None
 
     def roll_out(
         self,
@@ -72,55 +94,106 @@ class Coordinator:
         task: str = ANY_TASK,
     ) -> tuple[list[Rollout], Timeline]:
         """The responses, in the order of `requests`, and who made them. If interrupted, workers are told to forget them."""
-        self._begin(requests, task)
+        keys = self.add(requests, task)
         try:
-            self._deal_out()
-            while self._active:
-                self._send_turns()
-                self._take_reports()
-                self._consult()
-                on_finished(len(requests) - len(self._active))
-        finally:
-            self._abandon()
-        self._estimate_savings()
-        return [r.rollout for r in self._responses], self.timeline
+            num_done = 0
+            while num_done < len(keys):
+                num_done += len(self.advance())
+                on_finished(num_done)
+        except BaseException:
+            self.abandon()
+            raise
+        responses, timeline = self.take(keys)
+        return [r.rollout for r in responses], timeline
 
-    def _begin(self, requests: Sequence[RolloutRequest], task: str) -> None:
-        self.workers.finish_turns()
+    def add(self, requests: Sequence[RolloutRequest], task: str = ANY_TASK) -> list[int]:
+        """More requests are under way from the next round on; their numbers."""
         self.workers.revive()
-        self._responses = [Response(r) for r in requests]
-        self._active = dict.fromkeys(range(len(requests)))
-        self._run_names: dict[int, tuple[int, int]] = {}
-        self._starts: list[dict[int, int]] = [{} for _ in range(self._num_workers)]  # request of a run, by its name
-        self._stops: list[list[int]] = [[] for _ in range(self._num_workers)]
-        self._task = task
-        ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
-        self._speeds = RunSpeeds(np.tile(ease_M, (len(requests), 1)))
-        self._next_look_s = 0.0
-        self._savings = Savings(self._num_workers)
-        self.timeline = Timeline(self._num_workers, tuple(self.ladder.methods[m] for m in self.workers.methods))
-
-    def _deal_out(self) -> None:
-        requests = [r.request for r in self._responses]
-        groups = [r.prompt_index for r in requests]
-        expected_R = self.lengths.remaining(groups, np.zeros(len(requests), np.int64))
-        if self.policy is None:
-            deal = in_shards(len(requests), self._num_workers)
+        if not self._active:
+            self._begin_afresh()
         else:
-            deal = longest_first(groups, expected_R, self._num_workers)
-        for key in np.argsort(-expected_R, kind="stable").tolist():
-            self._start(key, int(deal[key]))
+            self._savings.give_up()
+        keys = list(range(self._num_requests, self._num_requests + len(requests)))
+        self._num_requests += len(requests)
+        self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
+        self._active |= dict.fromkeys(keys)
+        ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
+        self._speeds.append(np.tile(ease_M, (len(requests), 1)))
+        self._deal_out(keys)
+        return keys
 
-    def _abandon(self) -> None:
-        """Whoever still has a run stops it: racers that were beaten, all if the rollout was interrupted."""
-        for key in self._active:
+    def _begin_afresh(self) -> None:
+        """Nothing is under way."""
+        self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
+        self._speeds, self._first_row = RunSpeeds(np.ones((0, len(self.ladder.methods)))), self._num_requests
+        self._savings, self._saved_s = Savings(len(self._workers), self._busy_since_s), None
+
+    def advance(self) -> list[int]:
+        """One round; the requests that ended in it."""
+        if not self._active:
+            return []
+        before = list(self._active)
+        self._send_turns()
+        self._take_reports()
+        self._consult()
+        return [key for key in before if key not in self._active]
+
+    def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
+        """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
+        were under way together and without others."""
+        is_all = len(keys) == self._num_requests - self._first_row
+        timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
+        return [self._responses.pop(key) for key in keys], timeline
+
+    def abandon(self) -> None:
+        """Nothing is under way any more."""
+        for key in list(self._active):
             for worker in list(self._responses[key].runs):
                 self._stop(key, worker, ABANDONED)
-        for worker in filter(self.workers.is_alive, range(self._num_workers)):
-            if self._stops[worker]:
-                self.workers.send(worker, Orders(stops=tuple(self._stops[worker])))
+            self.take([key])
+        self._active = {}
+        self._send_stops()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        """New weights for all workers, also amid requests. A race ends with its leader: racers that get new weights at
+        different tokens would make different texts."""
+        self._savings.give_up()
+        for key in self._active:
+            runs = self._responses[key].runs
+            for worker in sorted(runs, key=lambda w: -runs[w].position)[1:]:
+                self._stop(key, worker, GAVE_UP)
+        self._send_stops()
+        self.workers.load_weights(tensors, policy_version)
 
     # Runs
+
+    def _deal_out(self, keys: Sequence[int]) -> None:
+        requests = [self._responses[key].request for key in keys]
+        groups = [r.prompt_index for r in requests]
+        expected_R = self.lengths.remaining(groups, np.zeros(len(keys), np.int64))
+        alive = [w for w in self._workers if self.workers.is_alive(w)]
+        if not alive:
+            return
+        if self.policy is None:
+            deal_R = np.array(alive)[in_shards(len(keys), len(alive))]
+        else:
+            deal_R = longest_first(groups, expected_R, self._loads())
+        for i in np.argsort(-expected_R, kind="stable").tolist():
+            self._start(keys[i], int(deal_R[i]))
+
+    def _loads(self) -> np.ndarray:
+        """Expected tokens that each worker has before it, float64 [W]; infinite of one that is gone."""
+        loads_W = np.where([self.workers.is_alive(w) for w in self._workers], 0.0, np.inf)
+        responses = [self._responses[key] for key in self._active if self._responses[key].runs]
+        remaining_R = self._remaining(responses)
+        for response, tokens in zip(responses, remaining_R.tolist(), strict=True):
+            for worker in response.runs:
+                loads_W[worker] += tokens
+        return loads_W
+
+    def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
+        lengths_R = np.array([len(r.tokens) for r in responses], np.int64)
+        return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R)
 
     def _start(self, key: int, worker: int) -> None:
         """The worker is to begin with the request, at what will be known of its response when the order goes out."""
@@ -129,7 +202,7 @@ class Coordinator:
         self._run_names[name] = key, worker
         response.runs[worker] = Run(name, len(response.tokens))
         self._starts[worker][name] = key
-        self.timeline.begin(key, worker, len(response.tokens))
+        self._log.begin(key, worker, len(response.tokens))
 
     def _stop(self, key: int, worker: int, outcome: str) -> None:
         """The worker's run of a request is over; what it still reports of it is not heard."""
@@ -137,27 +210,20 @@ class Coordinator:
         if self._starts[worker].pop(name, None) is None:
             self._stops[worker].append(name)
 
-    def _close(self, key: int, worker: int, outcome: str) -> int:
+    def _close(self, key: int, worker: int, outcome: str, at_s: float | None = None) -> int:
         run = self._responses[key].runs.pop(worker)
         del self._run_names[run.name]
-        self.timeline.end(key, worker, run.position, outcome)
+        self._log.end(key, worker, run.position, outcome, at_s)
         return run.name
-
-    def _estimate_savings(self) -> None:
-        """After a death there is nothing to compare with: its requests would have gone elsewhere in any case."""
-        if not self.timeline.num_deaths:
-            ended_s, method_W = max((s.end_s for s in self.timeline.spans), default=0.0), np.array(self.workers.methods)
-            speed_RM = self._speeds.speeds()
-            self.timeline.saved_s = self._savings.saved_s(ended_s, self._responses, speed_RM, method_W, self.ladder)
 
     # Turns
 
     @property
     def _turn_s(self) -> float:
-        return min(max(TURN_SHARE * self.timeline.now_s, SHORTEST_TURN_S), LONGEST_TURN_S)
+        return min(max(TURN_SHARE * (self._log.now_s - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_turns(self) -> None:
-        for worker in range(self._num_workers):
+        for worker in self._workers:
             while self._wants_turn(worker):
                 starts = tuple((n, self._responses[key].begin(worker)) for n, key in self._starts[worker].items())
                 orders = Orders(starts, tuple(self._stops[worker]), self._turn_s)
@@ -170,20 +236,27 @@ class Coordinator:
         has_orders = bool(self._starts[worker] or self._stops[worker])
         return has_orders or any(worker in self._responses[key].runs for key in self._active)
 
+    def _send_stops(self) -> None:
+        """At once, whatever turns a worker has before it."""
+        for worker in filter(self.workers.is_alive, self._workers):
+            if self._stops[worker]:
+                self.workers.send(worker, Orders(stops=tuple(self._stops[worker])))
+            self._stops[worker] = []
+
     def _take_reports(self) -> None:
         for worker, report in self.workers.reports():
             if report is None:
                 self._lose(worker)
             else:
-                self._take(worker, report)
+                self._take_report(worker, report)
 
-    def _take(self, worker: int, report: Report) -> None:
-        self._savings.told(worker, self.timeline.now_s)
+    def _take_report(self, worker: int, report: Report) -> None:
+        self._savings.told(worker, self._log.now_s)
         parts = {name: part for name, part in report.progress.parts().items() if name in self._run_names}
         self._learn(worker, report, {name: len(tokens) for name, (tokens, _) in parts.items()})
         for name, part in parts.items():
             key, reason = self._run_names[name][0], report.finished.get(name)
-            if not self._responses[key].take(worker, *part, reason):
+            if not self._responses[key].take(worker, *part, reason, report.policy_version):
                 self._stop(key, worker, DIVERGED)
             elif reason is not None:
                 self._finish(key, worker)
@@ -195,29 +268,44 @@ class Coordinator:
             self._stop(key, rival, BEATEN)
         del self._active[key]
         self.lengths.finished(response.request.prompt_index, len(response.tokens))
+        if not self._active:
+            self._send_stops()
+            self._estimate_savings()
+
+    def _estimate_savings(self) -> None:
+        rows_R = np.array([self._row(key) for key in self._savings.keys], np.int64)
+        speed_RM, method_W = self._speeds.speeds(rows_R), np.array(self.workers.methods)
+        self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, speed_RM, method_W, self.ladder)
 
     def _learn(self, worker: int, report: Report, counts: dict[int, int]) -> None:
         """What a turn tells of paces: of the method, and of each request that made tokens all through it."""
         work, method = report.work, self.workers.methods[worker]
         if work.num_prefilled:
             self.ladder.observe_prefill(work.num_prefilled, work.prefill_s)
-        if not work.num_tokens:
+        if not work.num_tokens or not counts:
             return
         batch = max(1, round(work.mean_batch))
         typical = self.ladder.tokens_per_s(method, batch) * work.decode_s
-        self.ladder.observe(self._task, method, batch, work.num_tokens, work.request_s)
-        whole = {self._run_names[name][0]: n for name, n in counts.items() if name not in report.finished}
+        tasks = {self._responses[self._run_names[name][0]].task for name in counts}
+        self.ladder.observe(
+            tasks.pop() if len(tasks) == 1 else ANY_TASK, method, batch, work.num_tokens, work.request_s
+        )
+        whole = {self._row(self._run_names[name][0]): n for name, n in counts.items() if name not in report.finished}
         self._speeds.observe(np.array(list(whole), np.int64), method, np.array(list(whole.values()), float), typical)
+
+    def _row(self, key: int) -> int:
+        """Of a request among the speeds."""
+        return key - self._first_row
 
     def _lose(self, worker: int) -> None:
         """A worker has died; its requests wait for another."""
-        self.timeline.num_deaths += 1
         self._starts[worker], self._stops[worker] = {}, []
+        self._savings.give_up()
+        now_s = self._log.now_s
         for key in self._active:
             if worker in self._responses[key].runs:
-                self._close(key, worker, DIED)
-        if not any(map(self.workers.is_alive, range(self._num_workers))):
-            self.workers.revive()
+                self._close(key, worker, DIED, now_s)
+        self.workers.revive()
 
     # Decisions
 
@@ -225,9 +313,8 @@ class Coordinator:
         """Moves and races what the policy says, now and then, and at once where a request has nobody."""
         waiting = [key for key in self._active if not self._responses[key].runs]
         if self.policy is None:
-            for key in waiting:
-                self._start(key, self._emptiest())
-        elif self._active and (waiting or self.timeline.now_s >= self._next_look_s):
+            self._deal_out(waiting)
+        elif self._active and (waiting or self._log.now_s >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
             self._savings.before(decision, keys, self._responses)
@@ -236,23 +323,18 @@ class Coordinator:
                 self._stop(keys[request], worker, MOVED if request in started else GAVE_UP)
             for request, worker in decision.starts:
                 self._start(keys[request], worker)
-            self._next_look_s = self.timeline.now_s + self._turn_s
-
-    def _emptiest(self) -> int:
-        loads = [sum(w in self._responses[key].runs for key in self._active) for w in range(self._num_workers)]
-        return min(filter(self.workers.is_alive, range(self._num_workers)), key=lambda w: loads[w])
+            self._next_look_s = self._log.now_s + self._turn_s
 
     def _observe(self, keys: list[int]) -> TailObservation:
-        under_way = [self._responses[key] for key in keys]
-        lengths_R = np.array([len(r.tokens) for r in under_way])
+        under_way, rows_R = [self._responses[key] for key in keys], np.array([self._row(key) for key in keys])
         runs_U = [(i, w, len(r.tokens) - run.position) for i, r in enumerate(under_way) for w, run in r.runs.items()]
         runs_U3 = np.array(runs_U, np.int64).reshape(-1, 3)
-        is_alive_W = np.array([self.workers.is_alive(w) for w in range(self._num_workers)])
+        is_alive_W = np.array([self.workers.is_alive(w) for w in self._workers])
         return TailObservation(
             num_tokens_R=np.array([r.num_text for r in under_way]),
-            remaining_R=self.lengths.remaining([r.request.prompt_index for r in under_way], lengths_R),
-            speed_RM=self._speeds.speeds()[keys],
-            doubt_RM=self._speeds.doubts()[keys],
+            remaining_R=self._remaining(under_way),
+            speed_RM=self._speeds.speeds(rows_R),
+            doubt_RM=self._speeds.doubts(rows_R),
             request_U=runs_U3[:, 0],
             worker_U=runs_U3[:, 1],
             lag_U=runs_U3[:, 2],

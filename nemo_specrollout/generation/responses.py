@@ -23,8 +23,11 @@ class Response:
     """
 
     request: RolloutRequest
+    task: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    policy_spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, first token of the response) of each policy that sampled of it."""
     runs: dict[int, Run] = field(default_factory=dict)
     finish_reason: str | None = None
 
@@ -44,14 +47,18 @@ class Response:
         self.runs[worker].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
 
-    def take(self, worker: int, tokens: list[int], logprobs: list[float], finish_reason: str | None) -> bool:
+    def take(
+        self, worker: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
+    ) -> bool:
         """Adds what a run has made; whether it is what is known of it. If not, nothing is added."""
         run = self.runs[worker]
-        start = run.position
-        overlap = min(len(tokens), len(self.tokens) - start)
-        is_short = finish_reason is not None and start + len(tokens) < len(self.tokens)
+        start, num_known = run.position, len(self.tokens)
+        overlap = min(len(tokens), num_known - start)
+        is_short = finish_reason is not None and start + len(tokens) < num_known
         if is_short or self.tokens[start : start + overlap] != tokens[:overlap]:
             return False
+        if len(tokens) > overlap and (not self.policy_spans or self.policy_spans[-1][0] != policy_version):
+            self.policy_spans.append((policy_version, num_known))
         self.tokens += tokens[overlap:]
         self.logprobs += logprobs[overlap:]
         run.position += len(tokens)

@@ -20,23 +20,24 @@ from nemo_specrollout.generation.turns import Orders, Report
 
 # Workers that end no turn for so long are killed; how often one may be started again.
 HANG_S, MOST_RESTARTS = 300.0, 3
-_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_OBJECT_STORE_BYTES = 512 << 20
 GONE = object()
 """The answer of a worker that has died."""
+_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_OBJECT_STORE_BYTES = 512 << 20
+
+Weights = tuple[dict[str, torch.Tensor], int]
+"""Tensors by Hugging Face names, and the version of the policy."""
 
 
 class RolloutActor:
     """What runs in an actor's process: an engine and the worker that takes its turns."""
 
-    def start(
-        self, model: str, generation: GenerationConfig, seed: int, weights: dict[str, torch.Tensor] | None
-    ) -> int:
+    def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> int:
         """Starts the engine; how many requests it may have at a time. Raises ConfigError for what vLLM refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
-        if weights is not None:
-            self._engine.load_weights(weights.items())
         self._worker = RolloutWorker(self._engine)
+        if weights is not None:
+            self.load_weights(weights, recompute_kv_cache=False)
         return self._engine.max_num_seqs
 
     def pid(self) -> int:
@@ -45,8 +46,9 @@ class RolloutActor:
     def turn(self, orders: Orders) -> Report:
         return self._worker.turn(orders)
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self._engine.load_weights(weights.items())
+    def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
+        tensors, version = weights
+        self._worker.load_weights(tensors.items(), version, recompute_kv_cache=recompute_kv_cache)
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
         """Any other method of the engine."""
@@ -56,23 +58,33 @@ class RolloutActor:
 class RolloutPool:
     """The workers of a run: Ray's, if none runs yet, the actors, and the weights that a new one starts with are its own.
 
-    A worker is alive, or dead until `revive`. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
+    A worker is alive, or dead, or being revived. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
 
-    def __init__(self, model: Path, generation: GenerationConfig, seed: int, num_workers: int) -> None:
-        """Starts Ray on the loopback and so many workers. Raises ConfigError for what vLLM refuses."""
+    def __init__(
+        self, model: Path, generation: GenerationConfig, seed: int, num_workers: int, *, recompute_kv_cache: bool = True
+    ) -> None:
+        """Starts Ray on the loopback and so many workers. Raises ConfigError for what vLLM refuses.
+
+        `recompute_kv_cache`: what new weights amid requests mean for what those have so far (`RolloutWorker.load_weights`).
+        """
         blocks = worker_blocks(generation.specrollout, num_workers)
         names = [method_name(block) for block in blocks]
         self.method_names = list(dict.fromkeys(names))
         self.methods = [self.method_names.index(name) for name in names]
         self.num_restarts = [0] * num_workers
+        self._recompute_kv_cache = recompute_kv_cache
         self._orders = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
         self._actors: dict[int, Any] = {}
+        self._starting: dict[Any, tuple[int, Any]] = {}
         self._turns: dict[Any, int] = {}
         self._weights: Any = None
+        self.capacity = 0
         self._owns_ray = _start_ray(num_workers)
         try:
-            self.capacity = min(self._start(range(num_workers)))
+            for worker in range(num_workers):
+                self._start(worker)
+            self._wait_for_starts()
         except BaseException:
             self.close()
             raise
@@ -87,57 +99,43 @@ class RolloutPool:
         return worker in self._actors
 
     def send(self, worker: int, orders: Orders) -> None:
-        """Asks for a turn; a worker takes its turns in order."""
+        """Asks for a turn; a worker takes its turns, and new weights, in order."""
         self._turns[self._actors[worker].turn.remote(orders)] = worker
-
-    def reports(self) -> list[tuple[int, Report | None]]:
-        """Waits until a turn ends, then takes all that have; None, once, of a worker that has died."""
-        ready, _ = ray.wait(list(self._turns), timeout=HANG_S)
-        if not ready:
-            for worker in set(self._turns.values()):
-                ray.kill(self._actors[worker])
-            ready, _ = ray.wait(list(self._turns))
-        ready, _ = ray.wait(list(self._turns), num_returns=len(self._turns), timeout=0)
-        return [self._report_of(turn) for turn in ready if turn in self._turns]
 
     def num_turns(self, worker: int) -> int:
         """Turns that it was asked for and has not reported."""
         return sum(w == worker for w in self._turns.values())
+
+    def reports(self) -> list[tuple[int, Report | None]]:
+        """Waits until a turn ends, or a worker that was being revived is alive, and takes all that have; None, once, of a
+        worker that has died."""
+        ready = self._wait()
+        return [self._report_of(turn) for turn in ready if turn in self._turns]
 
     def finish_turns(self) -> None:
         """Waits for the turns that are left of an earlier rollout; nobody wants to know what they report."""
         while self._turns:
             self.reports()
 
-    def _report_of(self, turn: Any) -> tuple[int, Report | None]:
-        worker = self._turns.pop(turn)
-        report = self._answer(worker, turn)
-        return worker, None if report is GONE else report
-
-    def _answer(self, worker: int, ref: Any) -> Any:
-        """What a worker says, or that it is gone."""
-        try:
-            return ray.get(ref)
-        except RayActorError:
-            self._actors.pop(worker, None)
-            self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
-            return GONE
-
     def revive(self) -> None:
-        """Starts dead workers again, with the newest weights. Raises RuntimeError if one dies too often."""
-        dead = [w for w in range(len(self.methods)) if w not in self._actors]
-        for worker in dead:
-            self.num_restarts[worker] += 1
-            if self.num_restarts[worker] > MOST_RESTARTS:
-                raise RuntimeError(
-                    f"rollout worker {worker} has died {self.num_restarts[worker]} times; its log is Ray's"
-                )
-        self._start(dead)
+        """Begins to start dead workers again, with the newest weights, but none that has died too often. Raises RuntimeError
+        if that leaves nobody."""
+        being_revived = {worker for worker, _ in self._starting.values()}
+        for worker in set(range(len(self.methods))) - self._actors.keys() - being_revived:
+            if self.num_restarts[worker] < MOST_RESTARTS:
+                self.num_restarts[worker] += 1
+                self._start(worker)
+        if not self._actors and not self._starting:
+            raise RuntimeError(
+                f"all rollout workers have died, each {MOST_RESTARTS + 1} times; Ray's session folder has their logs"
+            )
 
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces the weights of all workers, by Hugging Face names, after the turns that they still have."""
-        self._weights = ray.put({name: tensor.contiguous() for name, tensor in tensors})
-        for worker, load in [(w, actor.load_weights.remote(self._weights)) for w, actor in self._actors.items()]:
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Gives every worker new weights, by Hugging Face names, after the turns that it was asked for; waits for it."""
+        self._wait_for_starts()
+        self._weights = ray.put(({name: tensor.contiguous() for name, tensor in tensors}, policy_version))
+        loads = {w: a.load_weights.remote(self._weights, self._recompute_kv_cache) for w, a in self._actors.items()}
+        for worker, load in loads.items():
             self._answer(worker, load)
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Any:
@@ -155,18 +153,50 @@ class RolloutPool:
 
     def close(self) -> None:
         """Ends the workers, and Ray if it is ours."""
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), *(actor for _, actor in self._starting.values())):
             ray.kill(actor)
-        self._actors = {}
+        self._actors, self._starting, self._turns = {}, {}, {}
         if self._owns_ray:
             ray.shutdown()
 
-    def _start(self, workers: Iterable[int]) -> list[int]:
-        """Starts engines side by side; how many requests each may have. They ask Ray for no CPU: who has more workers than
-        cores is to wait for steps, not for ever for a place."""
-        actor_class = ray.remote(RolloutActor)
-        self._actors |= {w: actor_class.options(num_cpus=0).remote() for w in workers}
-        return ray.get([self._actors[w].start.remote(*self._orders[w], self._weights) for w in workers])
+    def _start(self, worker: int) -> None:
+        """Begins to start a worker. It asks Ray for no CPU: if there are more workers than cores, each is slower, and none
+        waits for ever for a place."""
+        actor: Any = ray.remote(RolloutActor).options(num_cpus=0).remote()
+        self._starting[actor.start.remote(*self._orders[worker], self._weights)] = worker, actor
+
+    def _wait(self) -> list[Any]:
+        """Turns that have ended, at least one unless a worker is alive now that was not."""
+        waiting = [*self._turns, *self._starting]
+        if not ray.wait(waiting, timeout=HANG_S)[0]:
+            for worker in set(self._turns.values()):
+                ray.kill(self._actors[worker])
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for start in [ref for ref in ready if ref in self._starting]:
+            worker, self._actors[worker] = self._starting.pop(start)
+            capacity = self._answer(worker, start)
+            self.capacity = self.capacity if capacity is GONE else capacity
+        return [ref for ref in ready if ref in self._turns]
+
+    def _wait_for_starts(self) -> None:
+        while self._starting:
+            ray.wait(list(self._starting))
+            self._wait()
+            self.revive()
+
+    def _report_of(self, turn: Any) -> tuple[int, Report | None]:
+        worker = self._turns.pop(turn)
+        report = self._answer(worker, turn)
+        return worker, None if report is GONE else report
+
+    def _answer(self, worker: int, ref: Any) -> Any:
+        """What a worker says, or that it is gone."""
+        try:
+            return ray.get(ref)
+        except RayActorError:
+            self._actors.pop(worker, None)
+            self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
+            return GONE
 
 
 def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[SpecrolloutConfig]:

@@ -2,8 +2,11 @@
 """A rollout engine that works in turns: takes orders, steps for a while, reports what its runs have made."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
@@ -14,7 +17,11 @@ FEW_RUNS = 4
 
 @dataclass
 class _Run:
-    request_id: str
+    """What the engine was asked for, under which id, and how many of the tokens that it made since were told."""
+
+    name: int
+    request: RolloutRequest
+    engine_id: str = ""
     num_told: int = 0
 
 
@@ -25,8 +32,8 @@ class _Turn:
     told: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
 
-    def tell(self, key: int, tokens: list[int], logprobs: list[float]) -> None:
-        known = self.told.setdefault(key, ([], []))
+    def tell(self, name: int, tokens: list[int], logprobs: list[float]) -> None:
+        known = self.told.setdefault(name, ([], []))
         known[0].extend(tokens)
         known[1].extend(logprobs)
 
@@ -36,7 +43,7 @@ class _Turn:
 
 
 class RolloutWorker:
-    """Runs under way in an engine; owns their names and how much of each was told.
+    """Runs under way in an engine, by the names that the coordinator gave them; owns how much of each was told.
 
     Invariant: a run's tokens are told once each and in order, all of those that a turn made in its report.
     """
@@ -44,44 +51,70 @@ class RolloutWorker:
     def __init__(self, engine: RolloutEngine, **sampling: Any) -> None:
         """`sampling` overrides the config's sampling parameters."""
         self.engine, self._sampling = engine, sampling
+        self.policy_version = 0
         self._runs: dict[int, _Run] = {}
-        self._key_of: dict[str, int] = {}
+        self._by_engine_id: dict[str, _Run] = {}
 
     def turn(self, orders: Orders) -> Report:
         """Stops and begins what `orders` say, steps until their seconds are over or nothing is left to do, and reports."""
         turn = _Turn()
         until = time.perf_counter() + orders.seconds
-        self._stop(orders.stops, turn)
+        self._stop(orders.stops)
         prefill_s = self._begin(orders.starts, turn)
         num_first = turn.num_tokens
         decode_s, request_s = self._decode(until, turn)
         self._tell_all(turn)
         num_prefilled = sum(len(r.prompt_token_ids) + len(r.prefix_token_ids) for _, r in orders.starts)
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
-        return Report(Progress.of(turn.told), turn.finished, work)
+        return Report(Progress.of(turn.told), turn.finished, work, self.policy_version)
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
+    ) -> None:
+        """The policy is that of `policy_version` from the next turn on; runs go on.
+
+        With `recompute_kv_cache` what they have so far is read anew, so that each further token is what the new policy says
+        after this text. Without, the new policy goes on from the old one's KV cache, as NeMo-RL does by default.
+        """
+        runs = list(self._runs.values()) if recompute_kv_cache else []
+        for run in runs:
+            tokens, _ = self.engine.progress(run.engine_id)
+            run.request = replace(run.request, prefix_token_ids=(*run.request.prefix_token_ids, *tokens))
+            run.num_told = 0
+        self._take_out(runs)
+        self.engine.load_weights(tensors)
+        self.policy_version = policy_version
+        self._put_in(runs)
 
     def forget(self) -> None:
         """Stops all runs."""
-        self._stop(tuple(self._runs), _Turn())
+        self._stop(list(self._runs))
 
-    def _stop(self, keys: tuple[int, ...], turn: _Turn) -> None:
-        runs = {key: self._runs.pop(key) for key in keys if key in self._runs}
-        for key, run in runs.items():
-            turn.tell(key, *self.engine.progress(run.request_id, run.num_told))
-            del self._key_of[run.request_id]
-        self.engine.abort([run.request_id for run in runs.values()])
+    def _stop(self, names: Sequence[int]) -> None:
+        """Nobody asks what they have made since they were told of last."""
+        self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
-    def _begin(self, starts: tuple[tuple[int, RolloutRequest], ...], turn: _Turn) -> float:
+    def _begin(self, starts: Sequence[tuple[int, RolloutRequest]], turn: _Turn) -> float:
         """Takes the step that computes the texts of new runs; its seconds."""
         if not starts:
             return 0.0
         started = time.perf_counter()
-        ids = self.engine.submit([request for _, request in starts], self._sampling)
-        for (key, _), request_id in zip(starts, ids, strict=True):
-            self._runs[key], self._key_of[request_id] = _Run(request_id), key
+        runs = [_Run(name, request) for name, request in starts]
+        self._runs |= {run.name: run for run in runs}
+        self._put_in(runs)
         self._step(turn)
         self._tell_all(turn)
         return time.perf_counter() - started
+
+    def _put_in(self, runs: Sequence[_Run]) -> None:
+        for run, engine_id in zip(runs, self.engine.submit([r.request for r in runs], self._sampling), strict=True):
+            run.engine_id = engine_id
+            self._by_engine_id[engine_id] = run
+
+    def _take_out(self, runs: Sequence[_Run]) -> None:
+        self.engine.abort([run.engine_id for run in runs])
+        for run in runs:
+            del self._by_engine_id[run.engine_id]
 
     def _decode(self, until: float, turn: _Turn) -> tuple[float, float]:
         """Seconds of steps, and the same summed over the requests of each."""
@@ -98,15 +131,15 @@ class RolloutWorker:
         return decode_s, request_s
 
     def _step(self, turn: _Turn) -> None:
-        for request_id, rollout in self.engine.step().items():
-            key = self._key_of.pop(request_id)
-            num_told = self._runs.pop(key).num_told
-            turn.tell(key, rollout.token_ids[num_told:], rollout.logprobs[num_told:])
-            turn.finished[key] = rollout.finish_reason
+        for engine_id, rollout in self.engine.step().items():
+            run = self._by_engine_id.pop(engine_id)
+            del self._runs[run.name]
+            turn.tell(run.name, rollout.token_ids[run.num_told :], rollout.logprobs[run.num_told :])
+            turn.finished[run.name] = rollout.finish_reason
 
     def _tell_all(self, turn: _Turn) -> None:
-        for key, run in self._runs.items():
-            tokens, logprobs = self.engine.progress(run.request_id, run.num_told)
+        for run in self._runs.values():
+            tokens, logprobs = self.engine.progress(run.engine_id, run.num_told)
             if tokens:
                 run.num_told += len(tokens)
-                turn.tell(key, tokens, logprobs)
+                turn.tell(run.name, tokens, logprobs)

@@ -2,7 +2,8 @@
 """Who worked on which request, and when: what a report shows of a rollout over several workers."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 WON, MOVED, BEATEN, GAVE_UP, DIED, DIVERGED, ABANDONED = (
@@ -10,7 +11,7 @@ WON, MOVED, BEATEN, GAVE_UP, DIED, DIVERGED, ABANDONED = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Span:
     """A run: `worker` had `request` from `start_s` to `end_s`, seconds since the rollout began, from response token
     `first_token` to `last_token`. `outcome`: it won (ended the request), moved elsewhere, was beaten by another racer, gave
@@ -25,36 +26,16 @@ class Span:
     outcome: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
-    """Spans of a rollout, in the order in which they began. Owns the clock."""
+    """Spans of a rollout's requests, in the order in which they ended. `request` is the place among them."""
 
     num_workers: int
+    spans: tuple[Span, ...] = ()
     methods: tuple[str, ...] = ()
     """How each worker drafts."""
-    spans: list[Span] = field(default_factory=list)
-    num_deaths: int = 0
-    """Workers that died."""
     saved_s: float | None = None
-    """Seconds that moves and races have saved, by estimate; None if there were none, or if the estimate would be moot."""
-
-    def __post_init__(self) -> None:
-        self._started = time.perf_counter()
-        self._open: dict[tuple[int, int], Span] = {}
-
-    @property
-    def now_s(self) -> float:
-        return time.perf_counter() - self._started
-
-    def begin(self, request: int, worker: int, token: int) -> None:
-        """A run begins."""
-        self._open[request, worker] = span = Span(request, worker, self.now_s, token)
-        self.spans.append(span)
-
-    def end(self, request: int, worker: int, token: int, outcome: str) -> None:
-        """A run ends."""
-        span = self._open.pop((request, worker))
-        span.end_s, span.last_token, span.outcome = self.now_s, token, outcome
+    """Seconds that moves and races have saved, by estimate; None if there were none, or nothing to compare with."""
 
     @property
     def num_moves(self) -> int:
@@ -71,6 +52,11 @@ class Timeline:
         lost = {(s.request, s.start_s) for s in self.spans if s.outcome in (BEATEN, GAVE_UP)}
         won = {s.request: s.start_s for s in self.spans if s.outcome == WON}
         return len({request for request, start_s in lost if start_s < won.get(request, 0.0)})
+
+    @property
+    def num_deaths(self) -> int:
+        """Workers that died while they had any of the requests."""
+        return len({(s.worker, s.end_s) for s in self.spans if s.outcome == DIED})
 
     @property
     def idle_share(self) -> float:
@@ -95,8 +81,39 @@ class Timeline:
 
     def wire(self) -> dict[str, Any]:
         """As plain numbers, strings and lists."""
-        named = {"num_workers": self.num_workers, "methods": list(self.methods), "saved_s": self.saved_s}
-        return {**named, "spans": [asdict(s) for s in self.spans]}
+        of_workers = {"num_workers": self.num_workers, "methods": list(self.methods), "saved_s": self.saved_s}
+        return {**of_workers, "spans": [asdict(s) for s in self.spans]}
+
+
+@dataclass
+class SpanLog:
+    """Spans as they begin and end. Owns the clock."""
+
+    methods: tuple[str, ...]
+    """How each worker drafts."""
+    _open: dict[tuple[int, int], Span] = field(default_factory=dict)
+    _closed: dict[int, list[Span]] = field(default_factory=dict)
+
+    @property
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def begin(self, request: int, worker: int, token: int) -> None:
+        """A run begins."""
+        self._open[request, worker] = Span(request, worker, self.now_s, token)
+
+    def end(self, request: int, worker: int, token: int, outcome: str, at_s: float | None = None) -> None:
+        """A run ends, now or at `at_s`."""
+        end_s = self.now_s if at_s is None else at_s
+        span = self._open.pop((request, worker))
+        self._closed.setdefault(request, []).append(replace(span, end_s=end_s, last_token=token, outcome=outcome))
+
+    def take(self, requests: Sequence[int]) -> Timeline:
+        """The spans of requests that have ended, which are forgotten here."""
+        spans = [replace(span, request=i) for i, r in enumerate(requests) for span in self._closed.pop(r, [])]
+        first_s = min((s.start_s for s in spans), default=0.0)
+        spans = [replace(s, start_s=s.start_s - first_s, end_s=s.end_s - first_s) for s in spans]
+        return Timeline(len(self.methods), tuple(sorted(spans, key=lambda s: s.end_s)), self.methods)
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

@@ -73,3 +73,5 @@ class Report:
     progress: Progress
     finished: dict[int, str] = field(default_factory=dict)
     work: Work = Work()
+    policy_version: int = 0
+    """Of the weights that made it."""

@@ -42,7 +42,7 @@ class RolloutFleet:
         policy = FastestOfN(tail, self.ladder) if tail.enabled else None
         self._coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
         self._plain = Coordinator(self.pool, None, Ladder(self.pool.method_names), LengthEstimator(1))
-        self._timeline = Timeline(1)
+        self._timeline, self._policy_version = Timeline(1), 0
 
     def measure(
         self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None]
@@ -79,7 +79,8 @@ class RolloutFleet:
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights of all workers, by Hugging Face names."""
-        self.pool.load_weights(tensors)
+        self._policy_version += 1
+        self._coordinator.load_weights(tensors, self._policy_version)
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Replaces the EAGLE-3 head of all workers that draft with it."""

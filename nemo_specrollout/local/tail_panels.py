@@ -96,6 +96,7 @@ def draw_requests(ax: Axes, timeline: Record) -> None:
     """A row for each request that is worth one, a bar for each worker that had it, a mark where that ended."""
     spans = timeline["spans"]
     requests = shown_requests(spans)
+    spans = sorted(spans, key=lambda s: s["start_s"])
     for row, request in enumerate(requests):
         _draw_row(ax, row, [s for s in spans if s["request"] == request])
     ax.set_yticks(range(len(requests)), [f"request {r}" for r in requests])

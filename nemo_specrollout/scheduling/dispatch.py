@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which worker a request starts on. The order is free: a request's tokens follow from its seed, not from where it runs.
 
-Shapes: R requests.
+Shapes: R requests, W workers.
 """
 
 import heapq
@@ -15,18 +15,21 @@ def in_shards(num_requests: int, num_workers: int) -> np.ndarray:
     return np.arange(num_requests) * num_workers // max(num_requests, 1)
 
 
-def longest_first(groups_R: Sequence[int], expected_R: np.ndarray, num_workers: int) -> np.ndarray:
+def longest_first(groups_R: Sequence[int], expected_R: np.ndarray, loads_W: np.ndarray) -> np.ndarray:
     """The worker of each request, int64 [R]: the longest first, onto the worker with the fewest expected tokens so far.
+
+    `loads_W` are the expected tokens that workers have already; not finite where one takes no requests.
 
     Siblings stay together where there are at least two prompts for each worker: drafters learn from siblings, and the engine
     shares their prompt's KV cache. Source: LPT scheduling, Graham 1969, within 4/3 of the shortest makespan.
     """
     names = np.unique(np.asarray(groups_R), return_inverse=True)[1]
+    least = [(load, w) for w, load in enumerate(loads_W.tolist()) if np.isfinite(load)]
     num_groups = int(names.max(initial=-1)) + 1
-    units_R = names if num_groups >= 2 * num_workers else np.arange(len(expected_R))
+    units_R = names if num_groups >= 2 * len(least) else np.arange(len(expected_R))
     loads = np.bincount(units_R, weights=expected_R)
     worker_of_unit = np.zeros(len(loads), np.int64)
-    least = [(0.0, w) for w in range(num_workers)]
+    heapq.heapify(least)
     for unit in np.argsort(-loads, kind="stable").tolist():
         load, worker = heapq.heappop(least)
         worker_of_unit[unit] = worker

@@ -39,13 +39,13 @@ class Held:
     num_tokens_R: np.ndarray
     """Tokens of response that the worker had told, int64."""
     told_s_W: np.ndarray
-    """When each worker had told last, seconds since the rollout began, float64."""
+    """When each worker had told last, seconds by any clock, float64."""
 
 
 def undisturbed_end_s(
     held: Held, lengths_R: np.ndarray, speed_RM: np.ndarray, method_W: np.ndarray, paces: Paces
 ) -> float:
-    """When the rollout would have ended, by estimate, had nobody moved or raced: each worker keeps what it has.
+    """When a rollout would have ended, by the same clock and by estimate, if all workers had kept what they had.
 
     `lengths_R`: tokens that the responses turned out to have; `speed_RM`: a request's pace under a method over a typical
     request's.

@@ -11,6 +11,7 @@ import numpy as np
 SPREAD, HALF_TOKENS = 0.35, 48.0
 # The share of a request's ease under one method that it is expected to have under another.
 SHARED_EASE = 0.5
+ALL = slice(None)
 
 
 class RunSpeeds:
@@ -24,23 +25,30 @@ class RunSpeeds:
         self._made_RM = np.zeros(task_ease_RM.shape)
         self._typical_RM = np.zeros(task_ease_RM.shape)
 
-    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float) -> None:
-        """Runs by `method` made so many tokens each, where a typical request would have made `typical`."""
+    def append(self, task_ease_RM: np.ndarray) -> None:
+        """More requests, after those that are there."""
+        self._task_log_RM = np.concatenate([self._task_log_RM, np.log(task_ease_RM)])
+        self._made_RM, self._typical_RM = (
+            np.concatenate([x, np.zeros(task_ease_RM.shape)]) for x in (self._made_RM, self._typical_RM)
+        )
+
+    def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
+        """Runs by `method` made so many tokens each, where typical requests would have made `typical`."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 
-    def speeds(self) -> np.ndarray:
-        """Pace over a typical request's, float64 [R, M]."""
-        seen_RM = self._made_RM + 1.0
-        log_RM = np.log(seen_RM / (self._typical_RM + 1.0)) - self._task_log_RM
-        own_RM = log_RM * self._belief_RM
+    def speeds(self, rows: np.ndarray | slice = ALL) -> np.ndarray:
+        """Pace over a typical request's of those requests, float64 [R, M]."""
+        made_RM, typical_RM, task_RM = (x[rows] for x in (self._made_RM, self._typical_RM, self._task_log_RM))
+        belief_RM = _belief(typical_RM)
+        own_RM = (np.log((made_RM + 1.0) / (typical_RM + 1.0)) - task_RM) * belief_RM
         elsewhere_RM = (own_RM.sum(1, keepdims=True) - own_RM) * SHARED_EASE
-        return np.exp(self._task_log_RM + own_RM + elsewhere_RM * (1.0 - self._belief_RM))
+        return np.exp(task_RM + own_RM + elsewhere_RM * (1.0 - belief_RM))
 
-    def doubts(self) -> np.ndarray:
+    def doubts(self, rows: np.ndarray | slice = ALL) -> np.ndarray:
         """Standard deviation of the logarithm of that, float64 [R, M]."""
-        return SPREAD * np.sqrt(1.0 - self._belief_RM)
+        return SPREAD * np.sqrt(1.0 - _belief(self._typical_RM[rows]))
 
-    @property
-    def _belief_RM(self) -> np.ndarray:
-        return self._typical_RM / (self._typical_RM + HALF_TOKENS)
+
+def _belief(typical_RM: np.ndarray) -> np.ndarray:
+    return typical_RM / (typical_RM + HALF_TOKENS)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout simulate`: what a step would take, what each feature brings, and a picture; in seconds, without torch."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nemo_specrollout.cli.prepare import runtime_of
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.simulation.compare import Comparison, compare
+from nemo_specrollout.simulation.devices import DEVICES, device_named
+from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
+from nemo_specrollout.simulation.lengths import fitted
+from nemo_specrollout.simulation.papers import account
+from nemo_specrollout.simulation.rl import StepResult
+from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.timeline import running_share
+from nemo_specrollout.simulation.traces import read_trace
+
+LIST, PAPERS = "list", "papers"
+_WIDTH_OF_LOGS = 120
+# Moments of the use over time.
+_POINTS = 200
+
+
+def simulate(parsed: argparse.Namespace) -> int:
+    """Prints what each feature brings, and writes it where `--out` says. Raises ConfigError."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_LOGS
+    if parsed.config == LIST:
+        _list(console)
+        return 0
+    if parsed.config == PAPERS:
+        console.print(_account(boxed=console.is_terminal))
+        return 0
+    comparison = compare(*_with_trace(_scenario(parsed), parsed.trace))
+    for line in _lines(comparison):
+        console.print(line, markup=False)
+    console.print(_table(comparison, boxed=console.is_terminal))
+    if parsed.out is not None:
+        _write(parsed.out, comparison)
+        console.print(f"written to {parsed.out}: simulation.json, simulation.png", markup=False)
+    return 0
+
+
+def _scenario(parsed: argparse.Namespace) -> Scenario:
+    if parsed.config in shipped():
+        return read_scenario(parsed.config, parsed.overrides)
+    path = Path(parsed.config)
+    if not path.is_file():
+        known = nearest(parsed.config, [*shipped(), LIST, PAPERS])
+        raise ConfigError(f"SCENARIO: {parsed.config!r} is neither a file nor one that ships{known}")
+    tree = load_config(path, parsed.overrides)
+    return scenario_of(tree) if is_scenario(tree) else _of_run(tree, parsed)
+
+
+def _of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
+    if runtime_of(tree) == "nemo_rl":
+        if parsed.device is None:
+            raise ConfigError(
+                f"--device: missing; a config does not say which GPUs: one of {', '.join(sorted(DEVICES))}"
+            )
+        return of_nemo_rl(tree, device_named(parsed.device, "--device").name)
+    if parsed.profile is None:
+        raise ConfigError("--profile: missing; for this machine, name a file that `nemo-specrollout profile` wrote")
+    return of_local(read_run_config(tree)[0], tree, parsed.profile)
+
+
+def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[np.ndarray]]:
+    """The scenario with the lengths of a trace; what policies know of lengths beforehand is fitted to it."""
+    if trace is None:
+        return scenario, []
+    lengths = [step.lengths_PS for step in read_trace(trace, "--trace")]
+    every = np.concatenate([step.ravel() for step in lengths])
+    return replace(scenario, lengths=fitted(every, int(every.max()))), lengths
+
+
+def _list(console: Console) -> None:
+    for name in shipped():
+        console.print(f"{name}: {read_scenario(name, []).title}", markup=False)
+
+
+def _account(boxed: bool) -> Table:
+    """Both papers' figures beside those of the simulator."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in ("table", "cell", "paper", "simulated", "error", "role"):
+        table.add_column(name, justify="right" if name in ("paper", "simulated", "error") else "left", no_wrap=True)
+    for cell in account():
+        unit = "" if cell.unit == "tokens" else cell.unit
+        paper = f"{cell.low:g}" if cell.low == cell.high else f"{cell.low:g}-{cell.high:g}"
+        table.add_row(
+            cell.table, cell.name, paper + unit, f"{cell.predicted:.3g}{unit}", f"{cell.error:+.0%}", cell.role
+        )
+    return table
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    scenario, best = comparison.scenario, comparison.best
+    cluster = scenario.cluster
+    notes = {"source": scenario.source, "calibrated": scenario.calibrated_from}
+    return [
+        f"{scenario.title}: {best.variant} {comparison.speedup(best):.2f}x plain, {best.step_s:.1f} s instead of "
+        f"{comparison.plain.step_s:.1f} (a prediction)",
+        f"{len(comparison.lengths):,} requests, {comparison.lengths.sum():,} tokens, {cluster.num_gpus} x {cluster.device}, "
+        f"costs of kind {scenario.costs.kind}",
+        *(f"{name}: {text}" for name, text in notes.items() if text),
+    ]
+
+
+def _table(comparison: Comparison, boxed: bool) -> Table:
+    """Seconds of a step and its parts, where `generate` is what training waits for; idle is of all GPUs over a step, peak the
+    share of the engines' arithmetic that the response tokens need."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
+             "moves", "races")  # fmt: skip
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for step in comparison.steps:
+        table.add_row(*_row(comparison, step))
+    return table
+
+
+def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
+    parts, peak = step.parts_s, comparison.peak_share(step)
+    main_parts = [parts[name] for name in ("generate", "log-prob", "train")]
+    return (
+        step.variant, f"{step.step_s:.1f}", f"{comparison.speedup(step):.2f}x", f"{step.rollout_s:.1f}",
+        f"{comparison.rollout_speedup(step):.2f}x", *(f"{seconds:.1f}" for seconds in main_parts),
+        f"{step.step_s - sum(main_parts):.1f}", f"{step.idle_share:.0%}", "-" if peak is None else f"{peak:.1%}",
+        str(step.rollout.num_moves), str(step.rollout.num_races),
+    )  # fmt: skip
+
+
+def _write(folder: Path, comparison: Comparison) -> None:
+    from nemo_specrollout.simulation.picture import picture
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "simulation.json", json.dumps(_record(comparison), indent=1) + "\n")
+        write_atomically(folder / "simulation.png", picture(comparison))
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be written to ({type(error).__name__}); choose another") from error
+
+
+def _record(comparison: Comparison) -> dict[str, object]:
+    return {
+        "title": comparison.scenario.title,
+        "num_requests": len(comparison.lengths),
+        "num_tokens": int(comparison.lengths.sum()),
+        "variants": [_variant(comparison, step) for step in comparison.steps],
+    }
+
+
+def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
+    at_s, share = running_share(step.rollout, _POINTS)
+    return {
+        "variant": step.variant,
+        "step_s": step.step_s,
+        "parts_s": step.parts_s,
+        "rollout_s": step.rollout_s,
+        "step_speedup": comparison.speedup(step),
+        "rollout_speedup": comparison.rollout_speedup(step),
+        "idle_share": step.idle_share,
+        "peak_share": comparison.peak_share(step),
+        "num_moves": step.rollout.num_moves,
+        "num_races": step.rollout.num_races,
+        "num_wasted_tokens": step.rollout.num_wasted_tokens,
+        "use": {"at_s": at_s.round(3).tolist(), "busy_share": share.round(4).tolist()},
+    }

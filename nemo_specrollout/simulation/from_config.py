@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's config as a scenario. What a config does not say is assumed, and `source` says so: response lengths, acceptance.
+
+A block `simulation` of the config, e.g. `simulation.lengths.median=900`, wins over what is found.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
+from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.scheduling.cost_tables import CostTables, sizes_of
+from nemo_specrollout.simulation.scenario import Scenario, scenario_of
+from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
+
+OWN_BLOCK = "simulation"
+"""The key of a config whose block is laid over the scenario."""
+_ASSUMED_LENGTHS = {"sigma": 0.8}
+_MEDIAN_SHARE = 0.25
+# P(right) that is assumed, by the type of a drafter.
+_ASSUMED_ACCEPTANCE = {
+    "eagle3": 0.75,
+    "mtp": 0.75,
+    "draft_model": 0.75,
+    "remote": 0.75,
+    "suffix": 0.5,
+    "ngram": 0.4,
+    "random": 0.0,
+}
+_SPREAD = 0.4
+_SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, the calibration of the roofline"
+
+
+def of_nemo_rl(tree: Tree, device: str) -> Scenario:
+    """A run in NeMo-RL on GPUs of that name. Raises ConfigError."""
+    block = build(SpecrolloutConfig, effective_block(tree) or {}, BLOCK_PATH)
+    generating, all_gpus = (
+        generating_gpus(tree),
+        size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node"),
+    )
+    is_async = bool(at(tree, "grpo.async_grpo.enabled"))
+    lag = size_at(tree, "grpo.async_grpo.max_trajectory_age_steps")
+    max_tokens = size_at(tree, f"{GENERATION}.max_new_tokens", size_at(tree, "policy.max_total_sequence_length", 4096))
+    found = {
+        "title": f"{at(tree, 'policy.model_name')} on {all_gpus} {device}",
+        "source": _SOURCE,
+        "model": str(at(tree, "policy.model_name", "")),
+        "precision": "fp8" if at(tree, f"{VLLM_CFG}.precision") == "fp8" else "bf16",
+        "cluster": {
+            "device": device, "num_gpus": all_gpus, "train_gpus": all_gpus - generating,
+            "gpus_per_engine": size_at(tree, f"{VLLM_CFG}.tensor_parallel_size"),
+            "expert_parallel": size_at(tree, f"{VLLM_CFG}.expert_parallel_size") > 1,
+        },
+        "batch": _batch(tree),
+        "lengths": {"median": _MEDIAN_SHARE * max_tokens, "max_tokens": max_tokens, **_ASSUMED_LENGTHS},
+        "drafting": _drafting(block),
+        "training": {"mode": "async", "lag": lag} if is_async else {"mode": "sync"},
+    }  # fmt: skip
+    return scenario_of(_over(found, tree))
+
+
+def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
+    """A run of the local runner: one engine, at the smallest size that was measured; of its step, the rollout alone."""
+    size = min(sizes_of(CostTables.read(profile, "--profile").verify_s))
+    generation = config.policy.generation
+    found = {
+        "title": f"{config.policy.model_name} on this machine, rollouts alone",
+        "source": _SOURCE,
+        "model": config.policy.model_name,
+        "cluster": {"device": "measured", "num_gpus": size, "gpus_per_engine": size},
+        "batch": {
+            "num_prompts": config.grpo.num_prompts_per_step, "num_samples": config.grpo.num_generations_per_prompt,
+            "prompt_tokens": 16, "max_requests": config.most_in_flight,
+        },
+        "lengths": {
+            "median": max(1.0, _MEDIAN_SHARE * generation.max_new_tokens), "max_tokens": generation.max_new_tokens,
+            **_ASSUMED_LENGTHS,
+        },
+        "drafting": _drafting(generation.specrollout),
+        "costs": {"kind": "tables", "profile": str(profile)},
+    }  # fmt: skip
+    return scenario_of(_over(found, tree))
+
+
+def _batch(tree: Tree) -> dict[str, Any]:
+    return {
+        "num_prompts": size_at(tree, "grpo.num_prompts_per_step"),
+        "num_samples": size_at(tree, "grpo.num_generations_per_prompt"),
+        "max_requests": size_at(tree, f"{GENERATION}.vllm_kwargs.max_num_seqs", 256),
+    }
+
+
+def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
+    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the router
+    takes the best. None at all is a look-up that is always wrong."""
+    drafters = sorted(block.drafters, key=_is_look_up) or [DrafterConfig("random")]
+    of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
+    methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]
+    k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
+    is_apart = block.remote is not None and methods[0]["draft"] not in (HEAD, TEXT)
+    return {
+        "k": max(k, 1),
+        "max_k": block.num_speculative_tokens,
+        "methods": methods,
+        "methods_of_workers": of_workers,
+        "freed_workers_switch": False,
+        "drafter_gpus": [1] if is_apart else [],
+    }
+
+
+def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]:
+    """Of a worker with several drafters, the one that is first in `types`: here a worker has one."""
+    given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
+    return [min(of_worker, key=types.index) for of_worker in given]
+
+
+def _is_look_up(drafter: DrafterConfig) -> bool:
+    return drafter.model is None and drafter.type != "mtp"
+
+
+def _method(drafter: DrafterConfig) -> dict[str, Any]:
+    draft = HEAD if drafter.type in ("eagle3", "mtp") else str(drafter.model) if drafter.model else TEXT
+    acceptance = _ASSUMED_ACCEPTANCE[drafter.type]
+    return {"name": drafter.type, "draft": draft, "acceptance": acceptance, "spread": _SPREAD if acceptance else 0.0}
+
+
+def _over(found: dict[str, Any], tree: Tree) -> dict[str, Any]:
+    own = tree.get(OWN_BLOCK, {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{OWN_BLOCK}: expected a block of keys, got {own!r}")
+    return _merged(found, own)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+        result[key] = _merged(below[key], value) if both else value
+    return result

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be simulated: a strict, frozen schema, and the scenarios that ship with it.
+
+What is calibrated rather than known stands in `calibration` and `costs`; `calibrated_from` says by what.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
+from nemo_specrollout.simulation.devices import device_named
+from nemo_specrollout.simulation.lengths import LengthConfig
+from nemo_specrollout.simulation.roofline import Calibration
+from nemo_specrollout.simulation.scenario_blocks import (
+    BatchConfig,
+    ClusterConfig,
+    CostConfig,
+    DraftingConfig,
+    TrainingConfig,
+)
+from nemo_specrollout.simulation.transformer import model_named
+
+FOLDER = Path(__file__).parent / "scenarios"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One setting. Example: `read_scenario("nvidia-8b-zero", ["drafting.k=5"])`."""
+
+    title: str
+    model: str
+    """A known model, or a folder with a config.json."""
+
+    cluster: ClusterConfig
+    batch: BatchConfig
+    lengths: LengthConfig
+    drafting: DraftingConfig
+    source: str = ""
+    """Where the setting is from, and what of it was assumed."""
+
+    calibrated_from: str = ""
+    """Where the figures in `calibration`, or of the papers' cost models, come from."""
+
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    costs: CostConfig = field(default_factory=CostConfig)
+    calibration: Calibration = field(default_factory=Calibration)
+    precision: str = choice("bf16", "fp8", default="bf16")
+    """Of the engines' weights and products."""
+
+    kv_precision: str = choice("bf16", "fp8", default="bf16")
+    """Of the KV cache."""
+
+    seed: int = bounded(0, low=0)
+    """Of the draws."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for what cannot run."""
+        cluster, training = self.cluster, self.training
+        if training.mode == "async" and not cluster.train_gpus:
+            raise ConfigError(
+                f"{join(path, 'cluster.train_gpus')}: 0; asynchronous training needs GPUs of its own: name how "
+                "many, or mode: sync"
+            )
+        if training.mode == "sync" and cluster.train_gpus:
+            raise ConfigError(
+                f"{join(path, 'cluster.train_gpus')}: {cluster.train_gpus}; in synchronous training all GPUs take turns: "
+                "set it to 0, or mode: async"
+            )
+        if self.costs.kind == "roofline":
+            self._check_memory(path)
+
+    def _check_memory(self, path: str) -> None:
+        shape = model_named(self.model, join(path, "model"))
+        device = device_named(self.cluster.device, join(path, "cluster.device"))
+        device.flops(self.precision)
+        weights = shape.params * (2 if self.precision == "bf16" else 1)
+        if weights > 0.9 * device.hbm_bytes * self.cluster.gpus_per_engine:
+            needed = -(-weights // int(0.9 * device.hbm_bytes))
+            raise ConfigError(
+                f"{join(path, 'cluster.gpus_per_engine')}: {self.cluster.gpus_per_engine}; the weights of {self.model} take "
+                f"{weights / 1e9:.0f} GB in {self.precision}, a {device.name} has {device.hbm_bytes / 1e9:.0f}: "
+                f"at least {needed}"
+            )
+
+
+def shipped() -> list[str]:
+    """Names of the scenarios that ship with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_scenario(name: str, overrides: list[str]) -> Scenario:
+    """A scenario that ships, by its name. Raises ConfigError."""
+    return scenario_of(load_config(FOLDER / f"{name}.yaml", overrides))
+
+
+def scenario_of(tree: Mapping[str, object]) -> Scenario:
+    """From a tree of plain values. Raises ConfigError."""
+    return build(Scenario, tree, "")
+
+
+def is_scenario(tree: Mapping[str, object]) -> bool:
+    """Whether a tree is meant as a scenario rather than as a run's config."""
+    return "policy" not in tree

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of a transformer, dense or a mixture of experts, and what of it a step reads and computes."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
+
+# EAGLE-3 (arXiv 2503.01840): one decoder layer, drafting over the most frequent tokens only.
+_HEAD_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """By the names of a Hugging Face config.json. Grouped-query attention, gated MLP."""
+
+    num_hidden_layers: int = bounded(low=1)
+    hidden_size: int = bounded(low=1)
+    num_attention_heads: int = bounded(low=1)
+    num_key_value_heads: int = bounded(low=1)
+    head_dim: int = bounded(low=1)
+    intermediate_size: int = bounded(low=1)
+    """Of a dense layer's MLP."""
+    vocab_size: int = bounded(low=1)
+    num_experts: int = bounded(0, low=0)
+    """0 is dense."""
+    num_experts_per_tok: int = bounded(0, low=0)
+    moe_intermediate_size: int = bounded(0, low=0)
+    """Of one expert."""
+
+    @property
+    def expert_params(self) -> int:
+        """Of one expert of one layer."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    @property
+    def shared_params(self) -> int:
+        """What every token passes: attention, dense MLPs, the output layer. The input embedding is a look-up."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        layer = self.hidden_size * self.head_dim * heads
+        layer += 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
+        return self.num_hidden_layers * layer + self.hidden_size * self.vocab_size
+
+    @property
+    def active_params(self) -> int:
+        """Those that one token passes."""
+        return self.shared_params + self.num_hidden_layers * self.num_experts_per_tok * self.expert_params
+
+    @property
+    def params(self) -> int:
+        """All that lie in memory, the input embedding too."""
+        experts = self.num_hidden_layers * self.num_experts * self.expert_params
+        return self.shared_params + experts + self.hidden_size * self.vocab_size
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the KV cache holds of one token."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    def params_read(self, num_rows: np.ndarray | float) -> np.ndarray | float:
+        """Parameters that a step of so many rows reads: of the experts, those to which any row is sent.
+
+        Routing is taken as uniform and independent, so an expert is left alone with (1 - k/E)^rows.
+        """
+        if not self.num_experts:
+            return self.shared_params + 0.0 * num_rows
+        share = 1.0 - (1.0 - self.num_experts_per_tok / self.num_experts) ** num_rows
+        return self.shared_params + self.num_hidden_layers * self.num_experts * self.expert_params * share
+
+    def attention_flops(self, num_rows: np.ndarray | float, context: float) -> np.ndarray | float:
+        """Of so many rows that each look back on `context` tokens: products with the keys and with the values."""
+        return 4.0 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context * num_rows
+
+
+def eagle3_head(policy: ModelShape) -> ModelShape:
+    """The shape of an EAGLE-3 head for a policy: one dense layer of its width."""
+    return dataclasses.replace(
+        policy, num_hidden_layers=1, vocab_size=_HEAD_VOCABULARY, num_experts=0, num_experts_per_tok=0,
+        moe_intermediate_size=0,
+    )  # fmt: skip
+
+
+# From the config.json of each on Hugging Face.
+MODELS = {
+    "Qwen2.5-0.5B": ModelShape(24, 896, 14, 2, 64, 4864, 151_936),
+    "Qwen2.5-1.5B": ModelShape(28, 1536, 12, 2, 128, 8960, 151_936),
+    "Qwen2.5-7B": ModelShape(28, 3584, 28, 4, 128, 18_944, 152_064),
+    "Qwen2.5-32B": ModelShape(64, 5120, 40, 8, 128, 27_648, 152_064),
+    "Qwen3-0.6B": ModelShape(28, 1024, 16, 8, 128, 3072, 151_936),
+    "Qwen3-1.7B": ModelShape(28, 2048, 16, 8, 128, 6144, 151_936),
+    "Qwen3-8B": ModelShape(36, 4096, 32, 8, 128, 12_288, 151_936),
+    "Qwen3-32B": ModelShape(64, 5120, 64, 8, 128, 25_600, 151_936),
+    "Qwen3-30B-A3B": ModelShape(48, 2048, 32, 4, 128, 6144, 151_936, 128, 8, 768),
+    "Qwen3-235B-A22B": ModelShape(94, 4096, 64, 4, 128, 12_288, 151_936, 128, 8, 1536),
+}
+
+
+def model_named(name: str, field: str) -> ModelShape:
+    """A known model by its name, with or without its organisation, or that of a folder with a config.json.
+
+    Raises ConfigError with the field, the value and the fix.
+    """
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return _from_config(folder / "config.json", field)
+    short = name.rpartition("/")[2].removesuffix("-Base")
+    if short not in MODELS:
+        raise ConfigError(f"{field}: {name!r} is neither known nor a folder with a config.json{nearest(short, MODELS)}")
+    return MODELS[short]
+
+
+def _from_config(path: Path, field: str) -> ModelShape:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return build(ModelShape, _shape_keys(tree), field)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{field}: {path} gives no shape ({error}); name a folder of a Qwen3, or a known model"
+        ) from error
+
+
+def _shape_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(ModelShape)}
+    known = {key: value for key, value in tree.items() if key in names and value is not None}
+    heads = int(tree["num_attention_heads"])
+    return {"head_dim": int(tree["hidden_size"]) // heads, "num_key_value_heads": heads, **known}
