@@ -2,7 +2,7 @@
 """Who worked on which request, and when: what a report shows of a rollout over several workers."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -114,6 +114,24 @@ class SpanLog:
         first_s = min((s.start_s for s in spans), default=0.0)
         spans = [replace(s, start_s=s.start_s - first_s, end_s=s.end_s - first_s) for s in spans]
         return Timeline(len(self.methods), tuple(sorted(spans, key=lambda s: s.end_s)), self.methods)
+
+
+def in_words(figures: Mapping[str, Any]) -> str:
+    """`Timeline.figures` in a line; empty where nothing happened."""
+    if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
+        return ""
+    parts = [
+        _counted(figures["moves"], "move"),
+        _counted(figures["races"], "race") + f" ({figures['won_by_racer']} won by the racer)",
+        *([_counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
+        *([_counted(figures["diverged"], "run") + " diverged"] if figures["diverged"] else []),
+    ]
+    saved = "" if figures["saved_s"] is None else f"; saved {figures['saved_s']:.2f} s, by estimate"
+    return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
