@@ -105,8 +105,8 @@ def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
     """When each engine step began and when it sampled. A step begins with the one before, unless the engine was idle between;
     when the first began nobody knows."""
     ends, seconds = column(trace, "time_s"), column(trace, "seconds")
-    starts = np.concatenate([[-np.inf], ends[:-1]])
-    return np.where(ends - starts > 2 * seconds, np.maximum(starts, ends - seconds), starts), ends
+    was_idle = ends[1:] - ends[:-1] > 2 * seconds[1:]
+    return np.append(-np.inf, np.where(was_idle, ends[1:] - seconds[1:], ends[:-1])), ends
 
 
 def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
