@@ -206,7 +206,7 @@ def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps, traces)
     (run / "timeline.jsonl").write_text("".join(json.dumps(timeline(i)) + "\n" for i in range(4)))
     page = Page(write_report(run))
-    for words in ("The tail", "Saved in the tail +0.8 s", "estimate; 4 moves, 8 races, 4 won by the racer",
+    for words in ("The tail", "Saved in the tail +0.8 s", "estimate; moves: 4, races: 8, won by the racer: 4",
                   "Running requests of all 2 workers", "all workers' present engine steps",
                   "Tails, step by step"):  # fmt: skip
         assert words in page.text

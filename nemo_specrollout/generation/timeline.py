@@ -122,7 +122,8 @@ def in_words(figures: Mapping[str, Any]) -> str:
         return ""
     parts = [
         _counted(figures["moves"], "move"),
-        _counted(figures["races"], "race") + f" ({figures['won_by_racer']} won by the racer)",
+        _counted(figures["races"], "race")
+        + (f" ({figures['won_by_racer']} won by the racer)" if figures["races"] else ""),
         *([_counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
         *([_counted(figures["diverged"], "run") + " diverged"] if figures["diverged"] else []),
     ]

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 Record = Mapping[str, Any]
+_DRAFTS = ("drafted_", "accepted_")
+# Shorter gaps between the steps of an engine are none: its clock is read a little apart.
+SHORTEST_IDLE_S = 0.002
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -98,15 +101,14 @@ def whole_trace(trace: Record) -> Record:
     return {"step": trace.get("step"), "columns": ["time_s", *names], "rows": rows, "num_workers": len(workers)}
 
 
-_DRAFTS = ("drafted_", "accepted_")
-
-
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
-    """When each engine step began and when it sampled. A step begins with the one before, unless the engine was idle between;
-    when the first began nobody knows."""
-    ends, seconds = column(trace, "time_s"), column(trace, "seconds")
-    was_idle = ends[1:] - ends[:-1] > 2 * seconds[1:]
-    return np.append(-np.inf, np.where(was_idle, ends[1:] - seconds[1:], ends[:-1])), ends
+    """From when to when each engine step is shown: until it samples, and since the one before did, or since it began if the
+    engine was idle between. When the first began nobody knows."""
+    sampled = column(trace, "time_s")
+    ends = sampled + sum(column(trace, n) for n in ("host_s", "draft_s") if n in trace["columns"])
+    begins = ends[1:] - column(trace, "seconds")[1:]
+    was_idle = begins - ends[:-1] > SHORTEST_IDLE_S
+    return np.append(-np.inf, np.where(was_idle, begins, sampled[:-1])), sampled
 
 
 def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:

@@ -107,9 +107,11 @@ def _card_list(run: RunRecords) -> Iterable[str]:
         made = f"{head['heads_published']} of {head['refreshes']}"
         yield _card("Draft heads", made, f"refreshes published; {head['refresh_share']:.1%} of the run's time")
     if tail := tail_summary(run.steps):
-        won = f"{tail['tail_races']} races, {tail['tail_won_by_racer']} won by the racer"
+        won = f"races: {tail['tail_races']}, won by the racer: {tail['tail_won_by_racer']}"
         saved_s = math.nan if tail["tail_saved_s"] is None else tail["tail_saved_s"]
-        yield _card("Saved in the tail", _format(saved_s, "+.1f", " s"), f"estimate; {tail['tail_moves']} moves, {won}")
+        yield _card(
+            "Saved in the tail", _format(saved_s, "+.1f", " s"), f"estimate; moves: {tail['tail_moves']}, {won}"
+        )
     note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
     yield _card("Alarms", str(len(run.alarms)), note, kind)
 
