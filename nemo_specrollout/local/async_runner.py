@@ -2,6 +2,7 @@
 """Asynchronous GRPO on one machine: workers generate for steps to come while the policy is trained, as NeMo-RL does it."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +33,23 @@ class AsyncGrpoRunner(GrpoRunner):
         self.fleet.begin_counting()
         steps = range(self.directory.next_step, self.config.grpo.max_num_steps)
         self.collector = TrajectoryCollector(
-            self.fleet.coordinator, self.config.grpo.async_grpo, self.prompts, steps, self.fleet.task
+            self.fleet.coordinator,
+            self.config.grpo.async_grpo,
+            self.prompts,
+            self._step_rollout,
+            steps,
+            self.fleet.task,
         )
-        self.engine = FleetBetweenRounds(self.fleet, self.collector)  # type: ignore[assignment]
         self._idle_s = 0.0
+        self.engine = FleetBetweenRounds(self.fleet, self.collector)  # type: ignore[assignment]
 
     def roll_out(self, step: int) -> StepRollout:
         """The trajectories for a step; waits for those that are not there yet."""
         started = time.perf_counter()
         with self.progress.rollout(step, self.config.grpo.samples_per_step) as on_finished:
-            found = self.collector.take(step, on_finished)
+            rollout = self.collector.take(step, on_finished)
         waited_s = time.perf_counter() - started
-        return self.collector.call(lambda: self._step_rollout(found, waited_s))
+        return replace(rollout, figures={**rollout.figures, "exposed_generation_s": waited_s})
 
     def refit(self, version: int) -> None:
         """New weights for the workers, amid requests or between them."""
@@ -56,8 +62,8 @@ class AsyncGrpoRunner(GrpoRunner):
         self.collector.close()
         self.fleet.close()
 
-    def _step_rollout(self, found: Trajectories, waited_s: float) -> StepRollout:
-        """Runs where the workers belong to. Engines' counts are those since the last step asked for its trajectories."""
+    def _step_rollout(self, found: Trajectories) -> StepRollout:
+        """In the collector's thread. Engines' counts are those since the trajectories before these were there."""
         rollouts = [r.rollout for r in found.responses]
         stats = self.fleet.worked(rollouts)
         self.fleet.begin_counting()
@@ -68,20 +74,18 @@ class AsyncGrpoRunner(GrpoRunner):
             )
         ]
         num_older = [_num_older(r, found.target) for r in found.responses]
-        figures = self._figures(found, waited_s)
-        return StepRollout(
-            found.prompts, rollouts, stats, 0, 0, 0.0, stamps, figures, num_older, timeline=found.timeline.wire()
-        )
+        timeline = found.timeline.wire()
+        return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, stamps, self._figures(found), num_older, timeline)
 
-    def _figures(self, found: Trajectories, waited_s: float) -> dict[str, Any]:
+    def _figures(self, found: Trajectories) -> dict[str, Any]:
         ages = [found.target - version for r in found.responses for version, _ in r.policy_spans]
-        before, self._idle_s = self._idle_s, self.collector.idle_s
+        idle_s = self.collector.idle_s
+        before, self._idle_s = self._idle_s, idle_s
         return {
             "trajectory_age": {"begun": found.age, "mean": sum(ages) / len(ages), "max": max(ages)},
             "num_updated_amid": sum(len(r.policy_spans) > 1 for r in found.responses),
             "rollout_wall_s": found.seconds,
-            "exposed_generation_s": waited_s,
-            "collector_idle_s": self._idle_s - before,
+            "collector_idle_s": idle_s - before,
         }
 
 

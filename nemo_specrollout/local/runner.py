@@ -263,8 +263,8 @@ def step_record(
         "acceptance_length": stats.acceptance_length,
         "acceptance": acceptance,
         "num_draft_tokens": stats.num_draft_tokens,
-        "share_of_steps_with_drafts": stats.num_steps_with_drafts / stats.num_target_steps,
-        "router_host_share": stats.router_host_s / stats.seconds,
+        "share_of_steps_with_drafts": stats.num_steps_with_drafts / max(stats.num_target_steps, 1),
+        "router_host_share": stats.router_host_s / stats.seconds if stats.seconds else 0.0,
         **of_head,
         **of_remote,
         "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
@@ -317,7 +317,8 @@ def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[s
             "reward_first": sum(m["reward"] for m in metrics[:tail]) / tail,
             "reward_last": sum(m["reward"] for m in metrics[-tail:]) / tail,
             "reward_averaged_over_steps": tail,
-            "acceptance_length": sum(m["num_tokens"] for m in metrics) / sum(m["request_steps"] for m in metrics),
+            "acceptance_length": sum(m["num_tokens"] for m in metrics)
+            / max(sum(m["request_steps"] for m in metrics), 1),
             "alarms": sum(len(m["alarms"]) for m in metrics),
             **head_summary(metrics),
         }

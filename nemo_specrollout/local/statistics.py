@@ -35,7 +35,7 @@ class RolloutStats:
     @property
     def acceptance_length(self) -> float:
         """Tokens that a request gains in a target step: 1 without speculation."""
-        return self.num_tokens / self.num_request_steps
+        return self.num_tokens / max(self.num_request_steps, 1)
 
     @property
     def speedup_estimate(self) -> float | None:

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nemo_specrollout.config.run import AsyncGrpoConfig
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.responses import Response
 from nemo_specrollout.generation.timeline import Timeline
 from nemo_specrollout.local.rollout import StepPrompts
+
+T = TypeVar("T")
 
 # How often a thread with nothing to do looks whether somebody wants something, and one that waits whether the other lives.
 _LOOK_S = 0.05
@@ -52,8 +54,10 @@ class _Target:
     waiting_for: set[int] = field(default_factory=set)
 
 
-class TrajectoryCollector:
+class TrajectoryCollector(Generic[T]):
     """Generates for targets while the trainer trains. Owns the thread that alone touches the coordinator and its workers.
+
+    What `on_ready` makes of trajectories, in that thread and as soon as they are there, is what the trainer takes.
 
     States: collecting, then closed, or failed: then whoever asks for anything gets the error. Invariant: of what is begun by a
     policy of version v no target is beyond v + max_trajectory_age_steps.
@@ -64,13 +68,15 @@ class TrajectoryCollector:
         coordinator: Coordinator,
         config: AsyncGrpoConfig,
         prompts: Callable[[int], StepPrompts],
+        on_ready: Callable[[Trajectories], T],
         targets: range,
         task: str,
     ) -> None:
         self._coordinator, self._config, self._prompts, self._task = coordinator, config, prompts, task
+        self._on_ready = on_ready
         self._targets, self._next_target, self._version = targets, targets.start, targets.start
         self._under_way: dict[int, _Target] = {}
-        self._ready: dict[int, Trajectories] = {}
+        self._ready: dict[int, T] = {}
         self._changed = threading.Condition()
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -80,16 +86,14 @@ class TrajectoryCollector:
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
-    def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> Trajectories:
-        """The trajectories of a target, once they are there; meanwhile `on_finished` hears how many are."""
+    def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> T:
+        """What became of the trajectories for a target, once they are there; meanwhile `on_finished` hears how many are."""
         with self._changed:
             while target not in self._ready:
                 self._raise_failure()
                 on_finished(self._num_done(target))
                 self._changed.wait(_LOOK_S)
-            found = self._ready.pop(target)
-        assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
-        return found
+            return self._ready.pop(target)
 
     def update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
         """The policy of `version` generates from now on; returns when it does. Amid requests, or when all that are under way
@@ -150,8 +154,10 @@ class TrajectoryCollector:
         responses, timeline = self._coordinator.take(target.keys)
         seconds = time.perf_counter() - target.begun_s
         found = Trajectories(number, target.prompts, responses, timeline, target.first_version, seconds)
+        assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
+        ready = self._on_ready(found)
         with self._changed:
-            self._ready[number] = found
+            self._ready[number] = ready
             self._changed.notify_all()
 
     def _update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
