@@ -83,6 +83,40 @@ def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np
     return {n: (t[0][t[0] > 0], t[1][t[0] > 0]) for n, t in totals.items() if t[0].any()}
 
 
+def whole_trace(trace: Record) -> Record:
+    """The trace of several workers as one: at each moment at which a step of any samples, what all have under way. That of one
+    engine is itself."""
+    workers = [w for w in trace.get("workers", ()) if can_drain(w)]
+    if not workers:
+        return trace
+    names = dict.fromkeys(n for w in workers for n in w["columns"] if n == "num_requests" or n.startswith(_DRAFTS))
+    spans = [_step_spans(w) for w in workers]
+    edges = np.unique(np.concatenate([edge for span in spans for edge in span]))
+    at_s = edges[np.isfinite(edges)]
+    sums = [sum(_under_way(w, *span, name, at_s) for w, span in zip(workers, spans, strict=True)) for name in names]
+    rows = np.stack([at_s, *sums], 1).tolist()
+    return {"step": trace.get("step"), "columns": ["time_s", *names], "rows": rows, "num_workers": len(workers)}
+
+
+_DRAFTS = ("drafted_", "accepted_")
+
+
+def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
+    """When each engine step began and when it sampled. A step begins with the one before, unless the engine was idle between;
+    when the first began nobody knows."""
+    ends, seconds = column(trace, "time_s"), column(trace, "seconds")
+    was_idle = ends[1:] - ends[:-1] > 2 * seconds[1:]
+    return np.append(-np.inf, np.where(was_idle, ends[1:] - seconds[1:], ends[:-1])), ends
+
+
+def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
+    """The column of the step that is under way at each moment, 0 where none is; float64."""
+    if name not in trace["columns"]:
+        return np.zeros(len(at_s))
+    step = np.minimum(np.searchsorted(ends, at_s), len(ends) - 1)
+    return np.where((starts[step] < at_s) & (at_s <= ends[step]), column(trace, name)[step], 0.0)
+
+
 def can_drain(trace: Record) -> bool:
     return len(trace.get("rows", ())) > 1 and {"time_s", "num_requests"} <= set(trace.get("columns", ()))
 
