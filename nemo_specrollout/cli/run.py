@@ -71,7 +71,7 @@ def _run_local(tree: dict[str, Any]) -> int:
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
     """Starts engine and policy; nothing is written before they stand. Raises ConfigError for what they refuse."""
-    from nemo_specrollout.local.runner import GrpoRunner
+    from nemo_specrollout.local.async_runner import build_runner
 
     if prepared.ignored:
         progress.console.print(f"keys without effect: {', '.join(prepared.ignored)}", style="yellow")
@@ -80,7 +80,7 @@ def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") 
     if directory.next_step:
         progress.console.print(f"resuming {directory.path} at step {directory.next_step}")
     try:
-        return GrpoRunner(prepared.config, directory, progress)
+        return build_runner(prepared.config, directory, progress)
     except ConfigError:
         raise
     except ValueError as error:

@@ -16,6 +16,21 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, 
 
 
 @dataclass(frozen=True)
+class AsyncGrpoConfig:
+    """`grpo.async_grpo`: generation goes on while the policy is trained."""
+
+    enabled: bool = False
+    """False: generate, train, generate, train."""
+    max_trajectory_age_steps: int = bounded(1, low=1, high=64)
+    """Training steps by which the policy that begins a sample may be older than the one that is trained on it."""
+    in_flight_weight_updates: bool = False
+    """True: new weights at once, amid requests. False: when those that are under way have ended."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """With `in_flight_weight_updates`: the new policy reads anew what requests have so far. False: it goes on from the old
+    one's KV cache, so that a token is no exact sample of either."""
+
+
+@dataclass(frozen=True)
 class GrpoConfig:
     """`grpo`."""
 
@@ -31,6 +46,8 @@ class GrpoConfig:
     """Compare a sample with the mean of the others, not of all."""
     seed: int = bounded(42, low=0, high=2**32 - 1)
     """Seeds the prompts and, with prompt, sample and policy version, every request's noise."""
+    async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
+    """Whether generation waits for training."""
 
     @property
     def samples_per_step(self) -> int:
@@ -271,11 +288,40 @@ class RunConfig:
                 f"of {max_len}; lower it"
             )
         self._check_workers()
+        self._check_asynchrony()
         samples = self.grpo.samples_per_step
         if samples % policy.train_global_batch_size:
             raise ConfigError(
                 f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of "
                 "a step; choose a divisor"
+            )
+
+    def _check_asynchrony(self) -> None:
+        """What asynchronous GRPO needs, and what does not go with it."""
+        asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout
+        if not asynchronous.enabled:
+            return
+        if not self.loss_fn.use_importance_sampling_correction:
+            raise ConfigError(
+                "loss_fn.use_importance_sampling_correction: false; samples of an asynchronous run are of older policies: set "
+                "it to true"
+            )
+        if block.verify.requests_per_step:
+            raise ConfigError(
+                f"{BLOCK_PATH}.verify.requests_per_step: {block.verify.requests_per_step}; when a sample of an asynchronous "
+                "run is there, the weights that made it may be gone: set it to 0"
+            )
+        recomputes = asynchronous.recompute_kv_cache_after_weight_updates
+        if recomputes and not asynchronous.in_flight_weight_updates:
+            raise ConfigError(
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates: true without in_flight_weight_updates; no request "
+                "is under way when weights change: set it to false, or in_flight_weight_updates to true"
+            )
+        tail = block.fastest_of_n
+        if tail is not None and tail.enabled and asynchronous.in_flight_weight_updates and not recomputes:
+            raise ConfigError(
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with fastest_of_n; after an update who moved "
+                "would go on from another KV cache than who stayed: set it to true"
             )
 
     def _check_workers(self) -> None:

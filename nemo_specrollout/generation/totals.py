@@ -90,12 +90,13 @@ class EngineAccount:
 
         `plain_step_s[b]` is the time of a step of b requests without drafts, None where nothing was learned yet.
         """
-        self._totals += _totals(self._trace.since(self._counted), plain_step_s)
+        self._totals += totals_of(self._trace.since(self._counted), plain_step_s)
         self._counted = self._trace.num_steps
         return EngineTotals(**{**self._totals.wire(), **known})
 
 
-def _totals(trace: dict[str, Any], plain_step_s: np.ndarray | None) -> EngineTotals:
+def totals_of(trace: dict[str, Any], plain_step_s: np.ndarray | None) -> EngineTotals:
+    """Sums over the steps of a trace (`StepTrace.since`); `plain_step_s` as in `EngineAccount.read`."""
     steps = np.array(trace["rows"], float).reshape(-1, len(trace["columns"]))
     columns = dict(zip(trace["columns"], steps.T, strict=True))
     requests_S, rows_S, seconds_S = columns["num_requests"], columns["num_rows"], columns["seconds"]

@@ -15,8 +15,8 @@ from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
-from nemo_specrollout.generation.timeline import WON, Timeline
-from nemo_specrollout.local.statistics import RolloutStats, fleet_stats
+from nemo_specrollout.generation.timeline import WON, Span, Timeline
+from nemo_specrollout.local.statistics import RolloutStats, fleet_stats, work_stats
 from nemo_specrollout.scheduling.dispatch import in_shards
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
@@ -35,52 +35,71 @@ class RolloutFleet:
         generation, model = config.policy.generation, Path(config.policy.model_name)
         tail = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
         file = None if tail.ladder is None else LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
-        self.pool = RolloutPool(model, generation, config.grpo.seed, config.cluster.rollout_workers)
+        asynchronous = config.grpo.async_grpo
+        recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
+        self.pool = RolloutPool(
+            model, generation, config.grpo.seed, config.cluster.rollout_workers, recompute_kv_cache=recomputes
+        )
         self.ladder = Ladder(self.pool.method_names, file)
-        self._task = config.data.dataset_name
+        self.task = config.data.dataset_name
         lengths = LengthEstimator(generation.max_new_tokens)
         policy = FastestOfN(tail, self.ladder) if tail.enabled else None
-        self._coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
+        self.coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
         self._plain = Coordinator(self.pool, None, Ladder(self.pool.method_names), LengthEstimator(1))
-        self._timeline, self._policy_version = Timeline(1), 0
+        self._timeline = Timeline(1)
 
     def measure(
         self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None]
     ) -> tuple[list[Rollout], RolloutStats, dict[str, Any]]:
         """The responses, what they took, and the timeline, as plain data."""
-        restarts = list(self.pool.num_restarts)
-        before = self.pool.ask_each("report", 1 << 60)
+        self.begin_counting()
         started = time.perf_counter()
-        rollouts, self._timeline = self._coordinator.roll_out(requests, on_finished, self._task)
+        rollouts, self._timeline = self.coordinator.roll_out(requests, on_finished, self.task)
         seconds = time.perf_counter() - started
         self.pool.finish_turns()
-        same = {w: r for w, r in before.items() if self.pool.is_alive(w) and self.pool.num_restarts[w] == restarts[w]}
-        after = {w: self.pool.ask(w, "report", report["num_steps"]) for w, report in same.items()}
-        shards = in_shards(len(requests), len(self.pool.methods))
-        stats = fleet_stats(same, after, rollouts, shards, seconds, self.pool.capacity)
-        return rollouts, replace(stats, tail=self._timeline.figures()), self._timeline.wire()
+        stats = replace(self.counted(rollouts, seconds), tail=self._timeline.figures())
+        return rollouts, stats, self._timeline.wire()
+
+    def begin_counting(self) -> None:
+        """What engines do counts from now on."""
+        self._restarts = list(self.pool.num_restarts)
+        self._before = self.pool.ask_each("report", 1 << 60)
+
+    def counted(self, rollouts: Sequence[Rollout], seconds: float) -> RolloutStats:
+        """Figures of what engines did since in a rollout of so many seconds, of those that have not died."""
+        before, after = self._reports_since()
+        shards = in_shards(len(rollouts), len(self.pool.methods))
+        return fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
+
+    def worked(self, rollouts: Sequence[Rollout]) -> RolloutStats:
+        """The same, where rollouts overlap: seconds are the workers' own, and so is the estimate."""
+        before, after = self._reports_since()
+        return work_stats(before, after, rollouts, self.pool.capacity)
+
+    def _reports_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        alive = [w for w in self._before if self.pool.is_alive(w) and self.pool.num_restarts[w] == self._restarts[w]]
+        before = {w: self._before[w] for w in alive}
+        return before, {w: self.pool.ask(w, "report", before[w]["num_steps"]) for w in alive}
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Responses, each by the worker that it is dealt to."""
         return self._plain.roll_out(requests)[0]
 
-    def take_stamps(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
-        """What is written on each sample of the last rollout: the winner's stamp, with the drafts of all who had it, who won,
-        and who had it."""
+    def take_stamps(
+        self, requests: Sequence[RolloutRequest], timeline: Timeline | None = None
+    ) -> list[dict[str, Any] | None]:
+        """What is written on each sample of a rollout, the last one if no timeline is given: the winner's stamp, with the
+        drafts of all who had it, who won, and who had it."""
+        spans = (self._timeline if timeline is None else timeline).spans
         stamps = self.pool.ask_each("take_stamps", list(requests))
-        return [self._stamp(i, {w: s[i] for w, s in stamps.items() if s[i] is not None}) for i in range(len(requests))]
+        return [
+            _stamp([s for s in spans if s.request == i], {w: s[i] for w, s in stamps.items() if s[i] is not None})
+            for i in range(len(requests))
+        ]
 
-    def _stamp(self, request: int, of: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-        spans = [s for s in self._timeline.spans if s.request == request]
-        winner = next(s.worker for s in spans if s.outcome == WON)
-        stamp = of.get(winner, {})
-        counts = {key: sum(s[key] for s in of.values()) for key in ("num_drafted", "num_accepted") if of}
-        return {**stamp, **counts, "won_by": winner, "workers": list(dict.fromkeys(s.worker for s in spans))}
-
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         """Replaces the weights of all workers, by Hugging Face names."""
-        self._policy_version += 1
-        self._coordinator.load_weights(tensors, self._policy_version)
+        self.coordinator.load_weights(tensors, policy_version)
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Replaces the EAGLE-3 head of all workers that draft with it."""
@@ -101,3 +120,10 @@ class RolloutFleet:
     def close(self) -> None:
         """Ends the workers."""
         self.pool.close()
+
+
+def _stamp(spans: Sequence[Span], of: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    winner = next(s.worker for s in spans if s.outcome == WON)
+    counts = {key: sum(s[key] for s in of.values()) for key in ("num_drafted", "num_accepted") if of}
+    workers = list(dict.fromkeys(s.worker for s in sorted(spans, key=lambda s: s.start_s)))
+    return {**of.get(winner, {}), **counts, "won_by": winner, "workers": workers}

@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class StepRollout:
     verify_s: float
     stamps: list[dict[str, Any] | None]
     """What is written on each sample (`generation/stamps.py`)."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """More of the step's metrics."""
+    num_older_B: list[int] | None = None
+    """Of each response the tokens that older policies than the step's made; None where there are none."""
     timeline: dict[str, Any] | None = None
     """Who worked on which request when (`generation/timeline.py`), where there are several workers."""
 
@@ -79,7 +83,7 @@ def roll_out(
     chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
     again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
     equal, total = count_equal([rollouts[i] for i in chosen], again)
-    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps, timeline)
+    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps, timeline=timeline)
 
 
 class MeasuredRollout:

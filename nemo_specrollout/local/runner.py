@@ -19,7 +19,7 @@ from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
 from nemo_specrollout.local.records import reward_window
 from nemo_specrollout.local.report import write_report
-from nemo_specrollout.local.rollout import StepRollout, load_tokenizer, roll_out, step_prompts
+from nemo_specrollout.local.rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.tail_panels import tail_summary
 from nemo_specrollout.local.task import encode_prompt, reward_of_ids
@@ -60,8 +60,12 @@ class GrpoRunner:
             self.policy, self.reference = self._load_policy(), self._load_reference()
         if directory.checkpoint is not None:
             self.policy.load(directory.checkpoint)
-            self.engine.load_weights(self.policy.hf_tensors())
+            self._load_weights(directory.next_step)
+        self.begin()
         self.refresher = self._build_refresher()
+
+    def begin(self) -> None:
+        """Engine and policy are there, and hold the same weights."""
 
     def run(self, before_step: Callable[[], None] = lambda: None) -> None:
         """All steps that are left; what `before_step` raises ends the run between two of them."""
@@ -72,17 +76,15 @@ class GrpoRunner:
 
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step; returns its line of metrics."""
-        prompts = step_prompts(self.config, step, lambda p: encode_prompt(p, self.tokenizer))
         started = time.perf_counter()
-        with self.progress.rollout(step, len(prompts.requests)) as on_finished:
-            rollout = roll_out(self.engine, prompts, self.config, on_finished)
+        rollout = self.roll_out(step)
         if self.refresher is not None:
             self.refresher.policy_moves(step, self.policy.hf_tensors())
         with self.progress.phase(f"step {step}: log-probs"):
             scored = self.score(rollout)
         with self.progress.phase(f"step {step}: training"):
             trained, train_s = timed(lambda: self.train(scored))
-        _, refit_s = timed(lambda: self.engine.load_weights(self.policy.hf_tensors()))
+        _, refit_s = timed(lambda: self.refit(step + 1))
         record = step_record(step, rollout, scored, trained, train_s, refit_s)
         record["alarms"] = alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm)
         record["alarms"] += [alarm["sentence"] for alarm in self.engine.take_alarms()]
@@ -92,6 +94,20 @@ class GrpoRunner:
                 record["draft_refresh"] = self.refresher.after_step(step, rollout.stats, elapsed_s)
         self._keep(step, record, rollout, scored)
         return record
+
+    def prompts(self, step: int) -> StepPrompts:
+        """Those of a step."""
+        return step_prompts(self.config, step, lambda p: encode_prompt(p, self.tokenizer))
+
+    def roll_out(self, step: int) -> StepRollout:
+        """The responses that a step trains on."""
+        prompts = self.prompts(step)
+        with self.progress.rollout(step, len(prompts.requests)) as on_finished:
+            return roll_out(self.engine, prompts, self.config, on_finished)
+
+    def refit(self, version: int) -> None:
+        """The engine generates by the policy of `version` from now on."""
+        self._load_weights(version)
 
     def score(self, rollout: StepRollout) -> Scored:
         """Rewards by rule, advantages within each group, log-probs by the trainer's weights."""
@@ -142,9 +158,15 @@ class GrpoRunner:
         self.engine.close()
 
     def _start_engine(self) -> "RolloutEngine | RolloutFleet":
-        if self.config.cluster.rollout_workers > 1:
+        if self.config.cluster.rollout_workers > 1 or self.config.grpo.async_grpo.enabled:
             return RolloutFleet(self.config)
         return RolloutEngine(self.model, self.config.policy.generation, self.config.grpo.seed)
+
+    def _load_weights(self, version: int) -> None:
+        if isinstance(self.engine, RolloutFleet):
+            self.engine.load_weights(self.policy.hf_tensors(), version)
+        else:
+            self.engine.load_weights(self.policy.hf_tensors())
 
     def _build_refresher(self) -> "LocalRefresher | None":
         if self.config.policy.generation.specrollout.draft_refresh is None:
@@ -243,25 +265,40 @@ def step_record(
         "acceptance_length": stats.acceptance_length,
         "acceptance": acceptance,
         "num_draft_tokens": stats.num_draft_tokens,
-        "share_of_steps_with_drafts": stats.num_steps_with_drafts / stats.num_target_steps,
-        "router_host_share": stats.router_host_s / stats.seconds,
+        "share_of_steps_with_drafts": stats.num_steps_with_drafts / max(stats.num_target_steps, 1),
+        "router_host_share": stats.router_host_s / stats.seconds if stats.seconds else 0.0,
         **of_head,
         **of_remote,
         **of_tail,
         "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
+        **rollout.figures,
+        **_gap_on_policy(rollout, scored),
         "tokens_checked": rollout.tokens_checked,
         "tokens_equal": rollout.tokens_equal,
         **trained,
     }  # fmt: skip
 
 
+def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | None]:
+    """The mean gap over the tokens that the step's own policy made, None if it made none; of a synchronous step nothing."""
+    if rollout.num_older_B is None:
+        return {}
+    gaps = []
+    for row, (request, num_older) in enumerate(zip(rollout.prompts.requests, rollout.num_older_B, strict=True)):
+        first, end = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(rollout.rollouts[row].token_ids)
+        gap_BT = scored.generation_logprobs_BT - scored.prev_logprobs_BT
+        gaps.append(gap_BT[row, first + num_older : end].abs())
+    own = torch.cat(gaps)
+    return {"logprob_gap_on_policy": float(own.mean()) if len(own) else None}
+
+
 def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
     """Sentences for what must not happen in a sound run."""
     found = []
-    if not record["logprob_gap"]["mean"] <= logprob_gap_bound:  # a gap of NaN is no small gap
+    gap = record.get("logprob_gap_on_policy", record["logprob_gap"]["mean"])
+    if gap is not None and not gap <= logprob_gap_bound:  # a gap of NaN is no small gap
         found.append(
-            f"log-prob gap {record['logprob_gap']['mean']:.4f} is above {logprob_gap_bound}: engine and trainer do not hold "
-            "the same policy"
+            f"log-prob gap {gap:.4f} is above {logprob_gap_bound}: engine and trainer do not hold the same policy"
         )
     if record["tokens_equal"] != record["tokens_checked"]:
         found.append(f"{record['tokens_checked'] - record['tokens_equal']} tokens differ from plain decoding")
@@ -283,7 +320,8 @@ def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[s
             "reward_first": sum(m["reward"] for m in metrics[:tail]) / tail,
             "reward_last": sum(m["reward"] for m in metrics[-tail:]) / tail,
             "reward_averaged_over_steps": tail,
-            "acceptance_length": sum(m["num_tokens"] for m in metrics) / sum(m["request_steps"] for m in metrics),
+            "acceptance_length": sum(m["num_tokens"] for m in metrics)
+            / max(sum(m["request_steps"] for m in metrics), 1),
             "alarms": sum(len(m["alarms"]) for m in metrics),
             **head_summary(metrics),
             **tail_summary(metrics),

@@ -2,13 +2,14 @@
 """From a rollout and the engine's report to the figures that a user reads. Raw counts in, ratios last."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.decoupled.supply import DraftSupply
 from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.totals import totals_of
 from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 
 
@@ -35,7 +36,7 @@ class RolloutStats:
     @property
     def acceptance_length(self) -> float:
         """Tokens that a request gains in a target step: 1 without speculation."""
-        return self.num_tokens / self.num_request_steps
+        return self.num_tokens / max(self.num_request_steps, 1)
 
     @property
     def speedup_estimate(self) -> float | None:
@@ -58,7 +59,11 @@ def rollout_stats(
     decode_s = float((steps[:, columns["seconds"]] * steps[:, columns["is_decode"]]).sum())
     table = after.get("plain_step_s")
     lengths = [len(r.token_ids) for r in rollouts]
-    estimate = None if table is None else plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
+    estimate = (
+        None
+        if table is None or not lengths
+        else plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
+    )
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(lengths),
@@ -106,6 +111,20 @@ def fleet_stats(
         ),
         draft_supply=supplies[0] if supplies else None,
     )  # fmt: skip
+
+
+def work_stats(
+    before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], rollouts: Sequence[Rollout], max_num_seqs: int
+) -> RolloutStats:
+    """Figures of engines side by side whose rollouts overlap: `seconds` are those of their steps, and the estimate is what the
+    tokens of those steps would have taken one a step; both means over workers."""
+    stats = fleet_stats(before, after, rollouts, np.full(len(rollouts), -1), 0.0, max_num_seqs)
+    tables = {w: r.get("plain_step_s") for w, r in after.items()}
+    totals = [totals_of(r["trace"], None if tables[w] is None else np.array(tables[w])) for w, r in after.items()]
+    busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
+    plain_s = sum(t.plain_s + t.decode_s - t.estimated_s + t.other_s for t in totals) / max(len(totals), 1)
+    is_known = totals and all(table is not None for table in tables.values())
+    return replace(stats, seconds=busy_s, plain_estimate_s=plain_s if is_known else None)
 
 
 def _worker_stats(

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous GRPO's other half: a thread that keeps workers generating for steps to come, and what it has ready.
+
+After NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils): a target is the training step that a
+batch is meant for; it is begun as soon as the policy of the day is at most `max_trajectory_age_steps` older, and no sooner.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from nemo_specrollout.config.run import AsyncGrpoConfig
+from nemo_specrollout.generation.coordinator import Coordinator
+from nemo_specrollout.generation.responses import Response
+from nemo_specrollout.generation.timeline import Timeline
+from nemo_specrollout.local.rollout import StepPrompts
+
+T = TypeVar("T")
+
+# How often a thread with nothing to do looks whether somebody wants something, and one that waits whether the other lives.
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """All responses for a target. `first_version` is that of the policy when it was begun, the oldest that made a token of it;
+    `seconds` it took."""
+
+    target: int
+    prompts: StepPrompts
+    responses: list[Response]
+    timeline: Timeline
+    first_version: int
+    seconds: float
+
+    @property
+    def age(self) -> int:
+        """Training steps between the oldest policy that made any of it and the one that it is for."""
+        return self.target - self.first_version
+
+
+@dataclass
+class _Target:
+    """A batch under way."""
+
+    prompts: StepPrompts
+    keys: list[int]
+    first_version: int
+    begun_s: float
+    waiting_for: set[int] = field(default_factory=set)
+
+
+class TrajectoryCollector(Generic[T]):
+    """Generates for targets while the trainer trains. Owns the thread that alone touches the coordinator and its workers.
+
+    What `on_ready` makes of trajectories, in that thread and as soon as they are there, is what the trainer takes.
+
+    States: collecting, then closed, or failed: then whoever asks for anything gets the error. Invariant: of what is begun by a
+    policy of version v no target is beyond v + max_trajectory_age_steps.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        config: AsyncGrpoConfig,
+        prompts: Callable[[int], StepPrompts],
+        on_ready: Callable[[Trajectories], T],
+        targets: range,
+        task: str,
+    ) -> None:
+        self._coordinator, self._config, self._prompts, self._task = coordinator, config, prompts, task
+        self._on_ready = on_ready
+        self._targets, self._next_target, self._version = targets, targets.start, targets.start
+        self._under_way: dict[int, _Target] = {}
+        self._ready: dict[int, T] = {}
+        self._changed = threading.Condition()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._failure: BaseException | None = None
+        self.idle_s = 0.0
+        """Seconds in which no request was under way, for want of a target that may be begun."""
+        self._thread = threading.Thread(target=self._collect, daemon=True)
+        self._thread.start()
+
+    def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> T:
+        """What became of the trajectories for a target, once they are there; meanwhile `on_finished` hears how many are."""
+        with self._changed:
+            while target not in self._ready:
+                self._raise_failure()
+                on_finished(self._num_done(target))
+                self._changed.wait(_LOOK_S)
+            return self._ready.pop(target)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        """The policy of `version` generates from now on; returns when it does. Amid requests, or when all that are under way
+        have ended, as `in_flight_weight_updates` says."""
+        self.call(lambda: self._update_weights(tensors, version))
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns, done between two rounds by the thread that the workers belong to."""
+        future: Future[Any] = Future()
+        self._calls.put((work, future))
+        while not future.done():
+            self._raise_failure()
+            time.sleep(_LOOK_S / 10)
+        return future.result()
+
+    def close(self) -> None:
+        """Ends the thread; what is under way is abandoned."""
+        self._closed.set()
+        self._thread.join()
+
+    # In the thread
+
+    def _collect(self) -> None:
+        try:
+            while not self._closed.is_set():
+                self._answer_calls()
+                self._begin_targets()
+                self._advance()
+            self._coordinator.abandon()
+        except BaseException as error:
+            self._failure = error
+
+    def _answer_calls(self) -> None:
+        while not self._calls.empty():
+            work, future = self._calls.get()
+            future.set_result(work())
+
+    def _begin_targets(self) -> None:
+        newest = min(self._version + self._config.max_trajectory_age_steps, self._targets.stop - 1)
+        while self._next_target <= newest:
+            prompts = self._prompts(self._next_target)
+            keys = self._coordinator.add(prompts.requests, self._task)
+            self._under_way[self._next_target] = _Target(prompts, keys, self._version, time.perf_counter(), set(keys))
+            self._next_target += 1
+
+    def _advance(self) -> None:
+        if not self._under_way:
+            self._closed.wait(_LOOK_S / 10)
+            self.idle_s += _LOOK_S / 10
+            return
+        finished = self._coordinator.advance()
+        for number, target in list(self._under_way.items()):
+            target.waiting_for -= set(finished)
+            if not target.waiting_for:
+                self._finish(number, self._under_way.pop(number))
+
+    def _finish(self, number: int, target: _Target) -> None:
+        responses, timeline = self._coordinator.take(target.keys)
+        seconds = time.perf_counter() - target.begun_s
+        found = Trajectories(number, target.prompts, responses, timeline, target.first_version, seconds)
+        assert 0 <= found.age <= self._config.max_trajectory_age_steps, f"a trajectory of age {found.age}"
+        ready = self._on_ready(found)
+        with self._changed:
+            self._ready[number] = ready
+            self._changed.notify_all()
+
+    def _update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        while self._under_way and not self._config.in_flight_weight_updates:
+            self._advance()
+        self._coordinator.load_weights(tensors, version)
+        self._version = version
+
+    # Elsewhere
+
+    def _num_done(self, target: int) -> int:
+        under_way = self._under_way.get(target)
+        return 0 if under_way is None else len(under_way.keys) - len(under_way.waiting_for)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous GRPO: how old a sample may be, whose tokens are whose, and a run that goes on after its end."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, STEP_ADDER
+from rollout_world import EnginesInTurn, WildPolicy
+from safetensors.torch import load_file
+from test_equality import requests
+from test_racing import noisy, spans_of
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import AsyncGrpoConfig
+from nemo_specrollout.generation.coordinator import Coordinator
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.local.rollout import StepPrompts
+from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
+from nemo_specrollout.scheduling.ladder import Ladder
+from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+
+pytestmark = pytest.mark.integration
+
+NUM_STEPS = 4
+CONFIG = ROOT / "examples" / "configs" / "quickstart_async_cpu.yaml"
+DRAFTING = SpecrolloutConfig(drafters=(DrafterConfig("suffix"),), budget=BudgetConfig("fixed", k=3))
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    """One that drafts, one that does not, and one to check with."""
+    blocks = DRAFTING, SpecrolloutConfig(drafters=()), SpecrolloutConfig(drafters=())
+    return [start_engine(STEP_ADDER, block, 96) for block in blocks]
+
+
+def prompts(step: int) -> StepPrompts:
+    """Four prompts of a step, with three samples of each."""
+    return StepPrompts([], [replace(r, policy_version=step) for r in requests(4, 3, first=4 * step)])
+
+
+def collect(
+    engines: list[RolloutEngine], config: AsyncGrpoConfig, policies: list[dict[str, Any]], train_s: float
+) -> list[Trajectories]:
+    """What a trainer takes, step by step, that publishes policy s + 1 after step s."""
+    workers = EnginesInTurn(engines[:2], 1, weights=policies[0])
+    coordinator = Coordinator(workers, WildPolicy(2), Ladder(["drafting", "plain"]), LengthEstimator(96))
+    collector = TrajectoryCollector(coordinator, config, prompts, lambda found: found, range(NUM_STEPS), "any")
+    taken = []
+    try:
+        for step in range(NUM_STEPS):
+            taken.append(collector.take(step))
+            time.sleep(train_s)
+            collector.update_weights(policies[step + 1].items(), step + 1)
+    finally:
+        collector.close()
+        workers.finish_turns()
+    return taken
+
+
+@pytest.mark.parametrize(("in_flight", "max_age"), [(True, 1), (True, 3), (False, 1)])
+def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
+    engines: list[RolloutEngine], in_flight: bool, max_age: int
+) -> None:
+    policies = [load_file(STEP_ADDER / "model.safetensors")]
+    policies += [noisy(policies[0], seed) for seed in range(NUM_STEPS)]
+    config = AsyncGrpoConfig(True, max_age, in_flight, recompute_kv_cache_after_weight_updates=in_flight)
+    taken = collect(engines, config, policies, train_s=0.05)
+    assert [t.target for t in taken] == list(range(NUM_STEPS)) and taken[0].age == 0
+    assert 1 <= max(t.age for t in taken) <= max_age
+    responses = [r for t in taken for r in t.responses]
+    num_updated_amid = sum(len(r.policy_spans) > 1 for r in responses)
+    assert (num_updated_amid > 0) == in_flight
+    oldest = [min(version for version, _ in r.policy_spans) for t in taken for r in t.responses]
+    assert all(o >= t.target - max_age for t in taken for o in [min(v for r in t.responses for v, _ in r.policy_spans)])
+    assert min(oldest) == 0
+    checker = engines[2]
+    for version, tensors in enumerate(policies):
+        checker.load_weights(tensors.items())
+        parts = [part for r in responses for part in spans_of(r, version)]
+        again = checker.generate([replace(r.request, prefix_token_ids=r.tokens[:first]) for r, first, _ in parts])
+        for made, (response, first, last) in zip(again, parts, strict=True):
+            assert made.token_ids[: last - first] == response.tokens[first:last]
+
+
+def test_a_collector_that_fails_tells_whoever_waits(engines: list[RolloutEngine]) -> None:
+    def no_prompts(step: int) -> StepPrompts:
+        raise RuntimeError("no more prompts")
+
+    workers = EnginesInTurn(engines[:2], 1)
+    coordinator = Coordinator(workers, None, Ladder(["drafting", "plain"]), LengthEstimator(96))
+    collector = TrajectoryCollector(coordinator, AsyncGrpoConfig(True), no_prompts, lambda t: t, range(2), "any")
+    with pytest.raises(RuntimeError, match="no more prompts"):
+        collector.take(0)
+    with pytest.raises(RuntimeError, match="no more prompts"):
+        collector.call(lambda: None)
+    collector.close()
+
+
+def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+        "policy.generation.max_new_tokens=48", f"logger.log_dir={tmp_path}", f"policy.model_name={STEP_ADDER}",
+    ]  # fmt: skip
+    assert main(["run", str(CONFIG), *overrides, "grpo.max_num_steps=2"]) == 0
+    assert main(["run", str(CONFIG), *overrides, "grpo.max_num_steps=4"]) == 0
+    assert "resuming" in capsys.readouterr().out
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line)["samples"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3] and all(len(s) == 16 for s in samples)
+    assert [m["trajectory_age"]["begun"] for m in metrics] == [0, 1, 0, 1], "who goes on begins with the newest policy"
+    assert not any(m["alarms"] for m in metrics)
+    assert metrics[0]["logprob_gap"]["max"] < 1e-3 < metrics[1]["logprob_gap"]["max"]
+    assert metrics[1]["sampling_importance_ratio"] != 1.0
+    for step, of_step in enumerate(samples):
+        versions = {version for s in of_step for version, _ in s["policy_spans"]}
+        assert max(versions) <= step and min(versions) >= step - 1
+        assert all(s["won_by"] == 0 and s["workers"] == [0] for s in of_step)
+    page = (tmp_path / "report.html").read_text()
+    assert "Reward" in page
