@@ -98,7 +98,8 @@ def whole_trace(trace: Record) -> Record:
     at_s = edges[np.isfinite(edges)]
     sums = [sum(_under_way(w, *span, name, at_s) for w, span in zip(workers, spans, strict=True)) for name in names]
     rows = np.stack([at_s, *sums], 1).tolist()
-    return {"step": trace.get("step"), "columns": ["time_s", *names], "rows": rows, "num_workers": len(workers)}
+    several = {"num_workers": len(workers)} if len(workers) > 1 else {}
+    return {"step": trace.get("step"), "columns": ["time_s", *names], "rows": rows, **several}
 
 
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
