@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from conftest import STEP_ADDER
 from rollout_world import EnginesInTurn, WildPolicy
 from safetensors.torch import load_file
@@ -27,6 +26,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.private_ray import ray
 from nemo_specrollout.generation.responses import Response
 from nemo_specrollout.generation.rollout_pool import MOST_RESTARTS, RolloutPool
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
@@ -154,7 +154,8 @@ def test_each_token_is_that_of_the_weights_recorded_for_it(
 ) -> None:
     policies = [load_file(STEP_ADDER / "model.safetensors")]
     policies += [noisy(policies[0], seed) for seed in (1, 2)]
-    rollout = coordinator(EnginesInTurn(engines, 10, deaths, policies[0]), WildPolicy(11))
+    workers = EnginesInTurn(engines, 10, deaths, policies[0])
+    rollout = coordinator(workers, WildPolicy(11))
     keys = rollout.add(six_prompts())
     num_done = 0
     for version, most in enumerate((6, 14, 24)):
@@ -163,6 +164,7 @@ def test_each_token_is_that_of_the_weights_recorded_for_it(
         if version < 2:
             rollout.load_weights(policies[version + 1].items(), version + 1)
     responses, _ = rollout.take(keys)
+    workers.finish_turns()
     assert {len(r.policy_spans) for r in responses} >= {1, 2}
     for version, tensors in enumerate(policies):
         plain.load_weights(tensors.items())
@@ -281,6 +283,7 @@ def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[st
     assert {s.worker for s in timeline.spans} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_stranger_without_the_run_s_token_is_not_heard(pool: RolloutPool) -> None:
     address = ray.get_runtime_context().gcs_address
     environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_AUTH")}

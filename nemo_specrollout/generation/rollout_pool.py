@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout workers on this machine: an engine in each of several Ray actors of one core."""
 
-import logging
 import os
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from ray.exceptions import RayActorError
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.private_ray import ray, start_ray
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.turns import Orders, Report
 
@@ -23,12 +20,6 @@ from nemo_specrollout.generation.turns import Orders, Report
 HANG_S, MOST_RESTARTS = 300.0, 3
 GONE = object()
 """The answer of a worker that has died."""
-_RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-_OBJECT_STORE_BYTES = 512 << 20
 
 Weights = tuple[dict[str, torch.Tensor], int]
 """Tensors by Hugging Face names, and the version of the policy."""
@@ -85,7 +76,7 @@ class RolloutPool:
         self._turns: dict[Any, int] = {}
         self._weights: Any = None
         self.capacity = 0
-        self._owns_ray = _start_ray(num_workers)
+        self._owns_ray = start_ray()
         try:
             for worker in range(num_workers):
                 self._start(worker)
@@ -198,7 +189,7 @@ class RolloutPool:
         """What a worker says, or that it is gone."""
         try:
             return ray.get(ref)
-        except RayActorError:
+        except ray.exceptions.RayActorError:
             self._actors.pop(worker, None)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
             return GONE
@@ -213,22 +204,3 @@ def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[Specrollou
 def method_name(block: SpecrolloutConfig) -> str:
     """How the ladder calls the drafters of an engine."""
     return "+".join(d.type for d in block.drafters) or "plain"
-
-
-def _start_ray(num_cpus: int) -> bool:
-    """Starts Ray; whether none ran. Ray listens on all of the machine's addresses whatever it is told, but hears only who has
-    the token that is made here and that its processes inherit."""
-    if ray.is_initialized():
-        return False
-    for name, value in {**_RAY_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
-        os.environ.setdefault(name, value)
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
-    return True
