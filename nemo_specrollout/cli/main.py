@@ -7,6 +7,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
 from nemo_specrollout.cli.launch import add_arguments, launch
 from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_arguments
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
@@ -19,11 +20,12 @@ from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
 # Commands that are each the function of their own name in a file of that name.
-_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate")
+_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate", "ladder")
 _FLAGS = {
     "launch": add_arguments,
     "plan": add_plan_arguments,
     "profile": add_profile_arguments,
+    "ladder": add_ladder_arguments,
     "serve-drafter": add_serve_arguments,
     "publish-draft": add_publish_arguments,
 }
@@ -90,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         ("launch", "a run in NeMo-RL on a Slurm cluster"),
         ("plan", "where to verify and where to draft, by measured times; loads neither torch nor vllm"),
         ("profile", "measures on this CPU the times that `plan` needs"),
+        ("ladder", "measures on this CPU how fast each draft method decodes, ranked, for a run to start from"),
         ("serve-drafter", "a drafter for engines that name its address"),
         ("publish-draft", "drafters on other workers go on with other weights"),
     ):

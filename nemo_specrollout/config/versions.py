@@ -3,6 +3,8 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 from pathlib import Path
 
@@ -30,6 +32,11 @@ def installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def this_machine() -> str:
+    """What figures of this machine are of, in words."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def vllm_version() -> str | None:
