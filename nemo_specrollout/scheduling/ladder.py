@@ -19,12 +19,19 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 FORMAT = 1
 ANY_TASK = "any"
+# The method that drafts nothing.
+PLAIN = "plain"
 # Seconds of requests' decoding that a figure remembers: what is older counts less and less.
 MEMORY_S = 20.0
 # Batch sizes that have figures of their own; those between count for the nearest.
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
 # Where a batch size was never measured, a request's pace is believed to go with 1 / batch to this power.
 GUESSED_SLOPE = 0.5
+
+
+def method_called(drafter_types: Sequence[str]) -> str:
+    """The name of a draft method."""
+    return "+".join(drafter_types) or PLAIN
 
 
 class Paces(Protocol):
