@@ -17,6 +17,8 @@ from nemo_specrollout.config.versions import unsupported_version
 
 pytestmark = pytest.mark.unit
 
+TAIL = f"{BLOCK_PATH}.fastest_of_n"
+
 
 def write(folder: Path, **files: str) -> Path:
     """Writes `<name>.yaml` for every keyword; returns the path of the first."""
@@ -200,6 +202,46 @@ def test_numbers_are_read_as_a_user_means_them() -> None:
 )
 def test_the_sections_refuse(override: str, sentence: str) -> None:
     assert_refused(sentence, override)
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ("{max_racers: 3}", ".max_racers: 3 racers for 2 rollout workers; lower it"),
+        ("{max_racers: 9}", ".max_racers: 9 is out of range"),
+        ("{max_racers: 1, moving: false}", ": moving false and max_racers 1 leave nothing to do"),
+        ("{min_gain: -0.1}", ".min_gain: -0.1 is out of range"),
+        ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is none of the drafters; did you mean 'ngram'?"),
+        ("{methods: [[suffix], [random]]}", ".methods: 'random' is none of the drafters"),
+        ("{methods: [[suffix], []]}", ".methods: no worker drafts by ngram; give it to one"),
+        ("{methods: [[suffix], [ngram], []]}", ".methods: 3 for 2 rollout workers; the last would never draft"),
+        ("{methods: [suffix, ngram]}", ".methods[0]: expected a list, got 'suffix'"),
+        ("{racers: 2}", ".racers: unknown key"),
+    ],
+)
+def test_the_tail_s_block_refuses(block: str, sentence: str) -> None:
+    assert_refused(f"{TAIL}{sentence}", f"{TAIL}={block}", "cluster.rollout_workers=2")
+
+
+def test_racing_needs_workers_and_workers_need_requests() -> None:
+    assert_refused(f"{TAIL}: there is one rollout worker, and nobody to race with", f"{TAIL}={{}}")
+    few = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
+    assert_refused(
+        "cluster.rollout_workers: 5 workers for 4 requests of a step; lower it", *few, "cluster.rollout_workers=5"
+    )
+    assert_refused("cluster.rollout_workers: 0 is out of range", "cluster.rollout_workers=0")
+    assert quickstart(f"{TAIL}={{enabled: false}}").cluster.rollout_workers == 1, "what is off needs nobody"
+
+
+def test_an_engine_has_one_drafter_with_weights_and_each_worker_an_engine() -> None:
+    heads = "drafters=[{type: eagle3, model: a}, {type: draft_model, model: b}]"
+    together = ["cluster.rollout_workers=2", f"{BLOCK_PATH}.{heads}"]
+    apart = f"{TAIL}={{methods: [[eagle3], [draft_model]]}}"
+    assert_refused(f"{BLOCK_PATH}.drafters: eagle3 and draft_model; an engine of vLLM holds one", *together)
+    one_has_both = f"{TAIL}={{methods: [[eagle3, draft_model], []]}}"
+    assert_refused(f"{BLOCK_PATH}.drafters: eagle3 and draft_model; an engine", *together, one_has_both)
+    block = quickstart(*together, apart).policy.generation.specrollout
+    assert [[d.type for d in kind] for kind in block.drafters_of_workers] == [["eagle3"], ["draft_model"]]
 
 
 def test_more_drafts_than_the_context_holds_are_refused() -> None:

@@ -3,6 +3,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from conftest import STEP_ADDER
 from rollout_world import EnginesInTurn, WildPolicy
 from safetensors.torch import load_file
@@ -276,6 +279,17 @@ def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[st
     made, timeline = rollout.roll_out(six_prompts())
     assert_equal(made, expected["T=1"])
     assert {s.worker for s in timeline.spans} == {0, 1}
+
+
+def test_a_stranger_without_the_run_s_token_is_not_heard(pool: RolloutPool) -> None:
+    address = ray.get_runtime_context().gcs_address
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_AUTH")}
+    code = f"import ray; ray.init(address={address!r}, log_to_driver=False); print('heard')"
+    for known in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        stranger = subprocess.run(
+            [sys.executable, "-c", code], env={**environment, **known}, capture_output=True, text=True, check=False
+        )
+        assert stranger.returncode != 0 and "heard" not in stranger.stdout
 
 
 def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:

@@ -179,6 +179,50 @@ def kill(log_dir: Path) -> None:
     assert_nothing_half_written(log_dir)
 
 
+# Several rollout workers.
+
+TWO_WORKERS = {
+    "cluster.rollout_workers": 2,
+    "policy.generation.specrollout.fastest_of_n": "{methods: [[suffix], [ngram]], min_gain: 0.0}",
+}
+TAIL = {"moves", "races", "won_by_racer", "idle_share", "saved_s", "deaths", "diverged"}
+
+
+def samples(log_dir: Path, num_steps: int) -> list[list[tuple[Any, ...]]]:
+    """Of each sample of the first steps, what does not depend on who made it and when."""
+    keys = ("prompt", "sample", "reward", "tokens", "finish")
+    lines = [json.loads(line) for line in (log_dir / "samples.jsonl").read_text().splitlines()][:num_steps]
+    return [[tuple(s[k] for k in keys) for s in line["samples"]] for line in lines]
+
+
+def test_two_workers_make_the_samples_of_one(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    finish(start(log_dir, num_steps=1, **TWO_WORKERS))
+    for name in ("metrics.jsonl", "timeline.jsonl"):
+        with (log_dir / name).open("a") as file:
+            file.write('{"step": 1, "of": "a step that was never finished"}\n')
+    output = finish(start(log_dir, num_steps=2, **TWO_WORKERS))
+    assert "resuming" in output and "ALARM" not in output
+    assert samples(log_dir, 2) == samples(whole_run, 2)
+    assert_tails_are_recorded(log_dir)
+
+
+def assert_tails_are_recorded(log_dir: Path) -> None:
+    records = metrics(log_dir)
+    assert [set(r) for r in records] == [METRICS | {"tail"}] * 2 and all(set(r["tail"]) == TAIL for r in records)
+    timelines = [json.loads(line) for line in (log_dir / "timeline.jsonl").read_text().splitlines()]
+    assert [t["step"] for t in timelines] == [0, 1]
+    for line, record in zip(timelines, records, strict=True):
+        won = [s for s in line["spans"] if s["outcome"] == "won"]
+        assert line["methods"] == ["suffix", "ngram"] and sorted(s["request"] for s in won) == list(range(8))
+        assert sum(s["last_token"] for s in won) == record["num_tokens"]
+        assert (record["tail"]["saved_s"] is None) == (record["tail"]["moves"] + record["tail"]["races"] == 0)
+    summary = json.loads((log_dir / "summary.json").read_text())
+    assert summary["tail_moves"] == sum(r["tail"]["moves"] for r in records) and summary["tail_deaths"] == 0
+    page = (log_dir / "report.html").read_text()
+    assert "<h2>The tail</h2>" in page and "worker 1: ngram" in page and "not recorded" not in page
+
+
 # In this process: what vLLM refuses, refit, alarms.
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout check`: what would run, and why, in a second and without torch."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     size_at,
 )
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
 from nemo_specrollout.training.head_facts import misfit
 
@@ -59,7 +61,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
     grpo, generation = config.grpo, config.policy.generation
     samples = grpo.samples_per_step
     lines = [
-        ("runtime", f"{config.runtime}: one machine, vLLM and Megatron-Core in one process on the CPU"),
+        ("runtime", f"{config.runtime}: one machine's CPU, {_explain_processes(config.cluster.rollout_workers)}"),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
         ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
         ("task", f"{config.data.dataset_name}: additions of 2 to {config.data.max_terms} terms, answers checked by a rule"),
@@ -68,6 +70,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
         ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
                      f"up to {generation.max_new_tokens} tokens"),
         *_explain_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
+        *_explain_workers(generation.specrollout, config.cluster.rollout_workers),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
     if prepared.placement:
@@ -75,6 +78,43 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
     if prepared.ignored:
         lines.append(("ignored", f"keys without effect in the local runner: {', '.join(prepared.ignored)}"))
     return lines
+
+
+def _explain_processes(num_workers: int) -> str:
+    if num_workers == 1:
+        return "vLLM and Megatron-Core in one process"
+    return f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
+
+
+def _explain_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
+    """Who rolls out, and what is done with the tail; nothing where there is one worker."""
+    if num_workers == 1:
+        return []
+    kinds = block.drafters_of_workers
+    methods = ["+".join(d.type for d in kinds[w % len(kinds)]) or "no drafter" for w in range(num_workers)]
+    alike = len(set(methods)) == 1
+    who = f"each with {methods[0]}" if alike else ", ".join(f"{w} with {name}" for w, name in enumerate(methods))
+    cores = os.cpu_count() or 1
+    few = f"; this machine has {cores}: they take turns" if cores < num_workers else ""
+    return [
+        ("workers", f"{num_workers} rollout workers, a core each{few}; {who}"),
+        ("fastest_of_n", _explain_tail(block.fastest_of_n, alike=alike)),
+    ]
+
+
+def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
+    if tail is None or not tail.enabled:
+        return "off: each worker does its own share of the requests, as NeMo-RL deals them out"
+    ways = ["go on on another worker"] if tail.moving else []
+    ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
+    if not ways:
+        return "requests never move and nobody races: all workers draft alike; allow moving, or name methods"
+    paces = f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running"
+    no_race = "; nobody races: all workers draft alike" if tail.max_racers > 1 and alike else ""
+    return (
+        f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two workers {tail.min_gain:.0%} "
+        f"sooner; {paces}{no_race}"
+    )
 
 
 def _sizes(model: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ Shapes: R requests under way, K runs that made tokens, U runs, W workers; see `s
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.responses import Response, Run
+from nemo_specrollout.generation.savings import Savings
 from nemo_specrollout.generation.timeline import (
     ABANDONED,
     BEATEN,
@@ -80,8 +82,10 @@ class Coordinator:
         self._run_names: dict[int, tuple[int, int]] = {}
         self._num_requests = self._num_runs = 0
         self._speeds, self._first_row = RunSpeeds(np.ones((0, len(ladder.methods)))), 0
-        self._log = SpanLog(len(self._workers))
+        self._log = SpanLog(tuple(ladder.methods[m] for m in workers.methods))
         self._busy_since_s = self._next_look_s = 0.0
+        self._savings = Savings(len(self._workers), 0.0)
+        self._saved_s: float | None = None
 
     def roll_out(
         self,
@@ -106,8 +110,9 @@ class Coordinator:
         """More requests are under way from the next round on; their numbers."""
         self.workers.revive()
         if not self._active:
-            self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
-            self._speeds, self._first_row = RunSpeeds(np.ones((0, len(self.ladder.methods)))), self._num_requests
+            self._begin_afresh()
+        else:
+            self._savings.give_up()
         keys = list(range(self._num_requests, self._num_requests + len(requests)))
         self._num_requests += len(requests)
         self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
@@ -116,6 +121,12 @@ class Coordinator:
         self._speeds.append(np.tile(ease_M, (len(requests), 1)))
         self._deal_out(keys)
         return keys
+
+    def _begin_afresh(self) -> None:
+        """Nothing is under way."""
+        self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
+        self._speeds, self._first_row = RunSpeeds(np.ones((0, len(self.ladder.methods)))), self._num_requests
+        self._savings, self._saved_s = Savings(len(self._workers), self._busy_since_s), None
 
     def advance(self) -> list[int]:
         """One round; the requests that ended in it."""
@@ -128,8 +139,11 @@ class Coordinator:
         return [key for key in before if key not in self._active]
 
     def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
-        """Responses that have ended, which are forgotten here, and who made them."""
-        return [self._responses.pop(key) for key in keys], self._log.take(keys)
+        """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
+        were under way together and without others."""
+        is_all = len(keys) == self._num_requests - self._first_row
+        timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
+        return [self._responses.pop(key) for key in keys], timeline
 
     def abandon(self) -> None:
         """Nothing is under way any more."""
@@ -143,6 +157,7 @@ class Coordinator:
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         """New weights for all workers, also amid requests. A race ends with its leader: racers that get new weights at
         different tokens would make different texts."""
+        self._savings.give_up()
         for key in self._active:
             runs = self._responses[key].runs
             for worker in sorted(runs, key=lambda w: -runs[w].position)[1:]:
@@ -195,10 +210,10 @@ class Coordinator:
         if self._starts[worker].pop(name, None) is None:
             self._stops[worker].append(name)
 
-    def _close(self, key: int, worker: int, outcome: str) -> int:
+    def _close(self, key: int, worker: int, outcome: str, at_s: float | None = None) -> int:
         run = self._responses[key].runs.pop(worker)
         del self._run_names[run.name]
-        self._log.end(key, worker, run.position, outcome)
+        self._log.end(key, worker, run.position, outcome, at_s)
         return run.name
 
     # Turns
@@ -236,6 +251,7 @@ class Coordinator:
                 self._take_report(worker, report)
 
     def _take_report(self, worker: int, report: Report) -> None:
+        self._savings.told(worker, self._log.now_s)
         parts = {name: part for name, part in report.progress.parts().items() if name in self._run_names}
         self._learn(worker, report, {name: len(tokens) for name, (tokens, _) in parts.items()})
         for name, part in parts.items():
@@ -254,6 +270,12 @@ class Coordinator:
         self.lengths.finished(response.request.prompt_index, len(response.tokens))
         if not self._active:
             self._send_stops()
+            self._estimate_savings()
+
+    def _estimate_savings(self) -> None:
+        rows_R = np.array([self._row(key) for key in self._savings.keys], np.int64)
+        speed_RM, method_W = self._speeds.speeds(rows_R), np.array(self.workers.methods)
+        self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, speed_RM, method_W, self.ladder)
 
     def _learn(self, worker: int, report: Report, counts: dict[int, int]) -> None:
         """What a turn tells of paces: of the method, and of each request that made tokens all through it."""
@@ -278,9 +300,11 @@ class Coordinator:
     def _lose(self, worker: int) -> None:
         """A worker has died; its requests wait for another."""
         self._starts[worker], self._stops[worker] = {}, []
+        self._savings.give_up()
+        now_s = self._log.now_s
         for key in self._active:
             if worker in self._responses[key].runs:
-                self._close(key, worker, DIED)
+                self._close(key, worker, DIED, now_s)
         self.workers.revive()
 
     # Decisions
@@ -293,6 +317,7 @@ class Coordinator:
         elif self._active and (waiting or self._log.now_s >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
+            self._savings.before(decision, keys, self._responses)
             started = {request for request, _ in decision.starts}
             for request, worker in decision.stops:
                 self._stop(keys[request], worker, MOVED if request in started else GAVE_UP)

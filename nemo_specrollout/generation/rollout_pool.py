@@ -3,6 +3,7 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,11 @@ from nemo_specrollout.scheduling.ladder import method_called
 HANG_S, MOST_RESTARTS = 300.0, 3
 GONE = object()
 """The answer of a worker that has died."""
-_RAY_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_RAY_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 _OBJECT_STORE_BYTES = 512 << 20
 
 Weights = tuple[dict[str, torch.Tensor], int]
@@ -65,7 +70,7 @@ class RolloutPool:
     def __init__(
         self, model: Path, generation: GenerationConfig, seed: int, num_workers: int, *, recompute_kv_cache: bool = True
     ) -> None:
-        """Starts Ray on the loopback and so many workers. Raises ConfigError for what vLLM refuses.
+        """Starts Ray, unless one runs, and so many workers. Raises ConfigError for what vLLM refuses.
 
         `recompute_kv_cache`: what new weights amid requests mean for what those have so far (`RolloutWorker.load_weights`).
         """
@@ -212,10 +217,11 @@ def method_name(block: SpecrolloutConfig) -> str:
 
 
 def _start_ray(num_cpus: int) -> bool:
-    """Starts Ray in this session, reachable from this machine alone; whether there was none."""
+    """Starts Ray; whether none ran. Ray listens on all of the machine's addresses whatever it is told, but hears only who has
+    the token that is made here and that its processes inherit."""
     if ray.is_initialized():
         return False
-    for name, value in _RAY_ENVIRONMENT.items():
+    for name, value in {**_RAY_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
         os.environ.setdefault(name, value)
     ray.init(
         address="local",
@@ -225,6 +231,5 @@ def _start_ray(num_cpus: int) -> bool:
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
     )
     return True

@@ -66,7 +66,7 @@ class AsyncGrpoRunner(GrpoRunner):
     def _step_rollout(self, found: Trajectories) -> StepRollout:
         """In the collector's thread. Engines' counts are those since the trajectories before these were there."""
         rollouts = [r.rollout for r in found.responses]
-        stats = self.fleet.worked(rollouts)
+        stats = replace(self.fleet.worked(rollouts), tail=found.timeline.figures())
         self.fleet.begin_counting()
         stamps: list[dict[str, Any] | None] = [
             {**(stamp or {}), "policy_spans": _spans(response)}

@@ -129,7 +129,8 @@ def draw_drain(ax: Axes, trace: Record) -> None:
     running = column(trace, "num_requests")
     ax.fill_between(at, running, step="pre", color=SKY, alpha=0.35, linewidth=0)
     ax.step(at, running, where="pre", color=BLUE)
-    ax.set(title="Running requests", xlabel=f"seconds into the rollout of step {trace.get('step')}", xlim=(0, at[-1]))
+    title = f"Running requests of all {trace['num_workers']} workers" if "num_workers" in trace else "Running requests"
+    ax.set(title=title, xlabel=f"seconds into the rollout of step {trace.get('step')}", xlim=(0, at[-1]))
     ax.set_ylim(0, max(running.max() * 1.08, 1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
 
@@ -139,10 +140,11 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
     layers, colours, patches = [], [], []
     for i, (name, (drafted, accepted)) in enumerate(drafts_by_name(trace).items()):
         layers += [accepted, drafted - accepted]
-        colours += [_colour(i), _light(_colour(i))]
+        colours += [_colour(i), light(_colour(i))]
         patches += [Patch(color=_colour(i), label=name)]
     ax.stackplot(at, layers, colors=colours, step="pre", linewidth=0)
-    ax.set_title("Draft tokens of an engine step; pale: rejected")
+    whose = "all workers' present engine steps" if "num_workers" in trace else "an engine step"
+    ax.set_title(f"Draft tokens of {whose}; pale: rejected")
     ax.set_xlabel(f"seconds into the rollout of step {trace.get('step')}")
     ax.set_ylim(0, max(np.sum(layers, 0).max() * 1.05, 1))
     ax.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
@@ -222,12 +224,12 @@ def _label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     previous = -math.inf
     for y, text, colour in sorted(labels):
         previous = max(float(to_axes.transform((1.0, y))[1]), previous + line)
-        ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=_dark(colour))
+        ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=dark(colour))
 
 
 def _below(ax: Axes, x: float, row: int, text: str, colour: str) -> None:
     ax.annotate(text, (x, 0), (0, -18 - 11 * row), ax.get_xaxis_transform(), "offset points", ha="center", va="top",
-                color=_dark(colour), fontsize=7.5)  # fmt: skip
+                color=dark(colour), fontsize=7.5)  # fmt: skip
 
 
 def _short(count: int) -> str:
@@ -238,10 +240,10 @@ def _colour(index: int) -> str:
     return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
 
 
-def _light(colour: str) -> str:
+def light(colour: str) -> str:
     return to_hex(tuple(0.4 * c + 0.6 for c in to_rgb(colour)))  # type: ignore[arg-type]
 
 
-def _dark(colour: str) -> str:
+def dark(colour: str) -> str:
     """The colour for text, which needs more contrast than a filled shape."""
     return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]

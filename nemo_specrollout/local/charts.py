@@ -40,7 +40,9 @@ from nemo_specrollout.local.records import (
     read_lines,
     series,
     speedups,
+    whole_trace,
 )
+from nemo_specrollout.local.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
 
 
 def reward_chart(steps: Sequence[Record]) -> str:
@@ -74,11 +76,21 @@ def head_chart(steps: Sequence[Record]) -> str:
 
 def drain_chart(trace: Record) -> str:
     """Running requests of one rollout over time, and beneath them the draft tokens of each engine step."""
-    if not can_drain(trace):
+    whole = whole_trace(trace)
+    if not can_drain(whole):
         return ""
-    if not drafts_by_name(trace):
-        return _chart("drain", (9.0, 2.2), trace, draw_drain)
-    return _chart("drain", (9.0, 3.4), trace, draw_drain, draw_drafts, stacked=True)
+    if not drafts_by_name(whole):
+        return _chart("drain", (9.0, 2.2), whole, draw_drain)
+    return _chart("drain", (9.0, 3.4), whole, draw_drain, draw_drafts, heights=(1, 1))
+
+
+def tail_chart(timelines: Sequence[Record]) -> str:
+    """Workers and requests of the rollout in which moves and races saved most: who had what when, and how that ended."""
+    shown = shown_timeline(timelines)
+    if shown is None:
+        return ""
+    heights = 0.5 + 0.36 * num_lanes(shown), 0.9 + 0.2 * len(shown_requests(shown["spans"]))
+    return _chart("tail", (9.0, sum(heights)), shown, draw_lanes, draw_requests, heights=heights)
 
 
 def gap_chart(steps: Sequence[Record]) -> str:
@@ -114,16 +126,21 @@ def _has(steps: Sequence[Record], *keys: str) -> bool:
 
 
 def _chart(
-    name: str, size: tuple[float, float], data: Any, *draw: Callable[[Axes, Any], None], stacked: bool = False
+    name: str,
+    size: tuple[float, float],
+    data: Any,
+    *draw: Callable[[Axes, Any], None],
+    heights: Sequence[float] = (),
 ) -> str:
-    """SVG with a panel for each of `draw`; its ids start with `name`, so that several charts can share a page."""
-    shape = (len(draw), 1) if stacked else (1, len(draw))
+    """SVG with a panel for each of `draw`, side by side, or of such heights one below the other; its ids start with `name`, so
+    that several charts can share a page."""
+    shape = (len(draw), 1) if heights else (1, len(draw))
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(size, layout="constrained")
-        panels = figure.subplots(*shape, squeeze=False, sharex=stacked).ravel()
+        panels = figure.subplots(*shape, squeeze=False, sharex=bool(heights), height_ratios=heights or None).ravel()
         for panel, draw_panel in zip(panels, draw, strict=True):
             draw_panel(panel, data)
-        if stacked:
+        if heights:
             panels[0].set_xlabel("")
         buffer = io.StringIO()
         metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -139,7 +156,7 @@ def _draw_picture(figure: Figure, steps: Sequence[Record], traces: Sequence[Reco
     else:
         reward.set_axis_off()
     (draw_speedup if np.isfinite(speedups(steps)).any() else draw_seconds)(speedup, steps)
-    if traces and can_drain(traces[-1]):
-        draw_drain(drain, traces[-1])
+    if traces and can_drain(whole := whole_trace(traces[-1])):
+        draw_drain(drain, whole)
     else:
         drain.set_axis_off()

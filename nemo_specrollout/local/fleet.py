@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ class RolloutFleet:
         rollouts, self._timeline = self.coordinator.roll_out(requests, on_finished, self.task)
         seconds = time.perf_counter() - started
         self.pool.finish_turns()
-        return rollouts, self.counted(rollouts, seconds), self._timeline.wire()
+        stats = replace(self.counted(rollouts, seconds), tail=self._timeline.figures())
+        return rollouts, stats, self._timeline.wire()
 
     def begin_counting(self) -> None:
         """What engines do counts from now on."""

@@ -11,6 +11,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from nemo_specrollout.decoupled.supply import in_words
+from nemo_specrollout.generation.timeline import in_words as tail_in_words
 
 _COLUMNS = {
     "step": 5, "reward": 7, "length": 7, "rollout": 9, "speedup": 8, "tok/step": 8, "equal": 11, "train": 7, "gap": 8
@@ -53,6 +54,8 @@ class Progress:
         )
         if "draft_supply" in record:
             self.console.print(f"      {in_words(record['draft_supply'])}", style="dim", soft_wrap=True)
+        if "tail" in record and (words := tail_in_words(record["tail"])):
+            self.console.print(f"      {words}", style="dim", soft_wrap=True)
         for alarm in record["alarms"]:
             self.console.print(f"      ALARM: {alarm}", style="bold red")
 

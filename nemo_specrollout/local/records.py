@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 Record = Mapping[str, Any]
+_DRAFTS = ("drafted_", "accepted_")
+# Shorter gaps between the steps of an engine are none: its clock is read a little apart.
+SHORTEST_IDLE_S = 0.002
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -81,6 +84,40 @@ def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np
             width = max(old.shape[1], pair.shape[1])
             totals[name] = sum(np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in (old, pair))  # type: ignore[assignment]
     return {n: (t[0][t[0] > 0], t[1][t[0] > 0]) for n, t in totals.items() if t[0].any()}
+
+
+def whole_trace(trace: Record) -> Record:
+    """The trace of several workers as one: at each moment at which a step of any samples, what all have under way. That of one
+    engine is itself."""
+    workers = [w for w in trace.get("workers", ()) if can_drain(w)]
+    if not workers:
+        return trace
+    names = dict.fromkeys(n for w in workers for n in w["columns"] if n == "num_requests" or n.startswith(_DRAFTS))
+    spans = [_step_spans(w) for w in workers]
+    edges = np.unique(np.concatenate([edge for span in spans for edge in span]))
+    at_s = edges[np.isfinite(edges)]
+    sums = [sum(_under_way(w, *span, name, at_s) for w, span in zip(workers, spans, strict=True)) for name in names]
+    rows = np.stack([at_s, *sums], 1).tolist()
+    several = {"num_workers": len(workers)} if len(workers) > 1 else {}
+    return {"step": trace.get("step"), "columns": ["time_s", *names], "rows": rows, **several}
+
+
+def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
+    """From when to when each engine step is shown: until it samples, and since the one before did, or since it began if the
+    engine was idle between. When the first began nobody knows."""
+    sampled = column(trace, "time_s")
+    ends = sampled + sum(column(trace, n) for n in ("host_s", "draft_s") if n in trace["columns"])
+    begins = ends[1:] - column(trace, "seconds")[1:]
+    was_idle = begins - ends[:-1] > SHORTEST_IDLE_S
+    return np.append(-np.inf, np.where(was_idle, begins, sampled[:-1])), sampled
+
+
+def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
+    """The column of the step that is under way at each moment, 0 where none is; float64."""
+    if name not in trace["columns"]:
+        return np.zeros(len(at_s))
+    step = np.minimum(np.searchsorted(ends, at_s), len(ends) - 1)
+    return np.where((starts[step] < at_s) & (at_s <= ends[step]), column(trace, name)[step], 0.0)
 
 
 def can_drain(trace: Record) -> bool:

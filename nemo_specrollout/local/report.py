@@ -15,7 +15,8 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.local import charts
 from nemo_specrollout.local.head_panels import head_summary, refreshes
 from nemo_specrollout.local.records import Record, number, overall_speedup, read_lines, series
-from nemo_specrollout.local.report_page import CSS, HOW_TO_READ, PAGE, ROLLOUT_COLUMNS, TRAINING_COLUMNS
+from nemo_specrollout.local.report_page import CSS, HOW_TO_READ, PAGE, ROLLOUT_COLUMNS, TAIL_COLUMNS, TRAINING_COLUMNS
+from nemo_specrollout.local.tail_panels import tail_summary
 
 NONE, BAD = "\N{EN DASH}", ' class="bad"'
 
@@ -26,6 +27,7 @@ class RunRecords:
 
     steps: Sequence[Record]
     traces: Sequence[Record]
+    timelines: Sequence[Record]
     summary: Record
     about: Record
     config: str
@@ -39,6 +41,7 @@ class RunRecords:
         return cls(
             steps=read_lines(run_dir / "metrics.jsonl"),
             traces=read_lines(run_dir / "trace.jsonl"),
+            timelines=read_lines(run_dir / "timeline.jsonl"),
             summary=_read_object(run_dir / "summary.json"),
             about=_read_object(run_dir / "run.json"),
             config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
@@ -72,7 +75,7 @@ def _read_object(path: Path) -> Record:
 
 
 def _page(run: RunRecords, name: str) -> str:
-    parts = [_cards(run), _alarms(run), _charts(run), _head(run), *_tables(run)] if run.steps else []
+    parts = [_cards(run), _alarms(run), _charts(run), _tail(run), _head(run), *_tables(run)] if run.steps else []
     body = "\n".join([*parts, _config(run), _about(run)])
     return PAGE.substitute(title=escape(f"Run {name}"), css=CSS, status=escape(_status(run)), body=body)
 
@@ -103,6 +106,12 @@ def _card_list(run: RunRecords) -> Iterable[str]:
     if head := head_summary(run.steps):
         made = f"{head['heads_published']} of {head['refreshes']}"
         yield _card("Draft heads", made, f"refreshes published; {head['refresh_share']:.1%} of the run's time")
+    if tail := tail_summary(run.steps):
+        won = f"races: {tail['tail_races']}, won by the racer: {tail['tail_won_by_racer']}"
+        saved_s = math.nan if tail["tail_saved_s"] is None else tail["tail_saved_s"]
+        yield _card(
+            "Saved in the tail", _format(saved_s, "+.1f", " s"), f"estimate; moves: {tail['tail_moves']}, {won}"
+        )
     note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
     yield _card("Alarms", str(len(run.alarms)), note, kind)
 
@@ -148,6 +157,12 @@ def _charts(run: RunRecords) -> str:
     )
 
 
+def _tail(run: RunRecords) -> str:
+    """The chart of workers and requests; nothing for a run with one worker."""
+    svg = charts.tail_chart(run.timelines)
+    return _chart("The tail", svg) if svg else ""
+
+
 def _head(run: RunRecords) -> str:
     """The draft head's chart, and what was decided at each refresh; nothing for a run without."""
     svg = charts.head_chart(run.steps)
@@ -177,6 +192,8 @@ def _chart(title: str, svg: str) -> str:
 
 def _tables(run: RunRecords) -> Iterable[str]:
     yield _table("Rollouts, step by step", ROLLOUT_COLUMNS, run.steps)
+    if tails := [s for s in run.steps if "tail" in s]:
+        yield _table("Tails, step by step", TAIL_COLUMNS, tails)
     yield _table("Training, step by step", TRAINING_COLUMNS, run.steps)
 
 

@@ -64,6 +64,17 @@ ROLLOUT_COLUMNS = {
     "tokens<br>checked": ("tokens_checked", ",d"),
     "<br>equal": ("tokens_equal", ",d"),
 }
+TAIL_COLUMNS = {
+    "step": ("step", "d"),
+    "rollout<br>s": ("rollout_s", ".2f"),
+    "saved<br>est. s": ("tail.saved_s", "+.2f"),
+    "workers<br>idle": ("tail.idle_share", ".0%"),
+    "moves": ("tail.moves", "d"),
+    "races": ("tail.races", "d"),
+    "won by<br>the racer": ("tail.won_by_racer", "d"),
+    "workers<br>died": ("tail.deaths", "d"),
+    "runs that<br>diverged": ("tail.diverged", "d"),
+}
 TRAINING_COLUMNS = {
     "step": ("step", "d"),
     "reward": ("reward", ".3f"),
@@ -86,6 +97,10 @@ HOW_TO_READ = {
     "that the engine measured in this run. The area between them is time saved; above 1x is faster.",
     "How a batch drains": "Short responses finish first, and few requests are left for much of the time; drafts belong "
     "there, where an engine step has room for them. Pale tokens were drafted in vain.",
+    "The tail": "The rollout in which moves and races saved most, by estimate. Above, what each worker had; below, a bar for "
+    "each worker that had a request, with the worker's number and colour, and a mark where that ended. Bars side by side are "
+    "a race: all racers make the same tokens, so the first to end has made the response. The dashed line is where the rollout "
+    "would have ended without moves and races, by estimate; the line before it is where it ended.",
     "Where a step's time goes": "Each bar is one step and the labels are means; the black mark is where the rollout "
     "part would end without speculation, by the estimate.",
     "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "

@@ -21,6 +21,7 @@ from nemo_specrollout.local.records import reward_window
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
+from nemo_specrollout.local.tail_panels import tail_summary
 from nemo_specrollout.local.task import encode_prompt, reward_of_ids
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ def step_record(
     gap = (scored.generation_logprobs_BT - scored.prev_logprobs_BT).abs()[mask_BT]
     acceptance = {n: {"proposed": stats.proposed[n], "accepted": stats.accepted[n]} for n in stats.proposed}
     of_head = {} if stats.head_is_dormant is None else {"head_dormant": int(stats.head_is_dormant)}
+    of_tail = {} if stats.tail is None else {"tail": stats.tail}
     of_remote = {} if stats.draft_supply is None else {"draft_supply": stats.draft_supply}
     return {
         "step": step,
@@ -275,6 +277,7 @@ def step_record(
         "router_host_share": stats.router_host_s / stats.seconds if stats.seconds else 0.0,
         **of_head,
         **of_remote,
+        **of_tail,
         "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
         **rollout.figures,
         **_gap_on_policy(rollout, scored),
@@ -329,6 +332,7 @@ def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[s
             / max(sum(m["request_steps"] for m in metrics), 1),
             "alarms": sum(len(m["alarms"]) for m in metrics),
             **head_summary(metrics),
+            **tail_summary(metrics),
         }
     directory.write_summary(summary)
     write_report(directory.path)

@@ -16,7 +16,7 @@ from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 @dataclass(frozen=True)
 class RolloutStats:
     """A measured rollout. `plain_estimate_s` is None where the engine learned no step times, `head_is_dormant` where it has no
-    drafter with weights, `draft_supply` where none is on another worker."""
+    drafter with weights, `draft_supply` where none is on another worker, `tail` where there is one worker."""
 
     seconds: float
     num_tokens: int
@@ -31,6 +31,7 @@ class RolloutStats:
     trace: dict[str, Any]
     head_is_dormant: bool | None = None
     draft_supply: dict[str, Any] | None = None
+    tail: dict[str, Any] | None = None
 
     @property
     def acceptance_length(self) -> float:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.scheduling.drain import drain, slowdowns_of
 from nemo_specrollout.scheduling.ladder import Paces
 
 # Of a worker's requests the last to end are looked at, so many; so many changes are made at a time, at most.
@@ -176,19 +177,15 @@ class _Board:
         """How much slower than alone a request is, in batches of 1, 2, ... `batch`; float64."""
         method = int(self.seen.method_W[worker])
         known = self._slow.setdefault(method, [])
-        alone = self.paces.tokens_per_s(method, 1)
-        known += [alone / self.paces.tokens_per_s(method, b) for b in range(len(known) + 1, batch + 1)]
+        known += slowdowns_of(self.paces, method, len(known) + 1, batch)
         return np.array(known[:batch])
 
     def ends_s(self, worker: int, alone_s: dict[int, float]) -> dict[int, float]:
         """When each of a worker's requests ends, if these are all that it has; a race ends with whoever is expected first."""
         if not alone_s:
             return {}
-        requests, seconds_B = list(alone_s), np.array(list(alone_s.values()))
-        order_B = np.argsort(seconds_B, kind="stable")
-        gaps_B = np.diff(seconds_B[order_B], prepend=0.0)
-        ends_B = np.cumsum(gaps_B * self.slowdowns(worker, len(requests))[::-1])
-        return {requests[i]: float(e) for i, e in zip(order_B.tolist(), ends_B, strict=True)}
+        ends_B = drain(np.array(list(alone_s.values())), self.slowdowns(worker, len(alone_s)))
+        return dict(zip(alone_s, ends_B.tolist(), strict=True))
 
     def end_s(self, worker: int) -> float:
         """When `worker` has nothing left to do."""

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells of its tails: seconds saved, by estimate; counts; charts; words. No engine."""
+
+import json
+import math
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from matplotlib.image import imread
+from rich.console import Console
+from test_fastest_of_n import EvenPaces
+from test_report import COLUMNS, Page, metrics, trace, write_run
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.responses import Response, Run
+from nemo_specrollout.generation.savings import Savings
+from nemo_specrollout.generation.timeline import Span, SpanLog, Timeline, in_words
+from nemo_specrollout.local import charts, records
+from nemo_specrollout.local.progress import Progress
+from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.tail_panels import MOST_LANES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
+from nemo_specrollout.scheduling.drain import Held, drain, undisturbed_end_s
+from nemo_specrollout.scheduling.fastest_of_n import TailDecision
+
+pytestmark = pytest.mark.unit
+
+TWO_WORKERS = ROOT / "examples" / "configs" / "quickstart_two_workers_cpu.yaml"
+BLOCK = "policy.generation.specrollout.fastest_of_n"
+
+# Request 0 moves and is then raced, 1 is raced in vain, 2 outlives a worker, 3 ends where it began.
+SPANS = (
+    Span(3, 1, 0.0, 0, 1.0, 60, "won"),
+    Span(0, 0, 0.0, 0, 2.0, 100, "moved"),
+    Span(2, 1, 0.0, 0, 2.5, 90, "died"),
+    Span(1, 1, 3.0, 150, 3.5, 160, "gave up"),
+    Span(1, 0, 0.0, 0, 4.0, 230, "won"),
+    Span(0, 1, 2.0, 100, 5.0, 240, "beaten"),
+    Span(0, 0, 4.0, 200, 5.0, 250, "won"),
+    Span(2, 0, 2.5, 90, 5.5, 260, "won"),
+)
+
+
+def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
+    """A line of `timeline.jsonl`."""
+    return {"step": step, **Timeline(num_workers, SPANS, ("suffix", "ngram") * (num_workers // 2), saved_s).wire()}
+
+
+def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same steps, over two workers."""
+    figures = Timeline(2, SPANS, saved_s=0.25).figures()
+    return [{**s, "tail": figures | {"saved_s": 0.25 if s["step"] else None}} for s in steps]
+
+
+def trace_of_two(step: int, rng: random.Random) -> dict[str, Any]:
+    workers = [{"worker": w, **trace(step, rng, (name,))} for w, name in enumerate(("suffix", "ngram"))]
+    return {"step": step, "columns": [], "rows": [], "workers": workers}
+
+
+# Seconds saved
+
+
+def test_an_engine_drains_as_its_requests_end() -> None:
+    ends_B = drain(np.array([3.0, 1.0]), np.array([1.0, 1.5]))
+    assert ends_B.tolist() == [3.5, 1.5], "1 s of each at 1.5, then 2 s alone"
+    assert drain(np.zeros(0), np.zeros(0)).tolist() == []
+
+
+def test_an_undisturbed_rollout_ends_with_its_last_worker() -> None:
+    held = Held(np.array([0, 0, 1]), np.array([20, 40, 0]), np.array([2.0, 4.0]))
+    lengths_R, method_W = np.array([120, 340, 50]), np.array([0, 0])
+    even = undisturbed_end_s(held, lengths_R, np.ones((3, 1)), method_W, EvenPaces(0.5))
+    assert even == pytest.approx(2.0 + 1.5 * 1.0 + 2.0), "100 and 300 tokens at 100 a second, told at 2 s"
+    easy = undisturbed_end_s(held, lengths_R, np.array([[1.0], [3.0], [1.0]]), method_W, EvenPaces(0.5))
+    assert easy == pytest.approx(4.0 + 0.5), "both of worker 0 end at 3.5 s, so worker 1 is the last"
+    fast = undisturbed_end_s(held, lengths_R, np.ones((3, 2)), np.array([1, 0]), EvenPaces(0.0, ratio=2.0))
+    assert fast == pytest.approx(4.5), "method 1 makes 200 tokens a second"
+
+
+def responses(**runs: tuple[int, int]) -> dict[int, Response]:
+    """By number of a request, the worker that has it and its tokens so far; worker -1 is none."""
+    found = {}
+    for name, (worker, num_tokens) in runs.items():
+        response = Response(RolloutRequest([1, 2], 0, 0), "any", [7] * num_tokens)
+        response.runs = {worker: Run(0, num_tokens)} if worker >= 0 else {}
+        found[int(name.removeprefix("r"))] = response
+    return found
+
+
+def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, lengths: dict[int, int]) -> float | None:
+    for key, length in lengths.items():
+        under_way[key].tokens = [7] * length
+    speed_RM = np.ones((len(savings.keys), 1))
+    return savings.saved_s(ended_s, under_way, speed_RM, np.array([0, 0]), EvenPaces())
+
+
+def test_what_was_saved_counts_from_the_first_move_and_what_workers_had_told() -> None:
+    savings, under_way = Savings(2, 10.0), responses(r5=(0, 100), r6=(0, 50), r8=(1, 30))
+    savings.told(0, 11.0)
+    savings.before(TailDecision(), [5, 6, 8], under_way)
+    assert savings.keys == [], "nobody moved yet"
+    savings.before(TailDecision(starts=((0, 1),), stops=((0, 0),)), [5, 6, 8], under_way)
+    savings.told(0, 12.0)
+    savings.before(TailDecision(starts=((1, 1),)), [5, 6, 8], under_way)
+    assert saved_s(savings, under_way, 12.5, {5: 400, 6: 150, 8: 60}) == pytest.approx(11.0 + 3.0 - 12.5)
+
+
+def test_what_was_saved_may_be_less_than_nothing_or_unknown() -> None:
+    under_way = responses(r0=(0, 0), r1=(-1, 0))
+    savings = Savings(2, 0.0)
+    assert saved_s(savings, under_way, 3.0, {}) is None, "nobody moved"
+    savings.before(TailDecision(starts=((1, 1),)), [0, 1], under_way)
+    assert savings.keys == [], "who begins for want of a worker does not move"
+    savings.before(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
+    assert saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
+    savings.give_up()
+    assert saved_s(savings, under_way, 3.0, {}) is None, "a worker died"
+
+
+# Counts and words
+
+
+def test_figures_of_a_timeline() -> None:
+    figures = Timeline(2, SPANS, saved_s=0.5).figures()
+    assert (figures["moves"], figures["races"], figures["won_by_racer"]) == (1, 2, 1)
+    assert (figures["deaths"], figures["diverged"], figures["saved_s"]) == (1, 0, 0.5)
+    assert figures["idle_share"] == pytest.approx((11.0 - 5.5 - 5.0) / 11.0)
+
+
+def test_a_death_is_one_whatever_it_took_along() -> None:
+    log = SpanLog(("suffix", "ngram"))
+    for request, worker in ((0, 0), (1, 0), (2, 1)):
+        log.begin(request, worker, 0)
+    for request in (0, 1):
+        log.end(request, 0, 5, "died", 1e9)
+    log.end(2, 1, 5, "won")
+    found = log.take([0, 1, 2])
+    assert found.num_deaths == 1 and found.num_workers == 2 and found.methods == ("suffix", "ngram")
+
+
+def test_words_of_a_tail() -> None:
+    figures = Timeline(2, SPANS, saved_s=0.5).figures()
+    assert in_words(figures) == (
+        "1 move, 2 races (1 won by the racer), 1 worker died; saved 0.50 s, by estimate; workers idle for 5% of their time"
+    )
+    assert in_words(Timeline(2, SPANS[:1]).figures()) == ""
+
+
+def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        progress = Progress(Console(file=file, width=200))
+        for step in with_tail([metrics(i, random.Random(i)) for i in range(2)]):
+            progress.step_done(step)
+        progress.step_done(metrics(2, random.Random(2)))
+    assert (tmp_path / "out").read_text().count("1 move, 2 races (1 won by the racer)") == 2
+
+
+def test_a_run_s_summary_adds_tails_up() -> None:
+    steps = with_tail([metrics(i, random.Random(i)) for i in range(4)])
+    summary = tail_summary(steps)
+    assert (summary["tail_moves"], summary["tail_races"], summary["tail_won_by_racer"]) == (4, 8, 4)
+    assert summary["tail_saved_s"] == pytest.approx(0.75) and summary["tail_deaths"] == 4
+    assert summary["tail_idle_share"] == pytest.approx(steps[0]["tail"]["idle_share"])
+    assert tail_summary(steps[:1])["tail_saved_s"] is None and tail_summary([metrics(0, random.Random(0))]) == {}
+
+
+# Charts
+
+
+def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
+    lines = [timeline(0, None), timeline(1, -0.5), timeline(2, 0.3), timeline(3, 0.1)]
+    shown = shown_timeline(lines)
+    assert shown is not None and shown["step"] == 2
+    assert (shown_timeline([timeline(0, None), timeline(1, None)]) or {})["step"] == 1, "the last, if nobody knows"
+    assert shown_timeline([{"step": 0, "num_workers": 2, "spans": []}]) is None and shown_timeline([]) is None
+
+
+def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
+    spans = [asdict(s) for s in SPANS]
+    assert shown_requests(spans) == [3, 1, 0, 2]
+    many = [asdict(Span(r, 0, 0.0, 0, 10.0 + r, 9, "won")) for r in range(10, 60)]
+    assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MOST_ROWS + 3, 60)]
+
+
+@pytest.mark.parametrize("num_workers", [2, 6, 2 * MOST_LANES])
+def test_the_tail_s_chart_is_svg_and_repeatable(num_workers: int) -> None:
+    lines = [timeline(num_workers=num_workers)]
+    svg = charts.tail_chart(lines)
+    assert ElementTree.fromstring(svg).tag.endswith("svg") and svg == charts.tail_chart(lines)
+    for word in ("worker 1: ngram", "saved 1.50 s, by estimate", "gave up", "beaten", "died", "moved", "request 3"):
+        assert word in svg
+    assert "diverged" not in svg, "a legend of what is there"
+    assert ("more workers are left out" in svg) == (num_workers > MOST_LANES)
+    assert charts.tail_chart([]) == "" and "by estimate" not in charts.tail_chart([timeline(saved_s=None)])
+
+
+def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    steps, traces = with_tail([metrics(i, rng) for i in range(4)]), [trace_of_two(i, rng) for i in range(4)]
+    run = write_run(tmp_path / "run", steps, traces)
+    (run / "timeline.jsonl").write_text("".join(json.dumps(timeline(i)) + "\n" for i in range(4)))
+    page = Page(write_report(run))
+    for words in ("The tail", "Saved in the tail +0.8 s", "estimate; moves: 4, races: 8, won by the racer: 4",
+                  "Running requests of all 2 workers", "all workers' present engine steps",
+                  "Tails, step by step"):  # fmt: skip
+        assert words in page.text
+    assert "not recorded" not in page.text
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    charts.run_picture(run, tmp_path / "run.png")
+    assert imread(tmp_path / "run.png").shape[:2] == (420, 1200)
+    alone = Page(write_report(write_run(tmp_path / "alone", [metrics(0, rng)], [])))
+    assert "The tail" not in alone.text and "Tails" not in alone.text
+
+
+def test_traces_of_workers_are_put_together() -> None:
+    """Worker 1 is idle from 2 to 5 s, and its last step ends at 6."""
+    rows = [[[1.0, 1.0, 4], [2.0, 1.0, 3], [6.5, 4.5, 1]], [[1.5, 0.5, 8], [2.0, 0.5, 2], [6.0, 1.0, 1]]]
+    names = [COLUMNS[:3], [*COLUMNS[:3], "drafted_ngram"]]
+    workers = [{"worker": 0, "columns": names[0], "rows": rows[0]},
+               {"worker": 1, "columns": names[1], "rows": [[*r, 5] for r in rows[1]]}]  # fmt: skip
+    whole = records.whole_trace({"step": 3, "columns": [], "rows": [], "workers": workers})
+    assert whole["columns"] == ["time_s", "num_requests", "drafted_ngram"] and whole["step"] == 3
+    assert whole["rows"] == [[1.0, 12, 5], [1.5, 11, 5], [2.0, 5, 5], [5.0, 1, 0], [6.0, 2, 5], [6.5, 1, 0]]
+    one = trace(0, random.Random(0))
+    assert records.whole_trace(one) is one and not records.can_drain(records.whole_trace({"step": 0, "workers": []}))
+    assert math.isclose(whole["rows"][-1][0], 6.5)
+
+
+# `check`
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("max_racers=2", "2 rollout workers, a core each"),
+        ("max_racers=2", "each with suffix+ngram"),
+        ("max_racers=2", "nobody races: all workers draft alike"),
+        ("methods=[[suffix],[ngram]]", "0 with suffix, 1 with ngram"),
+        ("methods=[[suffix],[ngram]]", "stragglers go on on another worker or are raced by up to 2 workers"),
+        ("methods=[[suffix],[ngram,suffix]]", "1 with suffix+ngram"),
+        ("min_gain=0.25", "to end the slower of two workers 25% sooner; paces are learned while running"),
+        ("moving=false", "requests never move and nobody races"),
+        ("enabled=false", "off: each worker does its own share"),
+    ],
+)
+def test_check_says_what_happens_to_the_tail(
+    override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", str(TWO_WORKERS), f"{BLOCK}.{override}"]) == 0
+    output = capsys.readouterr().out
+    assert words in output and "vLLM in 2 others, which are Ray actors" in output and "one process" not in output
