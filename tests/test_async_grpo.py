@@ -22,7 +22,7 @@ from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.rollout import StepPrompts
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
-from nemo_specrollout.scheduling.ladder import Ladder
+from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
 
 pytestmark = pytest.mark.integration
@@ -108,6 +108,9 @@ def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixtur
         "policy.generation.max_new_tokens=48", f"logger.log_dir={tmp_path}", f"policy.model_name={STEP_ADDER}",
     ]  # fmt: skip
     assert main(["run", str(CONFIG), *overrides, "grpo.max_num_steps=2"]) == 0
+    known = LadderFile.read(tmp_path / "ladder.json", "a run's ladder")
+    rungs = tuple(replace(r, batches=(1024,), tokens_per_s=(3.0,), weights_s=(5.0,)) for r in known.rungs)
+    (tmp_path / "ladder.json").write_text(replace(known, rungs=rungs).to_json())
     assert main(["run", str(CONFIG), *overrides, "grpo.max_num_steps=4"]) == 0
     assert "resuming" in capsys.readouterr().out
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -121,5 +124,8 @@ def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixtur
         versions = {version for s in of_step for version, _ in s["policy_spans"]}
         assert max(versions) <= step and min(versions) >= step - 1
         assert all(s["won_by"] == 0 and s["workers"] == [0] for s in of_step)
+    rung = LadderFile.read(tmp_path / "ladder.json", "a run's ladder").rungs[0]
+    assert rung.task == "step_addition" and 0.0 < rung.acceptance <= 1.0 and len(rung.batches) > 1
+    assert (rung.batches[-1], rung.tokens_per_s[-1], rung.weights_s[-1]) == (1024, 3.0, 5.0), "it knew that before"
     page = (tmp_path / "report.html").read_text()
     assert "Reward" in page

@@ -178,16 +178,17 @@ def _check_nemo_rl(tree: Tree) -> int:
     _print(explain_nemo_rl(tree))
     _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
     errors = [str(finding) for finding in findings if finding.kind == "error"]
-    errors += _unfit_heads(tree) if not errors else []
+    errors += [f"{BLOCK_PATH}.drafters: {reason}" for reason in unfit_heads(tree)] if not errors else []
     for error in errors:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
     return EXIT_BAD_INPUT if errors else 0
 
 
-def _unfit_heads(tree: Tree) -> list[str]:
+def unfit_heads(tree: Tree) -> list[str]:
+    """Why heads that are to be refreshed do not fit the policy, as far as their folders are here."""
     block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
     heads = [d["model"] for d in block["drafters"] if d["type"] == "eagle3"] if block and block["draft_refresh"] else []
-    return [f"{BLOCK_PATH}.drafters: {reason}" for head in heads if (reason := misfit(head, policy)) is not None]
+    return [reason for head in heads if (reason := misfit(head, policy)) is not None]
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:

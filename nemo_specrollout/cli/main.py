@@ -7,6 +7,8 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+from nemo_specrollout.cli.explain_options import add_arguments as add_explain_arguments
+from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
 from nemo_specrollout.cli.launch import add_arguments, launch
 from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_arguments
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
@@ -19,11 +21,13 @@ from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
 # Commands that are each the function of their own name in a file of that name.
-_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate")
+_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate", "ladder", "explain")
 _FLAGS = {
     "launch": add_arguments,
     "plan": add_plan_arguments,
     "profile": add_profile_arguments,
+    "ladder": add_ladder_arguments,
+    "explain": add_explain_arguments,
     "serve-drafter": add_serve_arguments,
     "publish-draft": add_publish_arguments,
 }
@@ -87,9 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "a GRPO run; resumes the one in logger.log_dir"),
         ("bench", "the same rollouts with and without speculation, interleaved"),
         ("check", "validates a config and says what will run; loads neither torch nor vllm"),
+        ("explain", "what a config would do and bring, and what to look out for; loads neither torch nor vllm"),
         ("launch", "a run in NeMo-RL on a Slurm cluster"),
         ("plan", "where to verify and where to draft, by measured times; loads neither torch nor vllm"),
         ("profile", "measures on this CPU the times that `plan` needs"),
+        ("ladder", "measures on this CPU how fast each draft method decodes, ranked, for a run to start from"),
         ("serve-drafter", "a drafter for engines that name its address"),
         ("publish-draft", "drafters on other workers go on with other weights"),
     ):

@@ -40,16 +40,21 @@ class PlanRequest:
 
 def plan(parsed: argparse.Namespace) -> int:
     """Prints the best placement and the alternatives. Raises ConfigError."""
-    request = _request(load_config(parsed.config, parsed.overrides), parsed)
-    tables = CostTables.read(parsed.profile, "--profile")
-    placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDTH_OF_LOGS
+    show_plan(load_config(parsed.config, parsed.overrides), parsed, console)
+    return 0
+
+
+def show_plan(tree: dict[str, Any], parsed: argparse.Namespace, console: Console) -> None:
+    """The best placement and the alternatives, of a config, by the flags of `plan`. Raises ConfigError."""
+    request = _request(tree, parsed)
+    tables = CostTables.read(parsed.profile, "--profile")
+    placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
     for line in _lines(placement, tables, request):
         console.print(line, markup=False)
     console.print(_table(placement, tables, boxed=console.is_terminal))
-    return 0
 
 
 def _request(tree: dict[str, Any], parsed: argparse.Namespace) -> PlanRequest:

@@ -67,7 +67,9 @@ def prepare(path: Path, overrides: list[str]) -> Prepared:
 def prepare_local(tree: dict[str, Any]) -> Prepared:
     """Checks a config tree of the local runner. Raises ConfigError."""
     if runtime_of(tree) != "local":
-        raise ConfigError("runtime: 'nemo_rl'; `bench` and the local runner need a config with runtime: local")
+        raise ConfigError(
+            "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner need a config with runtime: local"
+        )
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
@@ -76,6 +78,14 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_trainer(config)
     _check_engine(config)
     return Prepared(tree, config, ignored, model_config)
+
+
+def check_out(path: Path) -> None:
+    """Before minutes are spent on what cannot be written. Raises ConfigError."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out: {path} cannot be a file there; name one in a folder that exists")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out: {path} cannot be written to; choose another")
 
 
 def place_drafter(prepared: Prepared) -> Prepared:

@@ -3,17 +3,16 @@
 
 import argparse
 import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_specrollout.cli.prepare import prepare
+from nemo_specrollout.cli.prepare import check_out, prepare
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, draft_model_of
 from nemo_specrollout.generation.json_child import JsonChild
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
@@ -28,7 +27,7 @@ def profile(parsed: argparse.Namespace) -> int:
     drafter = draft_model_of(generation.specrollout)
     if parsed.steps < 1:
         raise ConfigError(f"--steps: {parsed.steps}; time at least one")
-    _check_out(parsed.out)
+    check_out(parsed.out)
     spec = ProfileSpec(config.policy.model_name, generation, _batches(generation.vllm_kwargs), parsed.steps)
     console = Console(highlight=False, soft_wrap=True)
     measured = _measure_all(spec, sizes, console)
@@ -53,14 +52,6 @@ def _batches(vllm_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """No more requests than the engine is to take at a time."""
     most = int(vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
     return tuple(b for b in BATCHES if b <= most)
-
-
-def _check_out(path: Path) -> None:
-    """Before minutes are spent on what cannot be written."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {path} cannot be a file there; name one in a folder that exists")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: {path} cannot be written to; choose another")
 
 
 def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> dict[int, Measured]:
@@ -105,8 +96,7 @@ def _tables(spec: ProfileSpec, draft_model: str, measured: Mapping[int, Measured
     verify, draft, coupled = (
         tuple(CostCurve(size, spec.batches, tuple(measured[size][name])) for size in measured) for name in MEASUREMENTS
     )
-    device = f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return CostTables(device, spec.policy, draft_model, verify, "thread", draft, coupled)
+    return CostTables(this_machine(), spec.policy, draft_model, verify, "thread", draft, coupled)
 
 
 def _summarize(tables: CostTables, console: Console) -> None:

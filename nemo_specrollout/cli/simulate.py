@@ -47,7 +47,7 @@ def simulate(parsed: argparse.Namespace) -> int:
     comparison = compare(*_with_trace(_scenario(parsed), parsed.trace))
     for line in _lines(comparison):
         console.print(line, markup=False)
-    console.print(_table(comparison, boxed=console.is_terminal))
+    console.print(comparison_table(comparison, boxed=console.is_terminal))
     if parsed.out is not None:
         _write(parsed.out, comparison)
         console.print(f"written to {parsed.out}: simulation.json, simulation.png", markup=False)
@@ -62,10 +62,11 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         known = nearest(parsed.config, [*shipped(), LIST, PAPERS])
         raise ConfigError(f"SCENARIO: {parsed.config!r} is neither a file nor one that ships{known}")
     tree = load_config(path, parsed.overrides)
-    return scenario_of(tree) if is_scenario(tree) else _of_run(tree, parsed)
+    return scenario_of(tree) if is_scenario(tree) else of_run(tree, parsed)
 
 
-def _of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
+def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
+    """A run's config, on the device or by the profile that was named. Raises ConfigError if neither was."""
     if runtime_of(tree) == "nemo_rl":
         if parsed.device is None:
             raise ConfigError(
@@ -118,7 +119,7 @@ def _lines(comparison: Comparison) -> list[str]:
     ]
 
 
-def _table(comparison: Comparison, boxed: bool) -> Table:
+def comparison_table(comparison: Comparison, boxed: bool) -> Table:
     """Seconds of a step and its parts, where `generate` is what training waits for; idle is of all GPUs over a step, peak the
     share of the engines' arithmetic that the response tokens need."""
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)

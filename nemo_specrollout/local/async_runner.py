@@ -61,6 +61,7 @@ class AsyncGrpoRunner(GrpoRunner):
             self.refresher.close()
         self.collector.close()
         self.fleet.close()
+        self.keep_ladder(self.fleet)
 
     def _step_rollout(self, found: Trajectories) -> StepRollout:
         """In the collector's thread. Engines' counts are those since the trajectories before these were there."""

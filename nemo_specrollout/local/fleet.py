@@ -12,11 +12,12 @@ import torch
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
 from nemo_specrollout.generation.timeline import WON, Span, Timeline
-from nemo_specrollout.local.statistics import RolloutStats, fleet_stats, work_stats
+from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.scheduling.dispatch import in_shards
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
@@ -30,11 +31,13 @@ class RolloutFleet:
     """Owns the pool, the ladder, what is known of lengths, and the coordinators: one as configured, and one for checks, whose
     requests stay where they are dealt. Answers to what the runner asks of an engine."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Starts the workers. Raises ConfigError."""
+    def __init__(self, config: RunConfig, known: LadderFile | None = None) -> None:
+        """Starts the workers. The ladder begins as `known`, else as the config's file has it. Raises ConfigError."""
         generation, model = config.policy.generation, Path(config.policy.model_name)
         tail = generation.specrollout.fastest_of_n or FastestOfNConfig(enabled=False)
-        file = None if tail.ladder is None else LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+        file = known
+        if file is None and tail.ladder is not None:
+            file = LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
         asynchronous = config.grpo.async_grpo
         recomputes = asynchronous.recompute_kv_cache_after_weight_updates or not asynchronous.in_flight_weight_updates
         self.pool = RolloutPool(
@@ -42,6 +45,9 @@ class RolloutFleet:
         )
         self.ladder = Ladder(self.pool.method_names, file)
         self.task = config.data.dataset_name
+        self._policy = config.policy.model_name
+        self._acceptance = {} if file is None else {rung.method: rung.acceptance for rung in file.rungs}
+        self._drafts = {method: (0, 0) for method in self.pool.method_names}
         lengths = LengthEstimator(generation.max_new_tokens)
         policy = FastestOfN(tail, self.ladder) if tail.enabled else None
         self.coordinator = Coordinator(self.pool, policy, self.ladder, lengths)
@@ -79,7 +85,19 @@ class RolloutFleet:
     def _reports_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         alive = [w for w in self._before if self.pool.is_alive(w) and self.pool.num_restarts[w] == self._restarts[w]]
         before = {w: self._before[w] for w in alive}
-        return before, {w: self.pool.ask(w, "report", before[w]["num_steps"]) for w in alive}
+        after = {w: self.pool.ask(w, "report", before[w]["num_steps"]) for w in alive}
+        for w in alive:
+            method, counts = self.pool.method_names[self.pool.methods[w]], draft_counts(before[w], after[w])
+            self._drafts[method] = self._drafts[method][0] + counts[0], self._drafts[method][1] + counts[1]
+        return before, after
+
+    def ladder_file(self) -> LadderFile | None:
+        """What is known of the draft methods by now; None where nothing was rolled out. Asks no worker."""
+        shares = [
+            accepted / verified if verified else self._acceptance.get(method, 0.0)
+            for method, (verified, accepted) in self._drafts.items()
+        ]
+        return self.ladder.file(this_machine(), self._policy, shares)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Responses, each by the worker that it is dealt to."""

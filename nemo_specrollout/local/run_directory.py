@@ -17,13 +17,15 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.records import read_lines
+from nemo_specrollout.scheduling.ladder import LadderFile
 
 NUM_CHECKPOINTS_KEPT = 2
+LADDER = "ladder.json"
 
 
 class RunDirectory:
     """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
-    `checkpoints/step_N`.
+    `ladder.json`, `checkpoints/step_N`.
 
     Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
     of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing written), begun.
@@ -104,6 +106,15 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.path / "summary.json", json.dumps(summary, indent=1))
+
+    @property
+    def ladder(self) -> LadderFile | None:
+        """What a run that goes on knows of draft methods; None of one that begins, or that has one worker."""
+        file = self.path / LADDER
+        return LadderFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
+
+    def write_ladder(self, ladder: LadderFile) -> None:
+        write_atomically(self.path / LADDER, ladder.to_json())
 
     def _checkpoint_of(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step}"

@@ -156,10 +156,18 @@ class GrpoRunner:
         if self.refresher is not None:
             self.refresher.close()
         self.engine.close()
+        if isinstance(self.engine, RolloutFleet):
+            self.keep_ladder(self.engine)
+
+    def keep_ladder(self, fleet: RolloutFleet) -> None:
+        """Writes what is known of draft methods by now, for runs to start from."""
+        ladder = fleet.ladder_file()
+        if ladder is not None and self.directory.path.is_dir():
+            self.directory.write_ladder(ladder)
 
     def _start_engine(self) -> "RolloutEngine | RolloutFleet":
         if self.config.cluster.rollout_workers > 1 or self.config.grpo.async_grpo.enabled:
-            return RolloutFleet(self.config)
+            return RolloutFleet(self.config, self.directory.ladder)
         return RolloutEngine(self.model, self.config.policy.generation, self.config.grpo.seed)
 
     def _load_weights(self, version: int) -> None:

@@ -153,6 +153,12 @@ def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> dict
     return {n: np.subtract(after[key][i], before[key][i]).tolist() for i, n in enumerate(names)}
 
 
+def draft_counts(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
+    """Draft tokens that an engine verified between two of its reports, and those of them that were accepted."""
+    proposed, accepted = (_difference(before, after, key) for key in ("proposed", "accepted"))
+    return sum(map(sum, proposed.values())), sum(map(sum, accepted.values()))
+
+
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
     """Tokens equal at their position, and the total, which counts the longer of two responses."""
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]

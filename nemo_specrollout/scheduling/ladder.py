@@ -9,7 +9,7 @@ acceptance and what drafting costs are both contained.
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,12 +19,19 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 FORMAT = 1
 ANY_TASK = "any"
+# The method that drafts nothing.
+PLAIN = "plain"
 # Seconds of requests' decoding that a figure remembers: what is older counts less and less.
 MEMORY_S = 20.0
 # Batch sizes that have figures of their own; those between count for the nearest.
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
 # Where a batch size was never measured, a request's pace is believed to go with 1 / batch to this power.
 GUESSED_SLOPE = 0.5
+
+
+def method_called(drafter_types: Sequence[str]) -> str:
+    """The name of a draft method."""
+    return "+".join(drafter_types) or PLAIN
 
 
 class Paces(Protocol):
@@ -155,6 +162,15 @@ class Ladder:
         """What was seen of each method, the fastest with one request first."""
         seen = [m for m in range(len(self.methods)) if self._of.get((task, m))]
         return [self._rung(task, m) for m in sorted(seen, key=lambda m: -self.tokens_per_s(m, 1))]
+
+    def file(self, device: str, policy: str, acceptance: Sequence[float]) -> LadderFile | None:
+        """All that is known now, with each method's acceptance; None where nothing was seen."""
+        if not self._prefill.seconds or not self._of:
+            return None
+        tasks = sorted({task for (task, _), means in self._of.items() if means}, key=lambda task: task == ANY_TASK)
+        of_method = dict(zip(self.methods, acceptance, strict=True))
+        rungs = (replace(r, acceptance=of_method[r.method]) for task in tasks for r in self.rungs(task))
+        return LadderFile(device, policy, 1.0 / self._prefill.ratio, tuple(rungs))
 
     def _rung(self, task: str, method: int) -> Rung:
         means = sorted(self._of[task, method].items())

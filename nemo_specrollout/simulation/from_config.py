@@ -64,14 +64,15 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
 
 
 def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
-    """A run of the local runner: one engine, at the smallest size that was measured; of its step, the rollout alone."""
+    """A run of the local runner: engines of the smallest size that was measured; of its step, the rollout alone. That engines
+    share the machine's memory and caches is not in it."""
     size = min(sizes_of(CostTables.read(profile, "--profile").verify_s))
-    generation = config.policy.generation
+    generation, num_workers = config.policy.generation, config.cluster.rollout_workers
     found = {
         "title": f"{config.policy.model_name} on this machine, rollouts alone",
         "source": _SOURCE,
         "model": config.policy.model_name,
-        "cluster": {"device": "measured", "num_gpus": size, "gpus_per_engine": size},
+        "cluster": {"device": "measured", "num_gpus": num_workers * size, "gpus_per_engine": size},
         "batch": {
             "num_prompts": config.grpo.num_prompts_per_step, "num_samples": config.grpo.num_generations_per_prompt,
             "prompt_tokens": 16, "max_requests": config.most_in_flight,

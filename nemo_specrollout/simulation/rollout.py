@@ -18,6 +18,14 @@ from nemo_specrollout.simulation.workload import Workload
 
 
 @dataclass(frozen=True)
+class TailChange:
+    """A request goes on elsewhere, or is decoded there too."""
+
+    at_s: float
+    is_race: bool
+
+
+@dataclass(frozen=True)
 class RolloutResult:
     """What happened. Tokens are counts of the fluid model, so not whole."""
 
@@ -31,8 +39,16 @@ class RolloutResult:
     """Of the responses."""
     num_wasted_tokens: float
     """Made twice, by racers."""
-    num_moves: int
-    num_races: int
+    changes: tuple[TailChange, ...] = ()
+    """What was done with the tail, in order."""
+
+    @property
+    def num_moves(self) -> int:
+        return len(self.changes) - self.num_races
+
+    @property
+    def num_races(self) -> int:
+        return sum(change.is_race for change in self.changes)
 
     @property
     def seconds(self) -> float:
@@ -73,7 +89,7 @@ class Rollout:
         self._runs: dict[int, set[int]] = defaultdict(set)
         self._queue: list[tuple[float, int, int]] = []
         self._num_wasted = 0.0
-        self._num_moves = self._num_races = 0
+        self._changes: list[TailChange] = []
         # Tokens with which a run began that went on from another, and those that all runs of a request have made.
         self._given: dict[tuple[int, int], float] = {}
         self._made: dict[int, float] = defaultdict(float)
@@ -107,8 +123,8 @@ class Rollout:
         spans = tuple(span for worker in self.workers for span in worker.spans)
         num_tokens = sum(span.num_tokens for span in spans) - self._num_wasted
         return RolloutResult(
-            self.end_R, self.workload.length_R, spans, len(self.workers), num_tokens, self._num_wasted, self._num_moves,
-            self._num_races,
+            self.end_R, self.workload.length_R, spans, len(self.workers), num_tokens, self._num_wasted,
+            tuple(self._changes),
         )  # fmt: skip
 
     # Events
@@ -190,8 +206,7 @@ class Rollout:
             self._stop(request, self.workers[index])
         for request, index in decision.starts:
             self._move_to(request, self.workers[index], furthest[request])
-            self._num_moves += request in moved
-            self._num_races += request not in moved
+            self._changes.append(TailChange(self.now_s, is_race=request not in moved))
         for index in stopped | {index for _, index in decision.starts}:
             self._admit(self.workers[index])
             self._plan(self.workers[index])

