@@ -2,7 +2,6 @@
 """Asynchronous GRPO: how old a sample may be, whose tokens are whose, and a run that goes on after its end."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +33,9 @@ DRAFTING = SpecrolloutConfig(drafters=(DrafterConfig("suffix"),), budget=BudgetC
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """One that drafts, one that does not, and one to check with."""
+    """One that drafts, one that does not, and one to check with; with room for half of a step's requests."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=()), SpecrolloutConfig(drafters=())
-    return [start_engine(STEP_ADDER, block, 96) for block in blocks]
+    return [start_engine(STEP_ADDER, block, 96, max_num_seqs=6) for block in blocks]
 
 
 def prompts(step: int) -> StepPrompts:
@@ -45,7 +44,7 @@ def prompts(step: int) -> StepPrompts:
 
 
 def collect(
-    engines: list[RolloutEngine], config: AsyncGrpoConfig, policies: list[dict[str, Any]], train_s: float
+    engines: list[RolloutEngine], config: AsyncGrpoConfig, policies: list[dict[str, Any]]
 ) -> list[Trajectories]:
     """What a trainer takes, step by step, that publishes policy s + 1 after step s."""
     workers = EnginesInTurn(engines[:2], 1, weights=policies[0])
@@ -55,7 +54,6 @@ def collect(
     try:
         for step in range(NUM_STEPS):
             taken.append(collector.take(step))
-            time.sleep(train_s)
             collector.update_weights(policies[step + 1].items(), step + 1)
     finally:
         collector.close()
@@ -70,7 +68,7 @@ def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
     policies = [load_file(STEP_ADDER / "model.safetensors")]
     policies += [noisy(policies[0], seed) for seed in range(NUM_STEPS)]
     config = AsyncGrpoConfig(True, max_age, in_flight, recompute_kv_cache_after_weight_updates=in_flight)
-    taken = collect(engines, config, policies, train_s=0.05)
+    taken = collect(engines, config, policies)
     assert [t.target for t in taken] == list(range(NUM_STEPS)) and taken[0].age == 0
     assert 1 <= max(t.age for t in taken) <= max_age
     responses = [r for t in taken for r in t.responses]

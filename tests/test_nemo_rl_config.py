@@ -165,6 +165,12 @@ def test_the_block_is_strict(override: str, sentence: str) -> None:
     assert error.startswith(f"{BLOCK_PATH}.") and sentence in error
 
 
+def test_racing_is_not_silently_ignored() -> None:
+    (warning,) = found(f"{BLOCK_PATH}.fastest_of_n={{max_racers: 2}}")["warning"]
+    assert warning.startswith(f"{BLOCK_PATH}.fastest_of_n: without effect")
+    assert not found(f"{BLOCK_PATH}.fastest_of_n={{enabled: false}}")["warning"]
+
+
 # What does not go together.
 
 

@@ -87,7 +87,10 @@ def _sections(tree: Tree) -> Iterator[Finding]:
 
 def _block(tree: Tree) -> Iterator[Finding]:
     try:
-        effective_block(tree)
+        block = effective_block(tree)
+        if block is not None and block["fastest_of_n"] and block["fastest_of_n"]["enabled"]:
+            text = "without effect in NeMo-RL so far: only the local runner moves and races requests"
+            yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "warning")
     except ConfigError as error:
         subject, _, text = str(error).partition(": ")
         yield Finding(subject, text, "error")
