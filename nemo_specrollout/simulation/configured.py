@@ -19,9 +19,10 @@ def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
     """Plain, drafting as the block has it, and then also its tail, if it has one and there are workers for it."""
     fleet = Fleet(scenario)
     kind, tail = drafting_kind(fleet, block), block.fastest_of_n
-    variants = [Variant(PLAIN, PLAIN)] + ([Variant(kind, kind)] if kind != PLAIN else [])
+    is_split = bool(scenario.drafting.methods_of_workers)
+    variants = [Variant(PLAIN, PLAIN)] + ([Variant(kind, kind, is_split=is_split)] if kind != PLAIN else [])
     if tail is not None and tail.enabled and fleet.num_workers(kind) > 1:
-        variants.append(Variant(TAIL, kind, tail))
+        variants.append(Variant(TAIL, kind, tail, is_split))
     steps = tuple(simulate_step(Setting(fleet, variant)) for variant in variants)
     return Comparison(scenario, steps, steps[0].rollout.length_R)
 

@@ -32,6 +32,8 @@ _ASSUMED_ACCEPTANCE = {
     "random": 0.0,
 }
 _SPREAD = 0.4
+# The drafter that stands for none.
+USELESS = "random"
 _SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, the calibration of the roofline"
 
 
@@ -97,8 +99,10 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the router
-    takes the best. None at all is a look-up that is always wrong."""
-    drafters = sorted(block.drafters, key=_is_look_up) or [DrafterConfig("random")]
+    takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
+    drafters = sorted(block.drafters, key=_is_look_up)
+    if not all(block.drafters_of_workers) and USELESS not in [drafter.type for drafter in drafters]:
+        drafters.append(DrafterConfig(USELESS))
     of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
     methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]
     k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
@@ -116,7 +120,7 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
 def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]:
     """Of a worker with several drafters, the one that is first in `types`: here a worker has one."""
     given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
-    return [min(of_worker, key=types.index) for of_worker in given]
+    return [min(of_worker or (USELESS,), key=types.index) for of_worker in given]
 
 
 def _is_look_up(drafter: DrafterConfig) -> bool:

@@ -33,6 +33,9 @@ class Variant:
     tail: FastestOfNConfig | None = None
     """What may be done with the tail; None: each worker does its own share."""
 
+    is_split: bool = False
+    """Whether each worker drafts by its own method, though none races; otherwise all do by the first."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -89,9 +92,10 @@ class Setting:
         return workers
 
     def _methods(self) -> list[int]:
-        """Of each worker; only where methods race have they several."""
+        """Of each worker; they have several where methods race, or where they are split."""
         drafting, num_workers = self.fleet.scenario.drafting, self.fleet.num_workers(self.variant.speculation)
-        if self.variant.tail is None or self.variant.tail.max_racers == 1:
+        tail = self.variant.tail
+        if not self.variant.is_split and (tail is None or tail.max_racers == 1):
             return [0] * num_workers
         names = [method.name for method in drafting.methods]
         pattern = [names.index(name) for name in drafting.methods_of_workers] or list(range(len(names)))
