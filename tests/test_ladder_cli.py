@@ -129,6 +129,7 @@ def test_a_config_of_nemo_rl_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_run_starts_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ladder.json"
     small = [

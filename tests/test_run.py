@@ -195,6 +195,7 @@ def samples(log_dir: Path, num_steps: int) -> list[list[tuple[Any, ...]]]:
     return [[tuple(s[k] for k in keys) for s in line["samples"]] for line in lines]
 
 
+@pytest.mark.slow
 def test_two_workers_make_the_samples_of_one(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     finish(start(log_dir, num_steps=1, **TWO_WORKERS))
