@@ -11,6 +11,7 @@ from rich.console import Console
 
 from nemo_specrollout.cli.check import explain as local_lines
 from nemo_specrollout.cli.check import explain_nemo_rl, unfit_heads
+from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.explain_benefit import show_benefit, show_ladder, show_window
 from nemo_specrollout.cli.explain_tail import tail_lines
 from nemo_specrollout.cli.plan import show_plan
@@ -25,7 +26,6 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import as_configured
 
-_WIDTH_OF_LOGS = 120
 OFF = SpecrolloutConfig(enabled=False)
 
 
@@ -48,9 +48,7 @@ class Subject:
 def explain(parsed: argparse.Namespace) -> int:
     """Prints all sections; the exit code says whether the config can run. Raises ConfigError."""
     subject = _subject(load_config(parsed.config, parsed.overrides))
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_LOGS
+    console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
     if not subject.errors:
         _show_predictions(subject, parsed, console)

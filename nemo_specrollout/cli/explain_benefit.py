@@ -12,7 +12,7 @@ from rich.table import Table
 from nemo_specrollout.cli.simulate import comparison_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_traps import Tree, at
-from nemo_specrollout.scheduling.ladder import ANY_TASK, PLAIN, LadderFile, method_called
+from nemo_specrollout.scheduling.ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import TAIL, Drafted, drafted
 from nemo_specrollout.simulation.fleet import Fleet
@@ -51,8 +51,7 @@ def show_ladder(tree: Tree, block: SpecrolloutConfig, path: Path | None, console
     )
     if file.policy != at(tree, "policy.model_name"):
         console.print("note: that is another policy than the config's", markup=False)
-    methods = dict.fromkeys(method_called([d.type for d in drafters]) for drafters in block.drafters_of_workers)
-    for line in _ladder_lines(file, list(methods)):
+    for line in _ladder_lines(file, methods_of(block)):
         console.print(line, markup=False)
 
 

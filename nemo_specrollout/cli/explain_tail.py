@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.scheduling.fastest_of_n import LEAST_CHANCE, RACE_PREMIUM
-from nemo_specrollout.scheduling.ladder import method_called
+from nemo_specrollout.scheduling.ladder import methods_of
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import TAIL, onset
 
@@ -25,7 +25,7 @@ def tail_lines(block: SpecrolloutConfig, expected: Comparison | None, *, is_loca
 
 def _conditions(tail: FastestOfNConfig, block: SpecrolloutConfig) -> Iterator[str]:
     """What must hold."""
-    methods = list(dict.fromkeys(method_called([d.type for d in drafters]) for drafters in block.drafters_of_workers))
+    methods = methods_of(block)
     if tail.moving:
         yield (
             "a request moves if another worker has room and the later end of the two workers comes forward by more than "

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import check_out, prepare, use_one_thread
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
@@ -17,8 +18,6 @@ from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.generation.cost_profile import check_model
 from nemo_specrollout.scheduling.ladder import ANY_TASK, LadderFile, Rung
 
-_WIDTH_OF_LOGS = 120
-
 
 def ladder(parsed: argparse.Namespace) -> int:
     """Measures, writes the file and prints it. Raises ConfigError."""
@@ -26,9 +25,7 @@ def ladder(parsed: argparse.Namespace) -> int:
     config = prepare(parsed.config, parsed.overrides).config
     task = _task(parsed.task, config.data.dataset_name)
     _check(config.policy.generation.specrollout, parsed)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_LOGS
+    console = log_console()
     measured = _measure(config, task, parsed, console)
     write_atomically(parsed.out, measured.to_json())
     console.print(ladder_table(measured, boxed=console.is_terminal))

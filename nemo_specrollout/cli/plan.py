@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
@@ -22,8 +23,6 @@ from nemo_specrollout.scheduling.cost_tables import CostTables
 from nemo_specrollout.scheduling.placement import DECOUPLED, Option, Placement, counted, place
 
 MOST_LISTED = 8
-# Columns of a table that goes into a file.
-_WIDTH_OF_LOGS = 120
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,7 @@ class PlanRequest:
 
 def plan(parsed: argparse.Namespace) -> int:
     """Prints the best placement and the alternatives. Raises ConfigError."""
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_LOGS
+    console = log_console()
     show_plan(load_config(parsed.config, parsed.overrides), parsed, console)
     return 0
 

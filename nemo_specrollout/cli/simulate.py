@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
@@ -28,16 +29,13 @@ from nemo_specrollout.simulation.timeline import running_share
 from nemo_specrollout.simulation.traces import read_trace
 
 LIST, PAPERS = "list", "papers"
-_WIDTH_OF_LOGS = 120
 # Moments of the use over time.
 _POINTS = 200
 
 
 def simulate(parsed: argparse.Namespace) -> int:
     """Prints what each feature brings, and writes it where `--out` says. Raises ConfigError."""
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_LOGS
+    console = log_console()
     if parsed.config == LIST:
         _list(console)
         return 0

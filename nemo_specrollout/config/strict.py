@@ -32,6 +32,12 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def check_rising(path: str, values: typing.Sequence[int]) -> None:
+    """Raises ConfigError unless the values at `path` go from small to large, each once."""
+    if list(values) != sorted(set(values)):
+        raise ConfigError(f"{path}: {list(values)}; write them from small to large, each once")
+
+
 def bounded(
     default: Any = dataclasses.MISSING,
     *,

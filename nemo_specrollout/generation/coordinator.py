@@ -313,7 +313,8 @@ class Coordinator:
         """Moves and races what the policy says, now and then, and at once where a request has nobody."""
         waiting = [key for key in self._active if not self._responses[key].runs]
         if self.policy is None:
-            self._deal_out(waiting)
+            if waiting:
+                self._deal_out(waiting)
         elif self._active and (waiting or self._log.now_s >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))

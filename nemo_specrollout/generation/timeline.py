@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from nemo_specrollout.scheduling.placement import counted
+
 WON, MOVED, BEATEN, GAVE_UP, DIED, DIVERGED, ABANDONED = (
     "won", "moved", "beaten", "gave up", "died", "diverged", "abandoned",
 )  # fmt: skip
@@ -121,18 +123,14 @@ def in_words(figures: Mapping[str, Any]) -> str:
     if not any(figures[name] for name in ("moves", "races", "deaths", "diverged")):
         return ""
     parts = [
-        _counted(figures["moves"], "move"),
-        _counted(figures["races"], "race")
+        counted(figures["moves"], "move"),
+        counted(figures["races"], "race")
         + (f" ({figures['won_by_racer']} won by the racer)" if figures["races"] else ""),
-        *([_counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
-        *([_counted(figures["diverged"], "run") + " diverged"] if figures["diverged"] else []),
+        *([counted(figures["deaths"], "worker") + " died"] if figures["deaths"] else []),
+        *([counted(figures["diverged"], "run") + " diverged"] if figures["diverged"] else []),
     ]
     saved = "" if figures["saved_s"] is None else f"; saved {figures['saved_s']:.2f} s, by estimate"
     return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_specrollout.config.strict import ConfigError, bounded, build, choice
+from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising, choice
 from nemo_specrollout.scheduling.step_time import non_decreasing
 
 FORMAT = 1
@@ -38,8 +38,7 @@ class CostCurve:
             raise ConfigError(
                 f"{path}.seconds: {len(self.seconds)} for {len(self.counts)} counts; give one for each, and at least one"
             )
-        if list(self.counts) != sorted(set(self.counts)):
-            raise ConfigError(f"{path}.counts: {list(self.counts)}; write them from small to large, each once")
+        check_rising(f"{path}.counts", self.counts)
 
     def at(self, count: float) -> float:
         """Seconds of a step of `count`: between two measurements on the line through them, never falling as it grows.

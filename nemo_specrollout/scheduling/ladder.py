@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from nemo_specrollout.config.strict import ConfigError, bounded, build
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising
 
 FORMAT = 1
 ANY_TASK = "any"
@@ -32,6 +33,12 @@ GUESSED_SLOPE = 0.5
 def method_called(drafter_types: Sequence[str]) -> str:
     """The name of a draft method."""
     return "+".join(drafter_types) or PLAIN
+
+
+def methods_of(block: SpecrolloutConfig) -> list[str]:
+    """The names of the draft methods of a block's engines, each once."""
+    kinds = ([d.type for d in drafters] for drafters in block.drafters_of_workers)
+    return list(dict.fromkeys(map(method_called, kinds)))
 
 
 class Paces(Protocol):
@@ -74,8 +81,7 @@ class Rung:
                 f"{path}: {sizes[0]} batches, {sizes[1]} tokens_per_s, {sizes[2]} weights_s; give as many of each, and at "
                 "least one"
             )
-        if list(self.batches) != sorted(set(self.batches)):
-            raise ConfigError(f"{path}.batches: {list(self.batches)}; write them from small to large, each once")
+        check_rising(f"{path}.batches", self.batches)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.config.strict import ConfigError, bounded
+from nemo_specrollout.config.strict import ConfigError, bounded, check_rising
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables, sizes_of
 
 Rows = np.ndarray | float
@@ -72,8 +72,7 @@ class RoundCosts(Costs):
             raise ConfigError(
                 f"{path}.plain_steps: {len(self.plain_steps)} for {len(self.num_drafts)} num_drafts; give one for each"
             )
-        if list(self.num_drafts) != sorted(set(self.num_drafts)):
-            raise ConfigError(f"{path}.num_drafts: {list(self.num_drafts)}; write them from small to large, each once")
+        check_rising(f"{path}.num_drafts", self.num_drafts)
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         k = np.asarray(num_rows, float) / num_requests - 1.0
