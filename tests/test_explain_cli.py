@@ -140,14 +140,14 @@ def test_what_a_block_turns_off_is_not_simulated() -> None:
     assert rows[0].num_requests == 1 and all(row.drafts == pytest.approx(3) for row in rows)
 
 
-@pytest.mark.parametrize(("methods", "is_changed"), [("[[suffix],[ngram]]", True), ("[[suffix,ngram],[]]", False)])
-def test_racing_is_compared_with_the_same_workers(profile: Path, methods: str, is_changed: bool) -> None:
+@pytest.mark.parametrize("methods", ["[[suffix],[ngram]]", "[[suffix,ngram],[]]"])
+def test_racing_is_compared_with_the_same_workers(profile: Path, methods: str) -> None:
     tree = load_config(TWO_WORKERS, [f"{BLOCK}.fastest_of_n.methods={methods}"])
     config = read_run_config(tree)[0]
     found = as_configured(of_local(config, tree, profile), config.policy.generation.specrollout)
     drafting, racing = found.steps[1:]
-    assert drafting.variant == "auto" and bool(racing.rollout.changes) == is_changed
-    assert (racing.rollout_s < drafting.rollout_s) == is_changed and drafting.rollout_s <= found.plain.rollout_s
+    assert drafting.variant == "auto" and racing.rollout.changes
+    assert racing.rollout_s < drafting.rollout_s <= found.plain.rollout_s
 
 
 def test_a_local_run_has_as_many_engines_as_workers(profile: Path) -> None:

@@ -106,6 +106,17 @@ def test_moves_even_the_ends_of_workers_out() -> None:
     assert 3 <= len(decision.starts) <= 5 and len(decision.stops) == len(decision.starts)
 
 
+def test_many_that_end_alike_go_together() -> None:
+    """One that goes alone brings an end forward by 1/32, several by much more."""
+    runs = [(r, 0) for r in range(32)]
+    alike = seen([400.0] * 32, runs, [0, 0], capacity=64)
+    decision = decide(alike, EvenPaces(falls=1.0), max_racers=1)
+    assert {w for _, w in decision.starts} == {1} and 12 <= len(decision.starts) <= 20
+    assert {r for r, _ in decision.stops} == {r for r, _ in decision.starts}
+    tight = seen([400.0] * 32 + [100.0], [*runs, (32, 1)], [0, 0], capacity=5)
+    assert len(decide(tight, EvenPaces(falls=1.0), max_racers=1).starts) == 4, "what there is room for"
+
+
 def test_moving_can_be_switched_off() -> None:
     crowded = seen([600, 500], [(0, 0), (1, 0)], [0, 0])
     assert decide(crowded, EvenPaces(falls=1.0), moving=False) == TailDecision()

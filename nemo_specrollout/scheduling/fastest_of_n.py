@@ -9,6 +9,7 @@ Shapes: R requests under way, M draft methods, U runs (a request on a worker), W
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -65,8 +66,9 @@ class TailDecision:
 class FastestOfN:
     """The policy. Owns nothing that changes: the same observation gives the same decision.
 
-    First everybody who waits gets a worker, then racers without a chance give up, then the worker that ends last gives a
-    request to one that ends earlier, or has it raced, as long as that brings the later of both ends forward by `min_gain`.
+    First everybody who waits gets a worker, then racers without a chance give up, then the worker that ends last gives one or
+    several requests to one that ends earlier, or has its last one raced, as long as that brings the later of both ends forward
+    by `min_gain`.
     """
 
     def __init__(self, config: FastestOfNConfig, paces: Paces) -> None:
@@ -98,11 +100,16 @@ class FastestOfN:
                 board.stop(request, worker)
 
     def _best_plan(self, board: "_Board", worker: int) -> "_Plan | None":
-        """What brings the end of `worker` forward most, or None if nothing is worth it."""
-        end_s = board.end_s(worker)
-        plans = [
+        """What brings the end of `worker` forward most, or None if nothing is worth it. Several go at a time only where
+        nobody gains enough by going alone."""
+        alone = [
             p for r in board.last_requests(worker) for t in board.targets(r) for p in self._plans(board, r, worker, t)
         ]
+        return self._worthwhile(board, worker, alone) or self._worthwhile(board, worker, self._bundles(board, worker))
+
+    def _worthwhile(self, board: "_Board", worker: int, plans: Iterable["_Plan"]) -> "_Plan | None":
+        """The best, if it is worth it."""
+        end_s = board.end_s(worker)
         least_s = max(self.config.min_gain * end_s, board.seen.hop_s)
         best = max(plans, key=lambda p: end_s - p.end_s - (RACE_PREMIUM * end_s if p.is_race else 0.0), default=None)
         return best if best is not None and end_s - best.end_s > least_s else None
@@ -111,18 +118,28 @@ class FastestOfN:
         runs, methods = board.workers_of(request), board.seen.method_W
         plans = []
         if self.config.moving and len(runs) == 1:
-            plans.append(_Plan(request, worker, target, False, board.end_after_move(request, worker, target)))
+            plans.append(_Plan((request,), worker, target, False, board.end_after_move((request,), worker, target)))
         is_new = methods[target] not in methods[list(runs)]
         if is_new and len(runs) < self.config.max_racers and board.ends_last(request, worker):
-            plans.append(_Plan(request, worker, target, True, board.end_after_race(request, worker, target)))
+            plans.append(_Plan((request,), worker, target, True, board.end_after_race(request, worker, target)))
         return plans
+
+    def _bundles(self, board: "_Board", worker: int) -> Iterator["_Plan"]:
+        """Moves of 2, 4, 8, ... of the last to end: where many end alike, one that goes alone changes little."""
+        alone = [r for r in board.by_end(worker) if len(board.workers_of(r)) == 1] if self.config.moving else []
+        size = 2
+        while size <= min(len(alone), MOST_CHANGES // 2):
+            bundle = tuple(alone[:size])
+            for target in board.targets(bundle[0], size):
+                yield _Plan(bundle, worker, target, False, board.end_after_move(bundle, worker, target))
+            size *= 2
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """`request` of `source` is raced by `target`, or moves there; the later of both workers ends at `end_s`."""
+    """The request of `source` is raced by `target`, or one or several move there; the later of both ends at `end_s`."""
 
-    request: int
+    requests: tuple[int, ...]
     source: int
     target: int
     is_race: bool
@@ -231,10 +248,14 @@ class _Board:
         busy = [w for w in range(len(self.alone_s)) if self.alone_s[w] and w not in without]
         return max(busy, key=self.end_s, default=None)
 
+    def by_end(self, worker: int) -> list[int]:
+        """Its requests, those first that end last."""
+        ends = self.ends_s(worker, self.alone_s[worker])
+        return sorted(ends, key=lambda r: -ends[r])
+
     def last_requests(self, worker: int) -> list[int]:
         """Of its requests those that end last."""
-        ends = self.ends_s(worker, self.alone_s[worker])
-        return sorted(ends, key=lambda r: -ends[r])[:NUM_LAST]
+        return self.by_end(worker)[:NUM_LAST]
 
     def ends_last(self, request: int, worker: int) -> bool:
         return self.last_requests(worker)[0] == request
@@ -243,45 +264,46 @@ class _Board:
         """Where a request would end first if it began now; if all are full, where it would wait least."""
         has_room = [w for w in range(len(self.alone_s)) if len(self.alone_s[w]) < self.seen.capacity_W[w]]
         open_ones = has_room or np.flatnonzero(self.seen.capacity_W > 0).tolist()
-        return min(open_ones, key=lambda w: self.ends_s(w, self._with(request, w))[request])
+        return min(open_ones, key=lambda w: self.ends_s(w, self._with((request,), w))[request])
 
-    def targets(self, request: int) -> list[int]:
-        """Of each method the worker that ends first, of those with room that do not have the request."""
+    def targets(self, request: int, room: int = 1) -> list[int]:
+        """Of each method the worker that ends first, of those with so much room that do not have the request."""
         best: dict[int, int] = {}
         for worker, method in enumerate(self.seen.method_W.tolist()):
-            has_room = len(self.alone_s[worker]) < self.seen.capacity_W[worker]
+            has_room = len(self.alone_s[worker]) + room <= self.seen.capacity_W[worker]
             if has_room and request not in self.alone_s[worker]:
                 before = best.get(method)
                 best[method] = worker if before is None or self.end_s(worker) < self.end_s(before) else before
         return list(best.values())
 
-    def end_after_move(self, request: int, source: int, target: int) -> float:
-        """The later end of the two, if the request goes from one to the other."""
-        rest = {r: s for r, s in self.alone_s[source].items() if r != request}
-        there = self.ends_s(target, self._with(request, target))
-        others_s = max((self._first_s(r, target, e) for r, e in there.items() if r != request), default=0.0)
-        return max(self._end_s(source, rest), others_s, there[request])
+    def end_after_move(self, requests: tuple[int, ...], source: int, target: int) -> float:
+        """The later end of the two, if the requests go from one to the other."""
+        rest = {r: s for r, s in self.alone_s[source].items() if r not in requests}
+        there = self.ends_s(target, self._with(requests, target))
+        ends = [e if r in requests else self._first_s(r, target, e) for r, e in there.items()]
+        return max(self._end_s(source, rest), *ends)
 
     def end_after_race(self, request: int, source: int, target: int) -> float:
         """The later end of the two, if both have the request."""
-        here, there = self.ends_s(source, self.alone_s[source]), self.ends_s(target, self._with(request, target))
+        here, there = self.ends_s(source, self.alone_s[source]), self.ends_s(target, self._with((request,), target))
         first_s = self._race_s(request, source, self._first_s(request, source, here[request]), target, there[request])
         others_s = [self._first_s(r, source, e) for r, e in here.items() if r != request]
         others_s += [self._first_s(r, target, e) for r, e in there.items() if r != request]
         return max([first_s, *others_s])
 
-    def _with(self, request: int, worker: int) -> dict[int, float]:
-        """A worker's runs and one more, which begins with a prefill that all of them wait for."""
-        runs = self.alone_s[worker]
-        slow = float(self.slowdowns(worker, len(runs) + 1)[-1])
-        prefill_s = self.paces.prefill_s(int(self.seen.num_tokens_R[request])) / slow
-        new_s = float(self._alone_s(np.array([request]), np.array([worker]), np.zeros(1))[0])
-        return {**{r: s + prefill_s for r, s in runs.items()}, request: new_s + prefill_s + self.seen.hop_s / slow}
+    def _with(self, requests: tuple[int, ...], worker: int) -> dict[int, float]:
+        """A worker's runs and more, which begin with a prefill that all of them wait for."""
+        runs, new_R = self.alone_s[worker], np.array(requests)
+        slow = float(self.slowdowns(worker, len(runs) + len(requests))[-1])
+        prefill_s = self.paces.prefill_s(int(self.seen.num_tokens_R[new_R].sum())) / slow
+        new_s = self._alone_s(new_R, np.full(len(new_R), worker), np.zeros(len(new_R))) + prefill_s
+        new_s += self.seen.hop_s / slow
+        return {r: s + prefill_s for r, s in runs.items()} | dict(zip(requests, new_s.tolist(), strict=True))
 
     # What is done
 
     def start(self, request: int, worker: int) -> None:
-        self.alone_s[worker] = self._with(request, worker)
+        self.alone_s[worker] = self._with((request,), worker)
         self._workers.setdefault(request, {})[worker] = None
         self._forget_ends(worker)
         self.changes.append((request, worker, True))
@@ -297,9 +319,10 @@ class _Board:
             self._ends_s.pop(rival, None)
 
     def carry_out(self, plan: _Plan) -> None:
-        if not plan.is_race:
-            self.stop(plan.request, plan.source)
-        self.start(plan.request, plan.target)
+        for request in plan.requests:
+            if not plan.is_race:
+                self.stop(request, plan.source)
+            self.start(request, plan.target)
 
     def decision(self) -> TailDecision:
         """All changes; what was started and stopped again is none."""
