@@ -251,8 +251,21 @@ def test_the_ladder_knows_what_it_was_told_and_guesses_the_rest() -> None:
 def test_the_ladder_never_believes_that_more_requests_make_each_faster() -> None:
     ladder = Ladder(["plain"])
     ladder.observe(ANY_TASK, 0, 1, 100, 1.0)
-    ladder.observe(ANY_TASK, 0, 8, 170, 1.0)
-    assert ladder.tokens_per_s(0, 8) == pytest.approx(100)
+    ladder.observe(ANY_TASK, 0, 8, 1360, 8.0)
+    both = ladder.tokens_per_s(0, 1), ladder.tokens_per_s(0, 8)
+    assert both == pytest.approx((135, 135)), "seconds of the engine weigh alike"
+
+
+def test_one_stall_does_not_make_a_method_slow() -> None:
+    """A kernel that compiles, a core that somebody else has: all of a batch wait for it, but only once."""
+    ladder = Ladder(["suffix"])
+    ladder.observe(ANY_TASK, 0, 64, 64, 64.0)
+    for _ in range(30):
+        ladder.observe(ANY_TASK, 0, 64, 64 * 10, 64 * 0.1)
+        ladder.observe(ANY_TASK, 0, 16, 16 * 20, 16 * 0.1)
+    assert 70 < ladder.tokens_per_s(0, 64) < 100 < ladder.tokens_per_s(0, 16)
+    ladder.observe(ANY_TASK, 0, 24, 24, 24.0)
+    assert ladder.tokens_per_s(0, 64) > 40 and ladder.tokens_per_s(0, 24) > 40, "nor those of other sizes"
 
 
 def test_the_ladder_follows_what_is_new() -> None:

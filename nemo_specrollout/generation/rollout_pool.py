@@ -197,9 +197,11 @@ class RolloutPool:
 
 
 def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[SpecrolloutConfig]:
-    """The block of each worker's engine: the drafters that `fastest_of_n.methods` gives it, or all."""
-    kinds = block.drafters_of_workers
-    return [replace(block, fastest_of_n=None, drafters=kinds[w % len(kinds)]) for w in range(num_workers)]
+    """The block of each worker's engine: the drafters that `fastest_of_n.methods` gives it, or all; a head is refreshed where
+    one drafts."""
+    kinds = [replace(block, fastest_of_n=None, drafters=drafters) for drafters in block.drafters_of_workers]
+    kinds = [kind if kind.head else replace(kind, draft_refresh=None) for kind in kinds]
+    return [kinds[w % len(kinds)] for w in range(num_workers)]
 
 
 def method_name(block: SpecrolloutConfig) -> str:

@@ -13,6 +13,7 @@ from nemo_specrollout.local.progress import Progress
 from nemo_specrollout.local.rollout import StepRollout
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.runner import GrpoRunner
+from nemo_specrollout.local.statistics import stock_stats
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ class AsyncGrpoRunner(GrpoRunner):
 
     def refit(self, version: int) -> None:
         """New weights for the workers, amid requests or between them."""
-        self.collector.update_weights(self.policy.hf_tensors(), version)
+        self.collector.update_weights(self.policy.hf_tensors(), version, before=self._count)
+
+    def measured(self, rollout: StepRollout) -> StepRollout:
+        """With what engines did since the last weights, whichever steps it was for."""
+        return replace(rollout, stats=replace(self._worked, tail=rollout.stats.tail))
 
     def close(self) -> None:
         """Ends collector and workers."""
@@ -64,10 +69,9 @@ class AsyncGrpoRunner(GrpoRunner):
         self.keep_ladder(self.fleet)
 
     def _step_rollout(self, found: Trajectories) -> StepRollout:
-        """In the collector's thread. Engines' counts are those since the trajectories before these were there."""
+        """In the collector's thread."""
         rollouts = [r.rollout for r in found.responses]
-        stats = replace(self.fleet.worked(rollouts), tail=found.timeline.figures())
-        self.fleet.begin_counting()
+        stats = replace(stock_stats(rollouts, found.seconds, 0), tail=found.timeline.figures())
         stamps: list[dict[str, Any] | None] = [
             {**(stamp or {}), "policy_spans": _spans(response)}
             for stamp, response in zip(
@@ -77,6 +81,11 @@ class AsyncGrpoRunner(GrpoRunner):
         num_older = [_num_older(r, found.target) for r in found.responses]
         timeline = found.timeline.wire()
         return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, stamps, self._figures(found), num_older, timeline)
+
+    def _count(self) -> None:
+        """In the collector's thread."""
+        self._worked = self.fleet.worked()
+        self.fleet.begin_counting()
 
     def _figures(self, found: Trajectories) -> dict[str, Any]:
         ages = [found.target - version for r in found.responses for version, _ in r.policy_spans]

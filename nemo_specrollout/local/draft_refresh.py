@@ -60,6 +60,8 @@ class LocalRefresher:
         """Stores what was captured, and refreshes if the trigger says so; what happened, for `metrics.jsonl`."""
         self._store.keep(self._engine.take_features())
         figures = {"head_age": step - self._head_version, "capture_s": self._take_capture_s()}
+        if not stats.num_request_steps:  # at the end of an asynchronous run
+            return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
         decision = self._online.decide(self._facts(step, stats, step_s))
         if not decision.refresh:
             return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}

@@ -77,10 +77,10 @@ class RolloutFleet:
         shards = in_shards(len(rollouts), len(self.pool.methods))
         return fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)
 
-    def worked(self, rollouts: Sequence[Rollout]) -> RolloutStats:
-        """The same, where rollouts overlap: seconds are the workers' own, and so is the estimate."""
+    def worked(self) -> RolloutStats:
+        """Figures of what engines did since, where rollouts overlap: seconds are the workers' own, and so is the estimate."""
         before, after = self._reports_since()
-        return work_stats(before, after, rollouts, self.pool.capacity)
+        return work_stats(before, after, self.pool.capacity)
 
     def _reports_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         alive = [w for w in self._before if self.pool.is_alive(w) and self.pool.num_restarts[w] == self._restarts[w]]
@@ -125,11 +125,11 @@ class RolloutFleet:
 
     def take_features(self) -> list["SequenceFeatures"]:
         """What was captured, since last asked, for the training of a head."""
-        return [f for features in self.pool.ask_each("take_features").values() for f in features]
+        return [f for features in self.pool.ask_each("take_features", drafting_by="eagle3").values() for f in features]
 
     def capture_seconds(self) -> float:
         """What capturing features has taken of the engines' time; they work side by side, so of the one that it took most."""
-        return max(self.pool.ask_each("capture_seconds").values())
+        return max(self.pool.ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """What the canaries raised since last asked."""

@@ -85,6 +85,7 @@ class GrpoRunner:
         with self.progress.phase(f"step {step}: training"):
             trained, train_s = timed(lambda: self.train(scored))
         _, refit_s = timed(lambda: self.refit(step + 1))
+        rollout = self.measured(rollout)
         record = step_record(step, rollout, scored, trained, train_s, refit_s)
         record["alarms"] = alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm)
         record["alarms"] += [alarm["sentence"] for alarm in self.engine.take_alarms()]
@@ -108,6 +109,10 @@ class GrpoRunner:
     def refit(self, version: int) -> None:
         """The engine generates by the policy of `version` from now on."""
         self._load_weights(version)
+
+    def measured(self, rollout: StepRollout) -> StepRollout:
+        """With what engines did; a rollout that began and ended in the step has it already."""
+        return rollout
 
     def score(self, rollout: StepRollout) -> Scored:
         """Rewards by rule, advantages within each group, log-probs by the trainer's weights."""

@@ -35,12 +35,13 @@ class RolloutStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a request gains in a target step: 1 without speculation."""
-        return self.num_tokens / max(self.num_request_steps, 1)
+        """Tokens that a request gains in a target step: 1 without speculation, or without a step."""
+        return self.num_tokens / self.num_request_steps if self.num_request_steps else 1.0
 
     @property
     def speedup_estimate(self) -> float | None:
-        return None if self.plain_estimate_s is None else self.plain_estimate_s / self.seconds
+        """None too where no engine took a step."""
+        return self.plain_estimate_s / self.seconds if self.plain_estimate_s is not None and self.seconds else None
 
 
 def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_target_steps: int) -> RolloutStats:
@@ -113,18 +114,18 @@ def fleet_stats(
     )  # fmt: skip
 
 
-def work_stats(
-    before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], rollouts: Sequence[Rollout], max_num_seqs: int
-) -> RolloutStats:
-    """Figures of engines side by side whose rollouts overlap: `seconds` are those of their steps, and the estimate is what the
-    tokens of those steps would have taken one a step; both means over workers."""
-    stats = fleet_stats(before, after, rollouts, np.full(len(rollouts), -1), 0.0, max_num_seqs)
+def work_stats(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], max_num_seqs: int) -> RolloutStats:
+    """Figures of engines side by side whose rollouts overlap: of the steps between the reports, whichever requests they were
+    for. `seconds` are those of the steps, and the estimate is what their tokens would have taken one a step; both means over
+    workers."""
+    stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = {w: r.get("plain_step_s") for w, r in after.items()}
     totals = [totals_of(r["trace"], None if tables[w] is None else np.array(tables[w])) for w, r in after.items()]
     busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
     plain_s = sum(t.plain_s + t.decode_s - t.estimated_s + t.other_s for t in totals) / max(len(totals), 1)
     is_known = totals and all(table is not None for table in tables.values())
-    return replace(stats, seconds=busy_s, plain_estimate_s=plain_s if is_known else None)
+    num_tokens = stats.num_request_steps + sum(map(sum, stats.accepted.values()))
+    return replace(stats, num_tokens=num_tokens, seconds=busy_s, plain_estimate_s=plain_s if is_known else None)
 
 
 def _worker_stats(

@@ -95,10 +95,12 @@ class TrajectoryCollector(Generic[T]):
                 self._changed.wait(_LOOK_S)
             return self._ready.pop(target)
 
-    def update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None] = lambda: None
+    ) -> None:
         """The policy of `version` generates from now on; returns when it does. Amid requests, or when all that are under way
-        have ended, as `in_flight_weight_updates` says."""
-        self.call(lambda: self._update_weights(tensors, version))
+        have ended, as `in_flight_weight_updates` says; right after `before`."""
+        self.call(lambda: self._update_weights(tensors, version, before))
 
     def call(self, work: Callable[[], Any]) -> Any:
         """What `work` returns, done between two rounds by the thread that the workers belong to."""
@@ -160,9 +162,10 @@ class TrajectoryCollector(Generic[T]):
             self._ready[number] = ready
             self._changed.notify_all()
 
-    def _update_weights(self, tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def _update_weights(self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None]) -> None:
         while self._under_way and not self._config.in_flight_weight_updates:
             self._advance()
+        before()
         self._coordinator.load_weights(tensors, version)
         self._version = version
 

@@ -22,7 +22,7 @@ FORMAT = 1
 ANY_TASK = "any"
 # The method that drafts nothing.
 PLAIN = "plain"
-# Seconds of requests' decoding that a figure remembers: what is older counts less and less.
+# Seconds of an engine's decoding that a figure remembers: what is older counts less and less.
 MEMORY_S = 20.0
 # Batch sizes that have figures of their own; those between count for the nearest.
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024])
@@ -122,6 +122,7 @@ class LadderFile:
 class Ladder:
     """Paces by method and batch size, decayed over what is observed; owns all figures. Methods are numbers here.
 
+    A figure that contradicts its neighbours, a pace that rises with the batch, is evened out with them, each by its weight.
     Between measured batch sizes it goes straight on in logarithms. A method that was never seen is taken for the mean of the
     others, and where nothing was seen at all only the ratios of the guess mean anything.
 
@@ -131,7 +132,8 @@ class Ladder:
     def __init__(self, methods: Sequence[str], file: LadderFile | None = None) -> None:
         self.methods = tuple(methods)
         self._prefill = _Mean()
-        self._of: dict[tuple[str, int], dict[int, _Mean]] = defaultdict(lambda: defaultdict(_Mean))
+        self._of: dict[tuple[str, int], _Figures] = defaultdict(_Figures)
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known: dict[tuple[int, int], float] = {}
         if file is not None:
             self._start_from(file)
@@ -141,6 +143,7 @@ class Ladder:
         size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
         for name in {task, ANY_TASK}:
             self._of[name, method][size].add(num_tokens, seconds)
+        self._curves.clear()
         self._known.clear()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -159,7 +162,7 @@ class Ladder:
 
     def ease(self, task: str, method: int) -> float:
         """How much faster than typical the task's requests are by `method`, where both were seen; else 1."""
-        own, typical = self._of.get((task, method), {}), self._of.get((ANY_TASK, method), {})
+        own, typical = self._of.get((task, method), _Figures()), self._of.get((ANY_TASK, method), _Figures())
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)
         return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
@@ -192,28 +195,47 @@ class Ladder:
                     means[batch].add(rate * weight_s, weight_s)
 
     def _predict(self, method: int, batch: int) -> float:
-        means = self._of.get((ANY_TASK, method))
-        if not means:
+        if not self._of.get((ANY_TASK, method)):
             others = [m for m in range(len(self.methods)) if self._of.get((ANY_TASK, m))]
             return float(np.mean([self._predict(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
-        sizes = np.array(sorted(means))
-        rates = np.minimum.accumulate([means[b].ratio for b in sizes])
+        if method not in self._curves:
+            self._curves[method] = self._of[ANY_TASK, method].curve()
+        sizes, log_rates = self._curves[method]
         nearest = np.clip(batch, sizes[0], sizes[-1])
-        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), np.log(rates)))
+        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), log_rates))
         return float(rate * (nearest / batch) ** GUESSED_SLOPE)
 
 
 @dataclass
 class _Mean:
-    """Tokens over seconds, of about the last `MEMORY_S` seconds."""
+    """Tokens over seconds, of about the last `memory_s` seconds."""
 
+    memory_s: float = MEMORY_S
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, num_tokens: float, seconds: float) -> None:
-        keep = min(1.0, max(MEMORY_S - seconds, 0.0) / self.seconds) if self.seconds else 0.0
+        keep = min(1.0, max(self.memory_s - seconds, 0.0) / self.seconds) if self.seconds else 0.0
         self.tokens, self.seconds = keep * self.tokens + num_tokens, keep * self.seconds + seconds
 
     @property
     def ratio(self) -> float:
         return max(self.tokens, 1e-9) / self.seconds
+
+
+class _Figures(dict[int, _Mean]):
+    """Of a method: tokens of requests over their seconds, by batch size. One slow step counts once, however many wait in it:
+    what a figure remembers are seconds of the engine."""
+
+    def __missing__(self, batch: int) -> _Mean:
+        self[batch] = _Mean(MEMORY_S * batch)
+        return self[batch]
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Batch sizes and logarithms of tokens a second, which do not rise; float64 both."""
+        from scipy.optimize import isotonic_regression
+
+        sizes = np.array(sorted(self), float)
+        rates = np.array([self[int(b)].ratio for b in sizes])
+        weights = np.array([self[int(b)].seconds / b for b in sizes])
+        return sizes, np.log(isotonic_regression(rates, weights=weights, increasing=False).x)
