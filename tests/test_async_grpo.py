@@ -127,3 +127,45 @@ def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (rung.batches[-1], rung.tokens_per_s[-1], rung.weights_s[-1]) == (1024, 3.0, 5.0), "it knew that before"
     page = (tmp_path / "report.html").read_text()
     assert "Reward" in page
+
+
+@pytest.mark.slow
+def test_refresh_remote_drafters_and_racing_work_in_an_asynchronous_run(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+defaults: {CONFIG}
+grpo: {{max_num_steps: 4, num_prompts_per_step: 16, num_generations_per_prompt: 2}}
+policy:
+  model_name: {STEP_ADDER}
+  train_global_batch_size: 32
+  generation:
+    max_new_tokens: 128
+    specrollout:
+      drafters:
+        - {{type: suffix}}
+        - {{type: eagle3, model: {STEP_ADDER}_eagle3}}
+        - {{type: remote, model: {STEP_ADDER}, workers: 1}}
+      budget: {{policy: fixed, k: 3}}
+      draft_refresh:
+        {{trigger: every_step, max_time_share: 1.0, held_out_share: 0.5, rollout_capture_share: 1.0}}
+      fastest_of_n: {{enabled: true, methods: [[suffix, remote], [eagle3]], min_gain: 0.0}}
+cluster: {{rollout_workers: 2}}
+logger: {{log_dir: {tmp_path / "run"}}}
+""")
+    assert main(["run", str(config)]) == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 4 and not any(m["alarms"] for m in metrics)
+    assert max(m["trajectory_age"]["max"] for m in metrics) == 1
+    on_policy = [m["logprob_gap_on_policy"] for m in metrics if m["logprob_gap_on_policy"] is not None]
+    assert on_policy and max(on_policy) < 1e-3
+    gates = [m["draft_refresh"]["gate"] for m in metrics if "gate" in m["draft_refresh"]]
+    assert any("too few" not in gate for gate in gates), f"a head was judged by what was captured: {gates}"
+    assert sum(m["draft_supply"]["num_supplied"] for m in metrics) > 0
+    assert sum(m["tail"]["moves"] + m["tail"]["races"] for m in metrics) > 0
+    assert all(m["tail"]["diverged"] == m["tail"]["deaths"] == 0 and m["tail"]["saved_s"] is None for m in metrics)
+    drafted = {n: sum(sum(m["acceptance"][n]["proposed"]) for m in metrics) for n in metrics[0]["acceptance"]}
+    assert set(drafted) == {"suffix", "remote", "eagle3"} and min(drafted.values()) > 0
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    samples = [s for line in lines for s in json.loads(line)["samples"]]
+    assert len(samples) == 4 * 32 and any(len(s["workers"]) > 1 for s in samples)
+    assert all(s["won_by"] in s["workers"] and s["policy_spans"] for s in samples)

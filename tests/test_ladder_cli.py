@@ -83,8 +83,13 @@ def test_a_ladder_goes_on_from_a_file_and_becomes_one() -> None:
     for task in ("sums", ANY_TASK):
         assert paces[task, "plain"][0] == pytest.approx(200) and 60 < paces[task, "plain"][1] < 120
         assert paces[task, "suffix"] == pytest.approx((300, 50))
-    weights = [w for r in newer.rungs for w in r.weights_s]
-    assert max(weights) <= MEMORY_S and Ladder(["plain"]).file("", "", [0.0]) is None
+    for _ in range(20):
+        known.observe("sums", 0, 8, 1200, 10.0)
+    newest = known.file("a machine", "a policy", [0.0, 0.4])
+    assert newest is not None
+    remembered_s = [w / b for r in newest.rungs for w, b in zip(r.weights_s, r.batches, strict=True)]
+    assert max(remembered_s) == pytest.approx(MEMORY_S)
+    assert Ladder(["plain"]).file("", "", [0.0]) is None
 
 
 @pytest.mark.unit

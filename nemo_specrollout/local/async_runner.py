@@ -71,7 +71,8 @@ class AsyncGrpoRunner(GrpoRunner):
     def _step_rollout(self, found: Trajectories) -> StepRollout:
         """In the collector's thread."""
         rollouts = [r.rollout for r in found.responses]
-        stats = replace(stock_stats(rollouts, found.seconds, 0), tail=found.timeline.figures())
+        timeline = replace(found.timeline, saved_s=None)  # paces beside a trainer are not those of a rollout alone
+        stats = replace(stock_stats(rollouts, found.seconds, 0), tail=timeline.figures())
         stamps: list[dict[str, Any] | None] = [
             {**(stamp or {}), "policy_spans": _spans(response)}
             for stamp, response in zip(
@@ -79,8 +80,8 @@ class AsyncGrpoRunner(GrpoRunner):
             )
         ]
         num_older = [_num_older(r, found.target) for r in found.responses]
-        timeline = found.timeline.wire()
-        return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, stamps, self._figures(found), num_older, timeline)
+        figures, wire = self._figures(found), timeline.wire()
+        return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, stamps, figures, num_older, wire)
 
     def _count(self) -> None:
         """In the collector's thread."""
