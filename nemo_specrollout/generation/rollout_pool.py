@@ -19,6 +19,7 @@ from nemo_specrollout.scheduling.ladder import method_called
 
 # Workers that end no turn for so long are killed; how often one may be started again.
 HANG_S, MOST_RESTARTS = 300.0, 3
+ONE_CORE = {"env_vars": {"OMP_NUM_THREADS": "1"}}
 GONE = object()
 """The answer of a worker that has died."""
 
@@ -159,7 +160,7 @@ class RolloutPool:
     def _start(self, worker: int) -> None:
         """Begins to start a worker. It asks Ray for no CPU: if there are more workers than cores, each is slower, and none
         waits for ever for a place."""
-        actor: Any = ray.remote(RolloutActor).options(num_cpus=0).remote()
+        actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=ONE_CORE).remote()
         self._starting[actor.start.remote(*self._orders[worker], self._weights)] = worker, actor
 
     def _wait(self) -> list[Any]:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synchronous and asynchronous GRPO on two cores, with and without speculation: step time, idle cores, rewards, policy gap.
+
+    python -m nemo_specrollout.local.async_bench --out DIR [--steps 24] [--configs examples/configs] [key=value ...]
+
+Synchronous: a rollout worker on each core, then training on both. Asynchronous: a worker on one core, the trainer on the
+other. Each way is a run of its own, from the same policy, with the same prompts and seeds; DIR has their run directories.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.local.chart_panels import BLUE, ORANGE, STYLE, light, over_steps
+from nemo_specrollout.local.records import Record, read_lines, running_mean, series
+
+# Steps that are not counted: kernels compile, and in an asynchronous run nothing was generated ahead yet.
+WARM_UP = 3
+_NO_DRAFTS = ("policy.generation.specrollout.drafters=[]",)
+# No request is decoded twice, in any way.
+_ALL = ("checkpointing.enabled=false", "policy.generation.specrollout.verify.requests_per_step=0")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A run: which quickstart, what is changed of it, and on how many cores its trainer works."""
+
+    name: str
+    config: str
+    changes: tuple[str, ...]
+    trainer_threads: int
+    colour: str
+
+    @property
+    def is_async(self) -> bool:
+        return "async" in self.config
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Of its line: plain ones are broad and pale, so that what lies on them is seen."""
+        is_plain = self.changes == _NO_DRAFTS
+        return {"color": light(self.colour), "linewidth": 4.0} if is_plain else {"color": self.colour}
+
+
+_SYNC, _ASYNC = "quickstart_two_workers_cpu.yaml", "quickstart_async_cpu.yaml"
+WAYS = (
+    Way("synchronous, plain", _SYNC, _NO_DRAFTS, 2, BLUE),
+    Way("synchronous, ours", _SYNC, (), 2, BLUE),
+    Way("asynchronous, plain", _ASYNC, _NO_DRAFTS, 1, ORANGE),
+    Way("asynchronous, ours", _ASYNC, (), 1, ORANGE),
+)
+
+
+def run(way: Way, configs: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
+    """The lines of a run's metrics. Raises CalledProcessError if it fails; its output is in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
+    command = [
+        sys.executable, "-m", "nemo_specrollout.cli.main", "run", str(configs / way.config), *_ALL, *way.changes,
+        f"logger.log_dir={folder / 'run'}", *overrides,
+    ]  # fmt: skip
+    with (folder / "output.txt").open("w", encoding="utf-8") as output:
+        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+    return read_lines(folder / "run" / "metrics.jsonl")
+
+
+def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
+    """Medians over the steps that count, but of the reward, which is the mean of the last quarter."""
+    counted = steps[WARM_UP:] if way.is_async else steps[1:]
+    last = steps[-max(1, len(steps) // 4) :]
+    return {
+        "way": way.name,
+        "step_s": statistics.median(map(step_s, counted)),
+        "generation_s": statistics.median(generation_s(m) for m in counted),
+        "train_s": statistics.median(m["train_s"] + m["logprob_s"] for m in counted),
+        "idle_share": statistics.mean(map(idle_share, counted)),
+        "acceptance_length": statistics.mean(m["acceptance_length"] for m in counted),
+        "reward": statistics.mean(m["reward"] for m in last),
+        "gap": statistics.mean(m["logprob_gap"]["mean"] for m in counted),
+        "age": statistics.mean(m.get("trajectory_age", {"mean": 0.0})["mean"] for m in counted),
+    }
+
+
+def generation_s(step: Record) -> float:
+    """Of a step, what training waits for."""
+    return float(step.get("exposed_generation_s", step["rollout_s"]))
+
+
+def step_s(step: Record) -> float:
+    """Its parts, one after the other."""
+    return generation_s(step) + step["logprob_s"] + step["train_s"] + step["refit_s"]
+
+
+def idle_share(step: Record) -> float:
+    """Of both cores' time. Synchronous: workers that have run dry before the last has. Asynchronous: a worker that has
+    nothing to do, and a trainer that waits."""
+    if "exposed_generation_s" in step:
+        return float((step["exposed_generation_s"] + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
+    return float(step["tail"]["idle_share"] * step["rollout_s"] / step_s(step))
+
+
+def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Rewards, and how far samples are from the policy that is trained on them, by step."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((8.0, 3.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        reward, gap = figure.subplots(1, 2)
+        for way in WAYS:
+            _draw_reward(reward, runs[way.name], way)
+            gap.plot(*_line(runs[way.name], "logprob_gap.mean", 1), **way.style)
+        over_steps(gap, next(iter(runs.values())), "Policy gap of samples, nats a token")
+        gap.set_yscale("log")
+        gap.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0e}"))
+        figure.legend(loc="outside lower center", ncols=len(runs), labelcolor="linecolor")
+        figure.savefig(path, dpi=150, format="png")
+
+
+def _draw_reward(ax: Axes, steps: Sequence[Record], way: Way) -> None:
+    window = max(1, len(steps) // 6)
+    over_steps(ax, steps, "Mean reward of a step" if window == 1 else f"Mean reward of {window} steps")
+    ax.plot(*_line(steps, "reward", window), label=way.name, **way.style)
+
+
+def _line(steps: Sequence[Record], key: str, window: int) -> tuple[np.ndarray, np.ndarray]:
+    return series(steps, "step"), running_mean(series(steps, key), window)
+
+
+def main() -> int:
+    """Prints a table; writes DIR/async.json and DIR/async.png."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--configs", type=Path, default=Path("examples/configs"))
+    parser.add_argument("--steps", type=int, default=24)
+    options = parser.parse_args()
+    overrides = [f"grpo.max_num_steps={options.steps}", *options.overrides]
+    runs = {
+        way.name: run(way, options.configs, options.out / way.name.replace(", ", "_"), overrides)
+        for way in track(WAYS, "runs", transient=True)
+    }
+    rows = [row_of(way, runs[way.name]) for way in WAYS]
+    Console(width=120).print(_table(rows))
+    draw(runs, options.out / "async.png")
+    facts = {"steps": options.steps, "overrides": options.overrides, "rows": rows}
+    write_atomically(options.out / "async.json", json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        "run", "step", "generation", "training", "idle", "tokens/step", "reward", "gap", "age", pad_edge=False
+    )
+    for row in rows:
+        table.add_row(
+            row["way"], f"{row['step_s']:.1f} s", f"{row['generation_s']:.1f} s", f"{row['train_s']:.1f} s",
+            f"{row['idle_share']:.0%}", f"{row['acceptance_length']:.2f}", f"{row['reward']:.3f}", f"{row['gap']:.1e}",
+            f"{row['age']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

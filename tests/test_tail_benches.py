@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benches of simulator and asynchronous runs make of what they measured. No engine."""
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.local.async_bench import WARM_UP, WAYS, idle_share, row_of, step_s
+from nemo_specrollout.local.simulation_bench import (
+    FEW,
+    MANY,
+    MOVING,
+    Calibration,
+    Case,
+    K,
+    _curve,
+    _head_quality,
+    predicted_s,
+    rows_of,
+)
+from nemo_specrollout.scheduling.cost_tables import CostCurve
+from nemo_specrollout.simulation.fleet import AUTO, FIXED, PLAIN
+
+pytestmark = pytest.mark.unit
+CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml", []))[0]
+
+
+def calibration(acceptance: float = 0.5, draft_s: float = 0.0005, row_s: float = 0.0001) -> Calibration:
+    """Steps of 10 ms and so much a row."""
+    counts = (1, 1000)
+    curve = CostCurve(1, counts, tuple(0.01 + row_s * n for n in counts))
+    drafting = CostCurve(1, counts, (draft_s, draft_s))
+    return Calibration(dict.fromkeys((PLAIN, FIXED, AUTO), curve), drafting, acceptance, 0.0)
+
+
+def test_a_plain_rollout_takes_a_step_for_each_token_of_the_longest() -> None:
+    lengths = np.full(FEW, 100)
+    rows = 16
+    prefill_s = 0.01 + 0.0001 * 4 * 16
+    expected_s = 100 * (0.01 + 0.0001 * rows) + prefill_s
+    assert predicted_s(Case(PLAIN, 1, FEW), lengths, calibration(), CONFIG) == pytest.approx(expected_s, rel=0.01)
+    two_s = predicted_s(Case(PLAIN, 2, FEW), lengths, calibration(), CONFIG)
+    assert two_s == pytest.approx(100 * (0.01 + 0.0001 * 8) + prefill_s, rel=0.01)
+
+
+def test_drafts_shorten_it_by_what_they_emit() -> None:
+    lengths = np.full(FEW, 100)
+    emitted = sum(0.5**i for i in range(K + 1))
+    step = 0.01 + 0.0001 * 16 * (1 + K) + K * 0.0005
+    fixed_s = predicted_s(Case(FIXED, 1, FEW), lengths, calibration(), CONFIG)
+    assert fixed_s == pytest.approx(100 / emitted * step, rel=0.03)
+    dear = calibration(draft_s=0.1)
+    assert predicted_s(Case(AUTO, 1, FEW), lengths, dear, CONFIG) == pytest.approx(
+        predicted_s(Case(PLAIN, 1, FEW), lengths, dear, CONFIG)
+    ), "drafts that do not pay are not made"
+
+
+def test_moving_shortens_an_uneven_rollout() -> None:
+    lengths = np.concatenate([np.full((4, 8), 600), np.full((4, 8), 20)])
+    dear_rows = calibration(row_s=0.001)
+    still, moving = (predicted_s(Case(PLAIN, 2, MANY, tail), lengths, dear_rows, CONFIG) for tail in (None, MOVING))
+    assert moving < still
+
+
+def test_the_head_is_judged_by_tokens_a_step_and_their_spread() -> None:
+    rng = np.random.default_rng(0)
+    rollouts, stamps = [], []
+    for p in (0.4, 0.8) * 40:
+        accepted = sum(int(np.argmin([*(rng.random(K) < p), False])) for _ in range(200))
+        rollouts.append(Rollout([0] * (200 + accepted), [0.0] * (200 + accepted), "stop"))
+        stamps.append({"num_accepted": accepted})
+    length, spread = _head_quality(rollouts, [stamps, [None] * len(stamps)])
+    assert length == pytest.approx(np.mean([sum(p**i for i in range(K + 1)) for p in (0.4, 0.8)]), rel=0.03)
+    assert spread == pytest.approx((np.log(4) - np.log(2 / 3)) / 2, rel=0.1)
+
+
+def test_a_curve_is_of_means() -> None:
+    curve = _curve(np.array([4.0, 4, 4, 32, 32]), np.array([0.01, 0.01, 0.04, 0.1, 0.1]))
+    assert curve.counts == (4, 32) and curve.seconds == pytest.approx((0.02, 0.1))
+
+
+def test_an_error_is_of_the_sum_over_rounds() -> None:
+    (row,) = rows_of([{"a": (1.0, 1.1)}, {"a": (3.0, 2.7)}, {"a": (2.0, 2.0)}])
+    assert row["error"] == pytest.approx(-0.2 / 6) and row["errors"] == pytest.approx([-0.1, 0.0, 0.1])
+
+
+def test_idle_cores_of_both_kinds_of_run() -> None:
+    parts = {"logprob_s": 1.0, "train_s": 3.0, "refit_s": 0.0, "rollout_s": 4.0}
+    synchronous = {**parts, "tail": {"idle_share": 0.25}}
+    assert step_s(synchronous) == 8.0 and idle_share(synchronous) == pytest.approx(0.25 * 4 / 8)
+    asynchronous = {**parts, "exposed_generation_s": 1.0, "collector_idle_s": 2.0}
+    assert step_s(asynchronous) == 5.0 and idle_share(asynchronous) == pytest.approx((1 + 2) / 10)
+    known = {"acceptance_length": 2.0, "reward": 0.5, "logprob_gap": {"mean": 1e-3}, "trajectory_age": {"mean": 1.0}}
+    row = row_of(WAYS[-1], [{**asynchronous, **known}] * (WARM_UP + 3))
+    assert (row["step_s"], row["generation_s"], row["train_s"], row["age"]) == (5.0, 1.0, 4.0, 1.0)
