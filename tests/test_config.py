@@ -210,6 +210,7 @@ def test_the_sections_refuse(override: str, sentence: str) -> None:
         ("{max_racers: 3}", ".max_racers: 3 racers for 2 rollout workers; lower it"),
         ("{max_racers: 9}", ".max_racers: 9 is out of range"),
         ("{max_racers: 1, moving: false}", ": moving false and max_racers 1 leave nothing to do"),
+        ("{moving: false}", ".moving: false, and all workers draft alike, so nobody would race; set it to true"),
         ("{min_gain: -0.1}", ".min_gain: -0.1 is out of range"),
         ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is none of the drafters; did you mean 'ngram'?"),
         ("{methods: [[suffix], [random]]}", ".methods: 'random' is none of the drafters"),

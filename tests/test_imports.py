@@ -22,7 +22,7 @@ ALLOWED = {
     "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
-    "local": {"config", "sampling", "scheduling", "drafters", "decoupled", "training", "generation"},
+    "local": {"config", "sampling", "scheduling", "simulation", "drafters", "decoupled", "training", "generation"},
     "nemo_rl": {"config", "sampling", "scheduling", "decoupled", "training", "generation"},
     "cli": {
         "config",

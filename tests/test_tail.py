@@ -246,7 +246,6 @@ def test_traces_of_workers_are_put_together() -> None:
         ("methods=[[suffix],[ngram]]", "stragglers go on on another worker or are raced by up to 2 workers"),
         ("methods=[[suffix],[ngram,suffix]]", "1 with suffix+ngram"),
         ("min_gain=0.25", "to end the slower of two workers 25% sooner; paces are learned while running"),
-        ("moving=false", "requests never move and nobody races"),
         ("enabled=false", "off: each worker does its own share"),
     ],
 )

@@ -107,8 +107,6 @@ def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
         return "off: each worker does its own share of the requests, as NeMo-RL deals them out"
     ways = ["go on on another worker"] if tail.moving else []
     ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
-    if not ways:
-        return "requests never move and nobody races: all workers draft alike; allow moving, or name methods"
     paces = f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running"
     no_race = "; nobody races: all workers draft alike" if tail.max_racers > 1 and alike else ""
     return (

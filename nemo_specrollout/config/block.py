@@ -221,6 +221,12 @@ class SpecrolloutConfig:
                 raise ConfigError(
                     f"{path}.fastest_of_n.methods: {name!r} is none of the drafters{nearest(name, types)}; add it to drafters"
                 )
+        tail, kinds = self.fastest_of_n, {frozenset(d.type for d in drafters) for drafters in self.drafters_of_workers}
+        if tail is not None and tail.enabled and not tail.moving and len(kinds) == 1:
+            raise ConfigError(
+                f"{path}.fastest_of_n.moving: false, and all workers draft alike, so nobody would race; set it to true, or "
+                "give each worker drafters of its own by methods"
+            )
         unused = [t for t in types if methods and t not in named]
         if unused:
             raise ConfigError(

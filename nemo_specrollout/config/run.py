@@ -14,6 +14,9 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
 
+DEFAULT_MAX_NUM_SEQS = 64
+"""Requests that an engine has at a time where `vllm_kwargs` does not say."""
+
 
 @dataclass(frozen=True)
 class AsyncGrpoConfig:
@@ -266,7 +269,7 @@ class RunConfig:
     def most_in_flight(self) -> int:
         """Requests that the engine has at a time, at most."""
         samples = self.grpo.samples_per_step
-        return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", samples)))
+        return min(samples, int(self.policy.generation.vllm_kwargs.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS)))
 
     def check(self, path: str) -> None:
         """Raises ConfigError where sections contradict each other."""

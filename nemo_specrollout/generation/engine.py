@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.model_folder import stop_token_ids
-from nemo_specrollout.config.run import GenerationConfig
+from nemo_specrollout.config.run import DEFAULT_MAX_NUM_SEQS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
@@ -22,8 +22,6 @@ from nemo_specrollout.sampling.seeds import request_seed
 if TYPE_CHECKING:
     from nemo_specrollout.generation.drafter_pool import DrafterPool
     from nemo_specrollout.training.features import SequenceFeatures
-
-DEFAULT_MAX_NUM_SEQS = 64
 
 
 @dataclass(frozen=True)
