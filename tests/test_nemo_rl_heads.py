@@ -67,7 +67,7 @@ class Driver:
         self.trainers: list[Answers] = []
         self.told: list[tuple[str, list[Any]]] = []
         self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, 2, self.notes)
+        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, [True, True], self.notes)
 
     def _start(self) -> Answers:
         self.trainers.append(Answers())

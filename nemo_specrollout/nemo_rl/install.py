@@ -143,7 +143,8 @@ def _naming_ours(resolve: Any) -> Any:
 def _telling_versions(refit: Any) -> Any:
     @functools.wraps(refit)
     def refit_and_tell(policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-        metrics = refit(policy, policy_generation, *args, **kwargs)
+        with policy_generation.new_weights():
+            metrics = refit(policy, policy_generation, *args, **kwargs)
         policy_generation.weights_updated()
         return metrics
 

@@ -21,7 +21,7 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
+    ["sync_moving", "sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
      "sync_eagle3_native", "dtensor_two_engines", "async_plain", "async_drafted", "async_refreshed_head", "async_remote",
      "async_eagle3"],
 )  # fmt: skip
