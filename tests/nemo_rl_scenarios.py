@@ -50,8 +50,12 @@ ASYNC = [
     # The lag of one step is in the log-prob gap; a small step keeps the gap that of the engine.
     "policy.megatron_cfg.optimizer.lr=1e-6",
 ]
-# Whatever promises any gain moves; the longer a rollout, the more does.
-MOVING = ["policy.generation.specrollout.fastest_of_n={min_gain: 0.0}", "policy.generation.max_new_tokens=80"]
+# Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
+MOVING = [
+    "policy.generation.specrollout.fastest_of_n={methods: [[suffix, ngram], [ngram]]}",
+    "policy.generation.specrollout.budget.policy=random",
+]
+WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
 # Two generate, one trains.
@@ -85,7 +89,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
-    "sync_moving": {"overrides": DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION + MOVING},
+    "sync_moving": {
+        "overrides": SHORT + DTENSOR + TWO_ENGINES + VALIDATION + MOVING,
+        "environment": WILD,
+        "kill_after": 2,
+        "kill": "SpecrolloutTail",
+    },
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},
@@ -94,7 +103,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
     },
-    "async_moving": {"overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + IN_FLIGHT + RECOMPUTING + DRAFTED + MOVING},
+    "async_moving": {"overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING, "environment": WILD},
+    "async_moving_in_flight": {
+        "overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
+        "environment": WILD,
+        "kill_after": 3,
+        "kill": "SpecrolloutTail",
+    },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},
     "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},

@@ -225,6 +225,8 @@ class TailExchange:
             self._lose_silent()
             for key in self._coordinator.advance():
                 self._finish(key)
+            if self._awaited is None or self._is_over:
+                self._take_ended()
             self._coordinator.send_turns()
             if not self._coordinator.is_busy:
                 self._boxes.reports()  # of those that were beaten
@@ -241,8 +243,6 @@ class TailExchange:
         del self._keys[worker, number]
         self._made[worker].append(Made.of(number, self._coordinator.response(key).rollout))
         self._ended.append(key)
-        if self._awaited is None or self._is_over:
-            self._take_ended()
 
     def _take_ended(self) -> None:
         """Of a rollout all at once: so it is known what moving has saved."""

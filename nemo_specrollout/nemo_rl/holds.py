@@ -126,6 +126,13 @@ HOLDS = (
         "called: which worker of an engine is asked",
     ),
     Hold(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerGroup._create_workers_from_bundle_indices",
+        ("bundle_indices_list",),
+        "distributed/worker_groups.py:545",
+        "relied upon: RANK in an actor's environment says which engine it leads",
+    ),
+    Hold(
         "nemo_rl.distributed.ray_actor_environment_registry",
         "get_actor_python_env",
         ("actor_class_fqn",),
@@ -151,7 +158,7 @@ HOLDS = (
         "VllmGenerationWorkerImpl.generate",
         ("data", "greedy"),
         "vllm_worker.py:850",
-        "overridden: seeds reach the engine",
+        "overridden: seeds reach the engine, and an empty shard helps others",
     ),
     Hold(
         _ASYNC_WORKER,

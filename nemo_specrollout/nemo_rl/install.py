@@ -12,6 +12,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import misfit
 from nemo_specrollout.training.head_folder import HeadFolder
 
@@ -39,6 +40,7 @@ def install(config: Any) -> bool:
     check_holds(HOLDS)
     _check_head(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
+    _check_tail(block)
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
@@ -109,6 +111,14 @@ def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:
                 drafter["model"] = str(Path(drafter["model"]).absolute())
             drafter_spec(build(DrafterConfig, drafter, f"{BLOCK_PATH}.drafters"), engine_facts(vllm_cfg))
             secret_of_run()
+
+
+def _check_tail(block: dict[str, Any]) -> None:
+    """A ladder must be one. It gets its whole path."""
+    tail = block["fastest_of_n"]
+    if tail and tail["enabled"] and tail["ladder"] is not None:
+        tail["ladder"] = str(Path(tail["ladder"]).absolute())
+        LadderFile.read(Path(tail["ladder"]), f"{BLOCK_PATH}.fastest_of_n.ladder")
 
 
 def _newest_step(checkpointing: Any) -> int:
