@@ -2,7 +2,7 @@
 """Shards of a rollout whose workers fetch their orders: whatever moves, whoever is late or gone, no token changes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,10 @@ from nemo_specrollout.generation import coordinator
 from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portable
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
+from nemo_specrollout.generation.private_ray import ray, start_ray
 from nemo_specrollout.generation.shard_rollout import ShardRollout
-from nemo_specrollout.generation.tail_exchange import TailExchange
+from nemo_specrollout.generation.tail_exchange import ExchangeFailed, TailExchange
+from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
 
 pytestmark = pytest.mark.integration
 
@@ -182,6 +184,45 @@ def test_an_engine_that_fails_leaves_its_requests_to_others(
     other.join(60)
     assert_equal(made, expected["T=1"][:12])
     assert_idle(engines)
+
+
+# Through Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    is_ours = start_ray()
+    yield
+    if is_ours:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "is killed"])
+def test_an_exchange_in_an_actor(
+    cluster: None, engines: list[RolloutEngine], expected: dict[str, list[Rollout]], dies: bool
+) -> None:
+    kind: Any = SpecrolloutTail
+    actor = kind.options(max_concurrency=12).remote(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
+    answer_of(actor.begin.remote())
+    hosted = [OneAtATime(engine._llm) for engine in engines]
+    rollouts = [ShardRollout(w, hosted[w], TailLink(actor, w)) for w in range(2)]
+    shards = sharded(engines[0], six_prompts(), [20])
+    if dies:
+        answer_of(actor.take_figures.remote())
+        threading.Timer(0.2, lambda: ray.kill(actor)).start()
+    made = rolled_out(rollouts, shards, [None, None])
+    assert_equal(made, expected["T=1"])
+    assert_idle(engines)
+    if dies:
+        assert all(r.failure is not None and "ActorDiedError" in r.failure for r in rollouts)
+        with pytest.raises(ExchangeFailed, match="ActorDiedError"):
+            answer_of(actor.end.remote())
+    else:
+        assert [r.failure for r in rollouts] == [None, None]
+        answer_of(actor.end.remote())
+        with pytest.raises(ExchangeFailed, match="worker 0 is none of the rollout"):
+            TailLink(actor, 0).exchange(None)()
+        ray.kill(actor)
 
 
 # What may go on elsewhere
