@@ -20,8 +20,10 @@ from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portabl
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
 from nemo_specrollout.generation.private_ray import ray, start_ray
-from nemo_specrollout.generation.shard_rollout import ShardRollout
+from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
 from nemo_specrollout.generation.tail_exchange import ExchangeFailed, TailExchange
+from nemo_specrollout.generation.turns import Orders, Progress, Report
 from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
 
 pytestmark = pytest.mark.integration
@@ -137,6 +139,27 @@ def test_without_the_exchange_each_finishes_alone(
     assert_equal(made, expected[name])
     assert all(r.failure == "it died" for r in rollouts)
     assert_idle(engines)
+
+
+def test_a_worker_knows_of_its_own_what_its_runs_made_without_a_gap() -> None:
+    def orders(name: int, home: tuple[int, int], prefix: str) -> Orders:
+        return Orders(((name, ShardRequest([0], 0, home, b"", list(map(int, prefix)))),))
+
+    def report(name: int, tokens: str, reason: str | None = None) -> Report:
+        made = list(map(int, tokens))
+        return Report(Progress.of({name: (made, [-float(t) for t in made])}), {} if reason is None else {name: reason})
+
+    known = _Known(worker=1)
+    for name, home, prefix in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12")):
+        known.begin(orders(name, home, prefix))
+    known.told(report(7, "123"))
+    known.told(report(8, "9", "stop"))
+    known.told(report(9, "3", "stop"))
+    assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, "of others', or after a gap"
+    known.begin(orders(10, (1, 0), "12"))
+    known.told(report(10, "34"))
+    known.told(report(10, "5", "length"))
+    assert known.rollouts == {0: Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")}
 
 
 def test_what_goes_wrong_in_it_is_told_to_everybody(

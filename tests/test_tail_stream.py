@@ -74,6 +74,12 @@ class Fleet:
         outputs = [o async for o in shard.generate(prompt, params, f"asked-{i}", native)]
         return outputs[-1]
 
+    async def until_some_are_under_way(self) -> None:
+        """With a token at least."""
+        coordinator_ = self.exchange._coordinator
+        while not any(coordinator_.response(key).tokens for key in list(coordinator_._active)):
+            await asyncio.sleep(0.005)
+
     async def end(self, failure: str | None = None) -> None:
         """Nothing is left in the engines, nor in the exchange, which failed like that, if it did."""
         for _ in range(200):
@@ -135,7 +141,7 @@ def test_what_nobody_wants_any_more_is_stopped(
     async def work() -> list[Any]:
         fleet = await Fleet(engines, 3).begin()
         asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
-        await asyncio.sleep(0.1)
+        await fleet.until_some_are_under_way()
         for task in asked[::3]:
             task.cancel()
         made = await asyncio.gather(*asked, return_exceptions=True)
@@ -158,7 +164,7 @@ def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(
     async def work() -> tuple[list[Any], int]:
         fleet = await Fleet(engines, 4).begin()
         asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
-        await asyncio.sleep(0.15)
+        await fleet.until_some_are_under_way()
         assert await asyncio.to_thread(fleet.exchange.settle)
         under_way = [
             r for key in fleet.exchange._coordinator._active for r in [fleet.exchange._coordinator.response(key)]
