@@ -95,6 +95,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill_after": 2,
         "kill": "SpecrolloutTail",
     },
+    "sync_moving_streams": {
+        "overrides": SHORT
+        + DTENSOR
+        + TWO_ENGINES
+        + VALIDATION
+        + MOVING
+        + ["policy.generation.vllm_cfg.async_engine=true"],
+        "environment": WILD,
+    },
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},

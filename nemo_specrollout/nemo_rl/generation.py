@@ -100,8 +100,13 @@ class SpecrolloutGeneration(VllmGeneration):
         async for result in super().generate_async(self._with_seeds(data), greedy):
             yield result
 
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """NeMo-RL's: engines forget cached prefixes, and sleep, for which whoever was beaten in a race must be gone."""
+        with self.new_weights():
+            return bool(super().finish_generation(*args, **kwargs))
+
     def new_weights(self) -> AbstractContextManager[None]:
-        """A refit is done within. Synchronous engines have nothing to do then."""
+        """A refit is done within. A synchronous engine has nothing to do outside of a rollout."""
         is_async = self._tail is not None and self.cfg["vllm_cfg"]["async_engine"]
         return self._tail.new_weights() if is_async else nullcontext()
 

@@ -106,6 +106,13 @@ HOLDS = (
     Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
     Hold(
         _GENERATION,
+        "VllmGeneration.finish_generation",
+        (),
+        "vllm_generation.py:1004",
+        "overridden: no race is under way when engines forget cached prefixes",
+    ),
+    Hold(
+        _GENERATION,
         "VllmGeneration.shutdown",
         (),
         "vllm_generation.py:1031",

@@ -22,8 +22,8 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name",
     ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
-     "sync_eagle3_native", "sync_moving", "dtensor_two_engines", "async_plain", "async_drafted", "async_refreshed_head",
-     "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
+     "sync_eagle3_native", "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
+     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
     assert runs[name].result["error"] is None
@@ -71,6 +71,7 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
         ("async_plain", "async_remote"),
         ("async_plain", "async_moving"),
         ("dtensor_two_engines", "sync_moving"),
+        ("dtensor_two_engines", "sync_moving_streams"),
     ],
 )
 def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, drafted: str) -> None:
@@ -94,14 +95,18 @@ def test_rollouts_depend_neither_on_the_number_of_engines_nor_on_the_trainer(run
     assert equal == total == 16
 
 
+@pytest.mark.parametrize("name", ["sync_moving", "sync_moving_streams"])
 @pytest.mark.parametrize("step", STEPS)
-def test_rollouts_do_not_depend_on_who_moves_who_races_and_who_is_gone(runs: dict[str, Run], step: int) -> None:
-    """In the third step the exchange is dead."""
-    assert count_equal(runs["dtensor_two_engines"], runs["sync_moving"], step) == (16, 16)
+def test_rollouts_do_not_depend_on_who_moves_who_races_and_who_is_gone(
+    runs: dict[str, Run], name: str, step: int
+) -> None:
+    """In the third step of one of them the exchange is dead."""
+    assert count_equal(runs["dtensor_two_engines"], runs[name], step) == (16, 16)
 
 
 @pytest.mark.parametrize(
-    ("name", "killed_after"), [("sync_moving", 2), ("async_moving", 3), ("async_moving_in_flight", 3)]
+    ("name", "killed_after"),
+    [("sync_moving", 2), ("sync_moving_streams", 3), ("async_moving", 3), ("async_moving_in_flight", 3)],
 )
 def test_requests_move_and_race_until_the_exchange_is_killed(
     runs: dict[str, Run], name: str, killed_after: int
