@@ -38,6 +38,13 @@ CHECKPOINTED = [
     "model_save_format: null}",
 ]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
+# So long that a training step ends before they do.
+LONG = [
+    "policy.max_total_sequence_length=512",
+    "policy.generation.vllm_cfg.max_model_len=512",
+    "policy.generation.max_new_tokens=400",
+    "policy.generation.ignore_eos=true",
+]
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
 ASYNC = [
@@ -114,7 +121,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "async_moving": {"overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING, "environment": WILD},
     "async_moving_in_flight": {
-        "overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
+        "overrides": LONG + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
         "environment": WILD,
         "kill_after": 3,
         "kill": "SpecrolloutTail",

@@ -11,11 +11,12 @@ from typing import Any
 
 from nemo_specrollout.generation.compat import RolloutSamplingParams
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
 from nemo_specrollout.generation.hosted_engine import HostedEngine, shard_request
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.shard_rollout import ShardRollout
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed, Reply, TailExchange
+from nemo_specrollout.generation.tail_exchange import TailExchange
 from nemo_specrollout.generation.turns import Report
 from nemo_specrollout.sampling.seeds import request_seed
 
@@ -104,8 +105,8 @@ class LoopLink:
     async def join(self, capacity: int) -> None:
         self.exchange_.join(self.worker, capacity)
 
-    async def add(self, requests: Sequence[ShardRequest]) -> None:
-        await asyncio.to_thread(self.exchange_.add, self.worker, requests)
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
+        return await asyncio.to_thread(self.exchange_.add, self.worker, requests)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
         await asyncio.to_thread(self.exchange_.cancel, self.worker, numbers)

@@ -18,11 +18,12 @@ from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation import coordinator
 from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portable
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
 from nemo_specrollout.generation.private_ray import ray, start_ray
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed, TailExchange
+from nemo_specrollout.generation.tail_exchange import TailExchange
 from nemo_specrollout.generation.turns import Orders, Progress, Report
 from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
 

@@ -246,10 +246,15 @@ class Coordinator:
         """Gives every worker the turns that it wants."""
         for worker in self._workers:
             while self._wants_turn(worker):
-                starts = tuple((n, self._responses[key].begin(worker)) for n, key in self._starts[worker].items())
-                orders = Orders(starts, tuple(self._stops[worker]), self._turn_s)
-                self._starts[worker], self._stops[worker] = {}, []
+                orders = Orders(self.begin_now(worker), tuple(self._stops[worker]), self._turn_s)
+                self._stops[worker] = []
                 self.workers.send(worker, orders)
+
+    def begin_now(self, worker: int) -> tuple[tuple[int, Request], ...]:
+        """What the worker is to begin with, by name: in its next turn, or before if whoever asks sees to it."""
+        starts = tuple((name, self._responses[key].begin(worker)) for name, key in self._starts[worker].items())
+        self._starts[worker] = {}
+        return starts
 
     def _wants_turn(self, worker: int) -> bool:
         if not self.workers.is_alive(worker) or self.workers.num_turns(worker) >= MOST_AHEAD:

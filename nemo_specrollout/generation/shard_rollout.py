@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply
 from nemo_specrollout.generation.rollout_worker import RolloutWorker, Steps
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed, Reply
 from nemo_specrollout.generation.turns import Orders, Report
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from nemo_specrollout.generation.compat import is_portable
 from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_request
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.stream_worker import StreamWorker
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed, Reply
 from nemo_specrollout.generation.turns import Orders, Report
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class StreamLink(Protocol):
 
     async def join(self, capacity: int) -> None: ...
 
-    async def add(self, requests: Sequence[ShardRequest]) -> None: ...
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts: ...
 
     async def cancel(self, numbers: Sequence[int]) -> None: ...
 
@@ -78,7 +78,7 @@ class StreamShard:
         number = request.home[1]
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._link.add([request])
+            self._engine.begin(await self._link.add([request]))
             return await self._waiting[number]
         except ExchangeFailed as error:
             await self._go_alone(error)

@@ -3,15 +3,19 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_specrollout.generation.exchange_messages import Starts
 from nemo_specrollout.generation.hosted_engine import text_and_params
 from nemo_specrollout.generation.rollout_worker import FEW_RUNS
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
 
+# Remembered of stops for runs that are not there: mostly they have ended, seldom they are yet to begin.
+MOST_STOPPED = 256
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`: of a prompt, its parameters and an id."""
 
@@ -45,6 +49,7 @@ class StreamWorker:
         self._generate = generate
         self._runs: dict[int, _Run] = {}
         self._num_runs = 0
+        self._not_to_begin: deque[int] = deque(maxlen=MOST_STOPPED)
         self._told_s = time.perf_counter()
 
     async def turn(self, orders: Orders) -> Report:
@@ -52,13 +57,20 @@ class StreamWorker:
 
         Raises what the engine raised.
         """
+        self._not_to_begin.extend(name for name in orders.stops if name not in self._runs)
         await self._stop(orders.stops)
-        for name, request in orders.starts:
-            assert isinstance(request, ShardRequest)
-            run = self._runs[name] = _Run(name, request, time.perf_counter())
-            run.task = asyncio.create_task(self._consume(run))
+        self.begin(orders.starts)
         await self._wait(orders.seconds)
         return self._report()
+
+    def begin(self, starts: Starts) -> None:
+        """Begins these, now; but none that a turn has stopped before it came."""
+        for name, request in starts:
+            assert isinstance(request, ShardRequest)
+            if name in self._not_to_begin:
+                continue
+            run = self._runs[name] = _Run(name, request, time.perf_counter())
+            run.task = asyncio.create_task(self._consume(run))
 
     async def forget(self) -> None:
         """Stops all runs."""

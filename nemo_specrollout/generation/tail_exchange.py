@@ -8,57 +8,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-import numpy as np
 
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation.coordinator import Coordinator
-from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Made, Reply, Starts
 from nemo_specrollout.generation.mailboxes import Mailboxes
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.tail_totals import TailTotals
-from nemo_specrollout.generation.turns import Orders, Report
+from nemo_specrollout.generation.turns import Report
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
 
 # Who has nothing to do asks again after so long. Who reports nothing of the turns that it has for so long is given up.
 POLL_S, SILENCE_S = 1.0, 300.0
-
-
-class ExchangeFailed(Exception):
-    """The exchange is of no more use: everybody goes on alone with what is theirs."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """The response to a worker's request of that number: tokens int32 [N], log-probs float32 [N]."""
-
-    number: int
-    tokens_N: np.ndarray
-    logprobs_N: np.ndarray
-    finish_reason: str
-
-    @classmethod
-    def of(cls, number: int, rollout: Rollout) -> "Made":
-        """For the wire."""
-        tokens_N, logprobs_N = np.array(rollout.token_ids, np.int32), np.array(rollout.logprobs, np.float32)
-        return cls(number, tokens_N, logprobs_N, rollout.finish_reason)
-
-    @property
-    def rollout(self) -> Rollout:
-        """From the wire."""
-        return Rollout(self.tokens_N.tolist(), self.logprobs_N.tolist(), self.finish_reason)
-
-
-@dataclass(frozen=True)
-class Reply:
-    """To a report: further turns, responses to the worker's own requests, and whether nothing is left to do for anybody."""
-
-    orders: tuple[Orders, ...]
-    made: tuple[Made, ...]
-    is_over: bool
 
 
 class TailExchange:
@@ -120,12 +83,16 @@ class TailExchange:
             if self._awaited is not None:
                 self._awaited.discard(worker)
             self._add(worker, requests)
+            self._advance()
 
-    def add(self, worker: int, requests: Sequence[ShardRequest]) -> None:
-        """The worker, who has joined, brings more."""
+    def add(self, worker: int, requests: Sequence[ShardRequest]) -> Starts:
+        """The worker, who has joined, brings more; what it is to begin with at once, unless weights are on their way."""
         with self._guarded():
             self._check(worker)
             self._add(worker, requests)
+            starts = () if self._is_settled else self._coordinator.begin_now(worker)
+            self._advance()
+            return starts
 
     def cancel(self, worker: int, numbers: Sequence[int]) -> None:
         """Nobody wants the responses to its requests of these numbers any more."""
@@ -218,7 +185,6 @@ class TailExchange:
         keys = self._coordinator.add(requests, worker=worker) if requests else []
         self._homes |= {key: r.home for key, r in zip(keys, requests, strict=True)}
         self._keys |= {r.home: key for key, r in zip(keys, requests, strict=True)}
-        self._advance()
 
     def _advance(self) -> None:
         if not self._is_settled:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed
 from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.step_notes import StepNotes

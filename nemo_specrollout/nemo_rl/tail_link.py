@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.tail_exchange import ExchangeFailed, Reply, TailExchange
+from nemo_specrollout.generation.tail_exchange import TailExchange
 from nemo_specrollout.generation.turns import Report
 
 # An answer that takes longer is none.
@@ -54,9 +55,9 @@ class TailStreamLink:
         """The engine is there, with room for so many requests."""
         await self._answer("join", capacity)
 
-    async def add(self, requests: Sequence[ShardRequest]) -> None:
-        """It is asked for more."""
-        await self._answer("add", requests)
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
+        """It is asked for more; what it is to begin with at once."""
+        return await self._answer("add", requests)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
         """Nobody wants these any more."""
