@@ -44,6 +44,7 @@ LONG = [
     "policy.generation.vllm_cfg.max_model_len=512",
     "policy.generation.max_new_tokens=400",
     "policy.generation.ignore_eos=true",
+    "policy.generation.stop_token_ids=[511]",
 ]
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
