@@ -15,6 +15,7 @@ import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 from omegaconf import OmegaConf
 
+from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config import nemo_rl_config, versions
@@ -178,6 +179,15 @@ def test_a_tail_of_two_engines_has_nothing_to_say() -> None:
     in_flight = f"grpo.async_grpo={{enabled: true, {recomputed}}}"
     resources = "policy.generation.colocated.resources.gpus_per_node=2"
     assert not found(*ASYNC, in_flight, f"{TAIL}={{}}", "cluster={num_nodes: 1, gpus_per_node: 4}", resources)["error"]
+
+
+def test_what_is_done_with_a_tail_is_said() -> None:
+    def said(*overrides: str) -> dict[str, str]:
+        return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
+
+    assert "fastest_of_n" not in said()
+    assert "nobody races: all workers draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
+    assert "raced by up to 2 workers" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
 from nemo_specrollout.generation.tail_exchange import TailExchange
 from nemo_specrollout.generation.turns import Orders, Progress, Report
+from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
 from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
 
 pytestmark = pytest.mark.integration
@@ -247,6 +248,20 @@ def test_an_exchange_in_an_actor(
         with pytest.raises(ExchangeFailed, match="worker 0 is none of the rollout"):
             TailLink(actor, 0).exchange(None)()
         ray.kill(actor)
+
+
+@pytest.mark.parametrize(("rank", "drafters"), [(0, ["suffix"]), (3, ["suffix"]), (4, []), (8, ["suffix"])])
+def test_each_engine_of_nemo_rl_gets_its_own_drafters(
+    monkeypatch: pytest.MonkeyPatch, rank: int, drafters: list[str]
+) -> None:
+    """Engines of four workers each, which NeMo-RL numbers one after another."""
+    monkeypatch.setenv("RANK", str(rank))
+    block = {"drafters": [{"type": "suffix"}], "fastest_of_n": {"methods": [["suffix"], []]}}
+    config = {"specrollout": block, "vllm_cfg": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    arguments = engine_arguments({"worker_extension_cls": "a.VllmInternalWorkerExtension"}, config)
+    own = arguments["additional_config"]["specrollout"]
+    assert [d["type"] for d in own["drafters"]] == drafters and own["fastest_of_n"] is None
+    assert ("speculative_config" in arguments) == bool(drafters)
 
 
 # What may go on elsewhere
