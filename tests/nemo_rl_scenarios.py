@@ -38,6 +38,14 @@ CHECKPOINTED = [
     "model_save_format: null}",
 ]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
+# So long that a training step ends before they do.
+LONG = [
+    "policy.max_total_sequence_length=512",
+    "policy.generation.vllm_cfg.max_model_len=512",
+    "policy.generation.max_new_tokens=400",
+    "policy.generation.ignore_eos=true",
+    "policy.generation.stop_token_ids=[511]",
+]
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
 ASYNC = [
@@ -50,7 +58,16 @@ ASYNC = [
     # The lag of one step is in the log-prob gap; a small step keeps the gap that of the engine.
     "policy.megatron_cfg.optimizer.lr=1e-6",
 ]
+# Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.
+MOVING = [
+    "policy.generation.specrollout.fastest_of_n={methods: [[suffix, ngram], [ngram]]}",
+    "policy.generation.specrollout.budget.policy=random",
+]
+WILD = {"NEMO_RL_CPU_WILD_TAIL": "1"}
 IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
+RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
+# Two generate, one trains.
+TWO_ASYNC_ENGINES = ["cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"]
 VALIDATION = [
     "grpo.val_period=2",
     "grpo.val_at_start=true",
@@ -80,6 +97,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
+    "sync_moving": {
+        "overrides": SHORT + DTENSOR + TWO_ENGINES + VALIDATION + MOVING,
+        "environment": WILD,
+        "kill_after": 2,
+        "kill": "SpecrolloutTail",
+    },
+    "sync_moving_streams": {
+        "overrides": SHORT
+        + DTENSOR
+        + TWO_ENGINES
+        + VALIDATION
+        + MOVING
+        + ["policy.generation.vllm_cfg.async_engine=true"],
+        "environment": WILD,
+    },
     "async_plain": {"overrides": SHORT + ASYNC + PLAIN},
     "async_drafted": {"overrides": SHORT + ASYNC + DRAFTED},
     "async_refreshed_head": {"overrides": SHORT + ASYNC + REFRESHED_HEAD, "kill_after": 1, "kill": "HeadTrainer"},
@@ -87,6 +119,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + ASYNC + REMOTE + MANY_STEPS,
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
+    },
+    "async_moving": {"overrides": SHORT + ASYNC + TWO_ASYNC_ENGINES + MOVING, "environment": WILD},
+    "async_moving_in_flight": {
+        "overrides": LONG + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
+        "environment": WILD,
+        "kill_after": 3,
+        "kill": "SpecrolloutTail",
     },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},

@@ -15,6 +15,7 @@ import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 from omegaconf import OmegaConf
 
+from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config import nemo_rl_config, versions
@@ -165,10 +166,51 @@ def test_the_block_is_strict(override: str, sentence: str) -> None:
     assert error.startswith(f"{BLOCK_PATH}.") and sentence in error
 
 
-def test_racing_is_not_silently_ignored() -> None:
-    (warning,) = found(f"{BLOCK_PATH}.fastest_of_n={{max_racers: 2}}")["warning"]
-    assert warning.startswith(f"{BLOCK_PATH}.fastest_of_n: without effect")
-    assert not found(f"{BLOCK_PATH}.fastest_of_n={{enabled: false}}")["warning"]
+# Moving and racing.
+
+
+TAIL = f"{BLOCK_PATH}.fastest_of_n"
+TWO_GPUS = "cluster={num_nodes: 1, gpus_per_node: 2}"
+
+
+def test_a_tail_of_two_engines_has_nothing_to_say() -> None:
+    assert not any(found(f"{TAIL}={{max_racers: 2}}", TWO_GPUS).values())
+    recomputed = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates: true"
+    in_flight = f"grpo.async_grpo={{enabled: true, {recomputed}}}"
+    resources = "policy.generation.colocated.resources.gpus_per_node=2"
+    assert not found(*ASYNC, in_flight, f"{TAIL}={{}}", "cluster={num_nodes: 1, gpus_per_node: 4}", resources)["error"]
+
+
+def test_what_is_done_with_a_tail_is_said() -> None:
+    def said(*overrides: str) -> dict[str, str]:
+        return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
+
+    assert "fastest_of_n" not in said()
+    assert "nobody races: all workers draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
+    assert "raced by up to 2 workers" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "sentence"),
+    [
+        ("warning", (TWO_GPUS.replace("2}", "1}"),), f"{TAIL}: without effect: by the sizes of the cluster there is one"),
+        ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.tensor_parallel_size=2"), f"{TAIL}: without effect"),
+        ("error", (TWO_GPUS, f"{TAIL}.max_racers=3"), f"{TAIL}.max_racers: 3 racers for 2 engines"),
+        ("error", (TWO_GPUS, f"{TAIL}.methods=[[suffix],[ngram],[]]"), f"{TAIL}.methods: 3 for 2 engines"),
+        ("error", (TWO_GPUS, "policy.generation.vllm_cfg.expert_parallel_size=2"),
+         "policy.generation.vllm_cfg.expert_parallel_size: 2 with tensor_parallel_size 1 and fastest_of_n"),
+        ("warning", (TWO_GPUS, "policy.generation.stop_strings=[x]"), 'policy.generation.stop_strings: ["x"] with'),
+        ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.expose_http_server=true"),
+         "policy.generation.vllm_cfg.expose_http_server: true with fastest_of_n"),
+        ("error", (TWO_GPUS, *ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"),
+         "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with in_flight_weight_updates and fastest_of_n"),
+    ],
+    ids=["one engine", "one of two GPUs", "racers", "methods", "experts", "stop strings", "server", "in flight"],
+)  # fmt: skip
+def test_a_tail_that_cannot_be(kind: str, overrides: tuple[str, ...], sentence: str) -> None:
+    assert any(s.startswith(sentence) for s in found(f"{TAIL}={{}}", *overrides)[kind])
+    off = found(f"{TAIL}={{}}", *overrides, f"{TAIL}.enabled=false")
+    assert not any("fastest_of_n" in s for s in (*off["error"], *off["warning"]))
 
 
 # What does not go together.

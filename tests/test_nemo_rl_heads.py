@@ -62,19 +62,19 @@ class Answers:
 class Driver:
     """A `HeadRefresh` of two engines in `folder`, its trainers, and what its engines were told."""
 
-    def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK) -> None:
+    def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK, has_head: Sequence[bool] = (True, True)) -> None:
         self.folder, self.notes = HeadFolder(folder), StepNotes()
         self.trainers: list[Answers] = []
         self.told: list[tuple[str, list[Any]]] = []
         self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, 2, self.notes)
+        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, has_head, self.notes)
 
     def _start(self) -> Answers:
         self.trainers.append(Answers())
         return self.trainers[-1]
 
-    def _call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        self.told.append((method, [list(a) for a in arguments]))
+    def _call(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        self.told.append((method, [None if a is None else list(a) for a in arguments]))
         return self.replies[: len(arguments)]
 
     def methods(self) -> list[str]:
@@ -148,6 +148,13 @@ def test_a_published_head_is_loaded_once_after_a_refit_and_facts_on_the_way_tell
     ((_, before), (version, after)) = trainer.asked
     assert before == [FACTS] and version == 3
     assert [facts.seconds for facts in after] == [30.0]
+
+
+def test_an_engine_that_drafts_otherwise_gets_no_head(tmp_path: Path) -> None:
+    Driver(tmp_path / "heads").publish(5)
+    driver = Driver(tmp_path / "heads", has_head=(False, True))
+    driver.refresh.policy_updated(6)
+    assert ("specrollout_load_head", [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]]) in driver.told
 
 
 def test_a_resumed_run_goes_on_with_the_published_head(tmp_path: Path) -> None:
@@ -257,6 +264,19 @@ def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told()
     assert [line["seed"] for line in sample_lines(ends, None, without=[12])] == [11, 13]
     plain = [{"alarms": [], "stamps": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
     assert "specrollout/head_age" not in head_figures(plain) and sample_lines(plain, [1]) == []
+
+
+def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
+    first = {"policy_spans": [[3, 7], [4, 20]], "head_versions": [1, 2], "num_drafted": 4, "num_accepted": 2}
+    second = {"policy_spans": [[4, 25], [5, 40]], "head_versions": [2, 3], "num_drafted": 10, "num_accepted": 5}
+    expected = {
+        "policy_spans": [[3, 7], [4, 20], [5, 40]],
+        "head_versions": [1, 3],
+        "num_drafted": 14,
+        "num_accepted": 7,
+    }
+    for ends in ([first, second], [second, first]):
+        assert sample_lines([{"stamps": [[11, stamp]]} for stamp in ends], [11]) == [{"seed": 11, **expected}]
 
 
 class NativeLogger:

@@ -19,6 +19,7 @@ from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.nemo_rl_tail import num_engines
 from nemo_specrollout.config.nemo_rl_traps import (
     GENERATION,
     SPECULATIVE_CONFIG,
@@ -243,7 +244,16 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     engine = "vLLM's V1 model runner (specrollout sets VLLM_USE_V2_MODEL_RUNNER=0), scheduling synchronously"
-    return [*_explain_speculation(build(SpecrolloutConfig, block, BLOCK_PATH), native, by_ray=True), ("engine", engine)]
+    config = build(SpecrolloutConfig, block, BLOCK_PATH)
+    return [*_explain_speculation(config, native, by_ray=True), ("engine", engine), *_explain_engines(config, tree)]
+
+
+def _explain_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, str]]:
+    """What is done with the tail, where that is asked for and there are engines to do it."""
+    if block.fastest_of_n is None or num_engines(tree) < 2:
+        return []
+    kinds = {types for d in block.drafters_of_workers[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
+    return [("fastest_of_n", _explain_tail(block.fastest_of_n, alike=len(kinds) == 1))]
 
 
 def _explain_placement(tree: Tree) -> str:

@@ -73,10 +73,10 @@ def _subject(tree: dict[str, Any]) -> Subject:
 
 def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> None:
     """What is to be expected, as far as there are figures to tell by."""
-    expected, is_local = _expected(subject, parsed), runtime_of(subject.tree) == "local"
+    expected = _expected(subject, parsed)
     _section(console, "Expected benefit", [] if expected else [_unknown(subject)])
     if expected is not None:
-        show_benefit(expected, parsed, console, counts_tail=is_local)
+        show_benefit(expected, parsed, console)
     show_ladder(subject.tree, subject.block, parsed.ladder, console)
     _section(console, "Placement and window", [_as_written(subject.block)])
     if parsed.profile is not None:
@@ -85,7 +85,7 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
         console.print("what would be best: unknown without --profile", markup=False)
     if expected is not None:
         show_window(expected.scenario, subject.block, console)
-    _section(console, "Racing", tail_lines(subject.block, expected, is_local=is_local))
+    _section(console, "Racing", tail_lines(subject.block, expected))
 
 
 def _expected(subject: Subject, parsed: argparse.Namespace) -> Comparison | None:

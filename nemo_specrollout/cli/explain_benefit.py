@@ -14,15 +14,14 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_traps import Tree, at
 from nemo_specrollout.scheduling.ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.simulation.compare import Comparison
-from nemo_specrollout.simulation.configured import TAIL, Drafted, drafted
+from nemo_specrollout.simulation.configured import Drafted, drafted
 from nemo_specrollout.simulation.fleet import Fleet
 from nemo_specrollout.simulation.scenario import Scenario
 
 
-def show_benefit(expected: Comparison, parsed: argparse.Namespace, console: Console, *, counts_tail: bool) -> None:
-    """As configured against plain, and what the prediction rests on; the tail counts where something is done with it."""
-    in_force = [step for step in expected.steps if counts_tail or step.variant != TAIL]
-    last, scenario = in_force[-1], expected.scenario
+def show_benefit(expected: Comparison, parsed: argparse.Namespace, console: Console) -> None:
+    """As configured against plain, and what the prediction rests on."""
+    last, scenario = expected.steps[-1], expected.scenario
     basis = (
         f"times in {parsed.profile}"
         if scenario.costs.kind == "tables"

@@ -11,14 +11,12 @@ from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import TAIL, onset
 
 
-def tail_lines(block: SpecrolloutConfig, expected: Comparison | None, *, is_local: bool) -> Iterator[str]:
+def tail_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:
     """Sentences; `expected` is None where nothing can be predicted."""
     tail = block.fastest_of_n
     if tail is None or not tail.enabled:
         yield "off: nothing moves and nobody races; the block fastest_of_n turns it on"
         return
-    if not is_local:
-        yield "not in force: the local runner alone moves and races requests so far; what it would bring is predicted"
     yield from _conditions(tail, block)
     yield from _predicted(expected)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_tail import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
     SPECULATIVE_CONFIG,
     Finding,
@@ -88,9 +89,8 @@ def _sections(tree: Tree) -> Iterator[Finding]:
 def _block(tree: Tree) -> Iterator[Finding]:
     try:
         block = effective_block(tree)
-        if block is not None and block["fastest_of_n"] and block["fastest_of_n"]["enabled"]:
-            text = "without effect in NeMo-RL so far: only the local runner moves and races requests"
-            yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "warning")
+        if block is not None:
+            yield from tail_findings(tree, block)
     except ConfigError as error:
         subject, _, text = str(error).partition(": ")
         yield Finding(subject, text, "error")

@@ -5,6 +5,7 @@ Whoever supports another version changes this file and nothing else. Every acces
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 
+import copy
 import functools
 import inspect
 import re
@@ -23,8 +24,11 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.logprobs import Logprob
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import (
@@ -39,6 +43,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 
 VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = (
@@ -113,6 +118,50 @@ def tokens_so_far(engine: Any, request_id: str, start: int) -> tuple[list[int], 
     tokens = state.detokenizer.output_token_ids[start:]
     entries = state.logprobs_processor.logprobs[start:]
     return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
+
+
+# What says of each token how it is sampled, and what has nothing to do with tokens. All else looks back at a response's text.
+_PORTABLE_PARAMS = {
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "ignore_eos", "extra_args", "seed", "logit_bias",
+    "allowed_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "output_kind", "skip_clone", "skip_reading_prefix_cache", "_all_stop_token_ids", "_eos_token_id", "_bad_words_token_ids",
+}  # fmt: skip
+
+
+def is_portable(prompt: Any, params: Any) -> bool:
+    """Whether a request can go on in another engine from any token: a text prompt, and parameters that look at one position
+    at a time. Stop strings, penalties, minimum lengths and the like need the response from its beginning."""
+    if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"} or params.max_tokens is None:
+        return False
+    usual = type(params)(logprobs=0)
+    others = set(type(params).__struct_fields__) - _PORTABLE_PARAMS
+    return all((getattr(params, name) or None) == (getattr(usual, name) or None) for name in others) and (
+        params.logprobs == 0
+    )
+
+
+def going_on(params: Any, prompt_length: int, prefix_length: int, *, streams: bool) -> Any:
+    """The parameters of a request of which `prefix_length` tokens are made; one that streams reads no cached prefix then."""
+    rest = copy.copy(params)
+    rest.output_kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
+    if prefix_length:
+        identity = {**params.extra_args[EXTRA_ARGS_KEY], "prompt_length": prompt_length}
+        rest.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
+        rest.max_tokens = params.max_tokens - prefix_length
+        rest.skip_reading_prefix_cache = streams or params.skip_reading_prefix_cache
+    return rest
+
+
+def finished_output(
+    request_id: str, prompt_token_ids: list[int], params: Any, tokens: list[int], logprobs: list[float], reason: str
+) -> RequestOutput:
+    """What vLLM returns for a request that made these; without its text."""
+    is_named = reason == "stop" and tokens[-1] != params.eos_token_id
+    entries = [{token: Logprob(logprob)} for token, logprob in zip(tokens, logprobs, strict=True)]
+    completion = CompletionOutput(
+        0, "", tokens, sum(logprobs), entries, finish_reason=reason, stop_reason=tokens[-1] if is_named else None
+    )
+    return RequestOutput(request_id, None, prompt_token_ids, None, [completion], finished=True)
 
 
 def device_type() -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine import Rollout
 from nemo_specrollout.generation.responses import Response, Run
 from nemo_specrollout.generation.savings import Savings
 from nemo_specrollout.generation.timeline import (
@@ -24,7 +24,7 @@ from nemo_specrollout.generation.timeline import (
     SpanLog,
     Timeline,
 )
-from nemo_specrollout.generation.turns import Orders, Report
+from nemo_specrollout.generation.turns import Orders, Report, Request
 from nemo_specrollout.scheduling.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN, TailObservation
 from nemo_specrollout.scheduling.ladder import ANY_TASK, Ladder
@@ -89,7 +89,7 @@ class Coordinator:
 
     def roll_out(
         self,
-        requests: Sequence[RolloutRequest],
+        requests: Sequence[Request],
         on_finished: Callable[[int], None] = lambda done: None,
         task: str = ANY_TASK,
     ) -> tuple[list[Rollout], Timeline]:
@@ -106,20 +106,30 @@ class Coordinator:
         responses, timeline = self.take(keys)
         return [r.rollout for r in responses], timeline
 
-    def add(self, requests: Sequence[RolloutRequest], task: str = ANY_TASK) -> list[int]:
-        """More requests are under way from the next round on; their numbers."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is under way."""
+        return bool(self._active)
+
+    def add(self, requests: Sequence[Request], task: str = ANY_TASK, worker: int | None = None) -> list[int]:
+        """More requests are under way from the next round on; their numbers. They begin on `worker` if one is named, who is
+        alive, else they are dealt out."""
         self.workers.revive()
         if not self._active:
             self._begin_afresh()
         else:
-            self._savings.give_up()
+            self._savings.more()
         keys = list(range(self._num_requests, self._num_requests + len(requests)))
         self._num_requests += len(requests)
         self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
         self._active |= dict.fromkeys(keys)
         ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
         self._speeds.append(np.tile(ease_M, (len(requests), 1)))
-        self._deal_out(keys)
+        if worker is None:
+            self._deal_out(keys)
+        else:
+            for key in keys:
+                self._start(key, worker)
         return keys
 
     def _begin_afresh(self) -> None:
@@ -133,7 +143,7 @@ class Coordinator:
         if not self._active:
             return []
         before = list(self._active)
-        self._send_turns()
+        self.send_turns()
         self._take_reports()
         self._consult()
         return [key for key in before if key not in self._active]
@@ -142,28 +152,38 @@ class Coordinator:
         """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
         were under way together and without others."""
         is_all = len(keys) == self._num_requests - self._first_row
+        if not is_all:
+            self._savings.give_up()
         timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
         return [self._responses.pop(key) for key in keys], timeline
 
-    def abandon(self) -> None:
-        """Nothing is under way any more."""
-        for key in list(self._active):
+    def response(self, key: int) -> Response:
+        """What is known of a response that was not taken yet."""
+        return self._responses[key]
+
+    def abandon(self, keys: Iterable[int] | None = None) -> None:
+        """Nobody wants these any more, or any of what is under way; what ended is none of them."""
+        for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
             for worker in list(self._responses[key].runs):
                 self._stop(key, worker, ABANDONED)
             self.take([key])
-        self._active = {}
+            del self._active[key]
         self._send_stops()
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """New weights for all workers, also amid requests. A race ends with its leader: racers that get new weights at
-        different tokens would make different texts."""
+        """New weights for all workers, also amid requests."""
+        self.settle()
+        self.workers.load_weights(tensors, policy_version)
+
+    def settle(self) -> None:
+        """New weights are to come. A race ends with its leader: racers that get new weights at different tokens would make
+        different texts."""
         self._savings.give_up()
         for key in self._active:
             runs = self._responses[key].runs
             for worker in sorted(runs, key=lambda w: -runs[w].position)[1:]:
                 self._stop(key, worker, GAVE_UP)
         self._send_stops()
-        self.workers.load_weights(tensors, policy_version)
 
     # Runs
 
@@ -222,13 +242,19 @@ class Coordinator:
     def _turn_s(self) -> float:
         return min(max(TURN_SHARE * (self._log.now_s - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
-    def _send_turns(self) -> None:
+    def send_turns(self) -> None:
+        """Gives every worker the turns that it wants."""
         for worker in self._workers:
             while self._wants_turn(worker):
-                starts = tuple((n, self._responses[key].begin(worker)) for n, key in self._starts[worker].items())
-                orders = Orders(starts, tuple(self._stops[worker]), self._turn_s)
-                self._starts[worker], self._stops[worker] = {}, []
+                orders = Orders(self.begin_now(worker), tuple(self._stops[worker]), self._turn_s)
+                self._stops[worker] = []
                 self.workers.send(worker, orders)
+
+    def begin_now(self, worker: int) -> tuple[tuple[int, Request], ...]:
+        """What the worker is to begin with, by name: in its next turn, or before if whoever asks sees to it."""
+        starts = tuple((name, self._responses[key].begin(worker)) for name, key in self._starts[worker].items())
+        self._starts[worker] = {}
+        return starts
 
     def _wants_turn(self, worker: int) -> bool:
         if not self.workers.is_alive(worker) or self.workers.num_turns(worker) >= MOST_AHEAD:

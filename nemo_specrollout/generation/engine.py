@@ -162,7 +162,7 @@ class RolloutEngine:
 
     def step(self) -> dict[str, Rollout]:
         """One step of all that is queued; the responses that it finished, by their ids."""
-        finished = {o.request_id: _rollout(o) for o in self._llm.llm_engine.step() if o.finished}
+        finished = {o.request_id: rollout_of(o) for o in self._llm.llm_engine.step() if o.finished}
         self.num_steps += 1
         return finished
 
@@ -296,7 +296,8 @@ class Generation:
             self._on_finished(len(self._done))
 
 
-def _rollout(finished: Any) -> Rollout:
+def rollout_of(finished: Any) -> Rollout:
+    """What vLLM says of a finished request, in short."""
     output = finished.outputs[0]
     token_ids = list(output.token_ids)
     logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]

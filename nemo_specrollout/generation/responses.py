@@ -3,7 +3,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.turns import Request
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Response:
     response any more. So the response is one worker's work up to each point, in whatever order workers report.
     """
 
-    request: RolloutRequest
+    request: Request
     task: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Response:
         assert self.finish_reason is not None
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
-    def begin(self, worker: int) -> RolloutRequest:
+    def begin(self, worker: int) -> Request:
         """The run of `worker` begins at what is known; what the worker is asked."""
         self.runs[worker].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))

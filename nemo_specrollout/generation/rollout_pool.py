@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.private_ray import ray, start_ray
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.turns import Orders, Report
-from nemo_specrollout.scheduling.ladder import method_called
+from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
 
 # Workers that end no turn for so long are killed; how often one may be started again.
 HANG_S, MOST_RESTARTS = 300.0, 3
@@ -195,16 +194,3 @@ class RolloutPool:
             self._actors.pop(worker, None)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
             return GONE
-
-
-def worker_blocks(block: SpecrolloutConfig, num_workers: int) -> list[SpecrolloutConfig]:
-    """The block of each worker's engine: the drafters that `fastest_of_n.methods` gives it, or all; a head is refreshed where
-    one drafts."""
-    kinds = [replace(block, fastest_of_n=None, drafters=drafters) for drafters in block.drafters_of_workers]
-    kinds = [kind if kind.head else replace(kind, draft_refresh=None) for kind in kinds]
-    return [kinds[w % len(kinds)] for w in range(num_workers)]
-
-
-def method_name(block: SpecrolloutConfig) -> str:
-    """How the ladder calls the drafters of an engine."""
-    return method_called([d.type for d in block.drafters])

@@ -2,17 +2,33 @@
 """A rollout engine that works in turns: takes orders, steps for a while, reports what its runs have made."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
+from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.turns import Orders, Progress, Report, Request, Work
 
 # With so few runs a turn ends as soon as one of them does: somebody may be racing for it.
 FEW_RUNS = 4
+
+
+class Steps(Protocol):
+    """What a rollout worker drives, one step at a time: `RolloutEngine`, `HostedEngine`."""
+
+    max_num_seqs: int
+
+    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]: ...
+
+    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]: ...
+
+    def step(self) -> dict[str, Rollout]: ...
+
+    def abort(self, ids: list[str]) -> None: ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
 
 @dataclass
@@ -20,7 +36,7 @@ class _Run:
     """What the engine was asked for, under which id, and how many of the tokens that it made since were told."""
 
     name: int
-    request: RolloutRequest
+    request: Request
     engine_id: str = ""
     num_told: int = 0
 
@@ -48,7 +64,7 @@ class RolloutWorker:
     Invariant: a run's tokens are told once each and in order, all of those that a turn made in its report.
     """
 
-    def __init__(self, engine: RolloutEngine, **sampling: Any) -> None:
+    def __init__(self, engine: Steps, **sampling: Any) -> None:
         """`sampling` overrides the config's sampling parameters."""
         self.engine, self._sampling = engine, sampling
         self.policy_version = 0
@@ -94,7 +110,7 @@ class RolloutWorker:
         """Nobody asks what they have made since they were told of last."""
         self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
-    def _begin(self, starts: Sequence[tuple[int, RolloutRequest]], turn: _Turn) -> float:
+    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> float:
         """Takes the step that computes the texts of new runs; its seconds."""
         if not starts:
             return 0.0

@@ -30,8 +30,12 @@ class Savings:
         self._told_s_W[worker] = now_s
 
     def give_up(self) -> None:
-        """Something happened after which there is nothing to compare with: a death, more requests, new weights."""
+        """Something happened after which there is nothing to compare with: a death, new weights."""
         self._gave_up = True
+
+    def more(self) -> None:
+        """More requests are under way: there is nothing to compare with, unless nobody has moved or raced yet."""
+        self._gave_up = self._gave_up or self._held is not None
 
     def before(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
         """The decision is about to be carried out, over requests `keys`; who waits counts as begun where it is to begin."""

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.shard_request import ShardRequest
+
+Request = RolloutRequest | ShardRequest
+"""What may be under way: a sample that its indices identify, or one that came with parameters of its own."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Orders:
     """For one turn: runs to begin, with a request whose prefix is what is known of the response; runs to stop; and how long to
     go on, unless all runs end before."""
 
-    starts: tuple[tuple[int, RolloutRequest], ...] = ()
+    starts: tuple[tuple[int, Request], ...] = ()
     stops: tuple[int, ...] = ()
     seconds: float = 0.0
 

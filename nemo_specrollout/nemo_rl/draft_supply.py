@@ -44,4 +44,5 @@ def logged(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _read(call_all: CallAll) -> list[DraftSupply]:
-    return [DraftSupply(**reply) for reply in call_all("specrollout_draft_supply", [])]
+    """Of engines for which remote drafters draft."""
+    return [DraftSupply(**reply) for reply in call_all("specrollout_draft_supply", []) if reply is not None]

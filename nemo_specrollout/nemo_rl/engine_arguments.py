@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of an engine under NeMo-RL: its own, with the block put into effect."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.worker_blocks import block_of_worker
 
 _WORKERS = "nemo_specrollout.nemo_rl.engine_workers."
 _WORKER_OF = {
@@ -21,6 +23,8 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     """`llm_kwargs`, as NeMo-RL would pass them to vLLM, with our worker, router and block. Raises ConfigError."""
     compat.check_version()
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
+    if len(block.drafters_of_workers) > 1:
+        block = block_of_worker(block, _engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
@@ -28,3 +32,8 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
         arguments["load_format"] = "auto"
     arguments["worker_cls"] = _WORKER_OF[device, llm_kwargs["worker_extension_cls"].rpartition(".")[2]]
     return arguments
+
+
+def _engine_number(vllm_cfg: Mapping[str, Any]) -> int:
+    """Which of the fleet's engines this actor leads: NeMo-RL numbers all workers, those of an engine one after another."""
+    return int(os.environ["RANK"]) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.generation.worker_blocks import worker_blocks
 from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
@@ -53,6 +54,7 @@ class SpecrolloutGeneration(VllmGeneration):
     _refresh: HeadRefresh | None = None
     _drafters: RemoteDrafters | None = None
     _supply: SupplyWindow | None = None
+    _tail: Any = None
     _asked: dict[Stream, list[int]] | None = None
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,11 +69,12 @@ class SpecrolloutGeneration(VllmGeneration):
         self._drafters = _start_drafters(block, config, self.notes)  # they start while the engines do
         super().__init__(cluster, config, *args, **kwargs)
         self._refresh = self._start_refresh(block)
+        self._tail = self._start_tail(block)
 
     def __getstate__(self) -> dict[str, Any]:
         """For Ray, which copies the generation to the trajectory collector: heads, drafters and samples are the driver's to
         see to."""
-        of_driver = {"_refresh", "_drafters", "_supply", "_asked"}
+        of_driver = {"_refresh", "_drafters", "_supply", "_asked", "_tail"}
         return {name: value for name, value in self.__dict__.items() if name not in of_driver}
 
     def shutdown(self) -> bool:
@@ -79,11 +82,16 @@ class SpecrolloutGeneration(VllmGeneration):
         for ours in (self._refresh, self._drafters):
             if ours is not None:
                 ours.close()
-        return bool(super().shutdown())
+        is_down = bool(super().shutdown())
+        tail, self._tail = self._tail, None
+        if tail is not None:  # after the engines, which would miss it
+            tail.close()
+        return is_down
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """NeMo-RL's, with a seed for each row."""
-        return super().generate(self._with_seeds(data), greedy)
+        with nullcontext() if self._tail is None else self._tail.rollout():
+            return super().generate(self._with_seeds(data), greedy)
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -91,6 +99,16 @@ class SpecrolloutGeneration(VllmGeneration):
         """NeMo-RL's, with a seed for the one row."""
         async for result in super().generate_async(self._with_seeds(data), greedy):
             yield result
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """NeMo-RL's: engines forget cached prefixes, and sleep, for which whoever was beaten in a race must be gone."""
+        with self.new_weights():
+            return bool(super().finish_generation(*args, **kwargs))
+
+    def new_weights(self) -> AbstractContextManager[None]:
+        """A refit is done within. A synchronous engine has nothing to do outside of a rollout."""
+        is_async = self._tail is not None and self.cfg["vllm_cfg"]["async_engine"]
+        return self._tail.new_weights() if is_async else nullcontext()
 
     def weights_updated(self) -> None:
         """A refit is done. The first brings the weights that the run starts from."""
@@ -128,6 +146,7 @@ class SpecrolloutGeneration(VllmGeneration):
         if before is not None:
             after = self._engine_totals()
             figures = {**step_metrics(before, after), **self._heads_after_step(before, after), **self._supply_of_step()}
+            figures |= self._tail_of_step()
             metrics |= {k: np.array(v) for k, v in figures.items()}
         return metrics
 
@@ -165,6 +184,22 @@ class SpecrolloutGeneration(VllmGeneration):
             figures |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
         return figures
 
+    def _tail_of_step(self) -> dict[str, float]:
+        return {} if self._tail is None else {f"{PREFIX}tail/{name}": x for name, x in self._tail.figures().items()}
+
+    def _start_tail(self, block: SpecrolloutConfig) -> Any:
+        """Where there are engines to share requests, and they may; each is told which it is."""
+        num_engines = self.worker_group.dp_size
+        if block.fastest_of_n is None or not block.fastest_of_n.enabled or num_engines < 2:
+            return None
+        from nemo_specrollout.nemo_rl.tail_driver import TailDriver
+
+        tail = TailDriver(block, num_engines, self.cfg["max_new_tokens"], self.notes)
+        leaders = map(self.worker_group.get_dp_leader_worker_idx, range(num_engines))
+        call = self.worker_group.run_single_worker_single_data
+        ray.get([call("specrollout_meet", leader, actor=tail.actor, engine=e) for e, leader in enumerate(leaders)])
+        return tail
+
     def _start_refresh(self, block: SpecrolloutConfig) -> HeadRefresh | None:
         if block.draft_refresh is None:
             return None
@@ -174,7 +209,9 @@ class SpecrolloutGeneration(VllmGeneration):
         order = TrainerOrder(config["specrollout"], config["model_name"], self.facts.heads, config["temperature"])
         call = partial(_call_engines, self.worker_group)  # not a method: a cycle would keep the engines alive
         folder = HeadFolder(Path(self.facts.heads))
-        return HeadRefresh(block, folder, partial(TrainerLink, order), call, self.worker_group.dp_size, self.notes)
+        blocks = worker_blocks(block, self.worker_group.dp_size)
+        has_head = [of_engine.head is not None for of_engine in blocks]
+        return HeadRefresh(block, folder, partial(TrainerLink, order), call, has_head, self.notes)
 
     def _call_all_engines(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         return _call_engines(self.worker_group, method, [arguments] * self.worker_group.dp_size)
@@ -207,9 +244,9 @@ def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> 
     return RemoteDrafters(start, secret, notes, starts_later=bool(block.remote.gpus))
 
 
-def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-    """Calls `method` of the workers of as many engines as there are lists of arguments; what each engine returned."""
-    leaders = [worker_group.get_dp_leader_worker_idx(engine) for engine in range(len(arguments))]
-    pairs = zip(leaders, arguments, strict=True)
-    call = worker_group.run_single_worker_single_data
-    return ray.get([call("specrollout_call", leader, method=method, arguments=list(args)) for leader, args in pairs])
+def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+    """Calls `method` of the workers of as many engines as there are lists of arguments, None is left out; what each of them
+    returned."""
+    call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
+    asked = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
+    return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in asked])

@@ -14,8 +14,9 @@ from nemo_specrollout.scheduling.refresh_schedule import StepFacts
 from nemo_specrollout.training.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MOST_RESTARTS = 1
-CallEngines = Callable[[str, Sequence[Sequence[Any]]], list[Any]]
-"""Calls a method of engines' workers: of as many engines as there are lists of arguments. What each returned."""
+CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
+"""Calls a method of engines' workers: of as many engines as there are lists of arguments, None is left out. What each
+returned."""
 
 
 class TrainerFailed(Exception):
@@ -48,13 +49,14 @@ class HeadRefresh:
         folder: HeadFolder,
         start: Callable[[], Trainer],
         call_engines: CallEngines,
-        num_engines: int,
+        has_head: Sequence[bool],
         notes: StepNotes,
     ) -> None:
+        """`has_head`: of each engine, whether one drafts in it."""
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
         self._folder, self._start, self._call_engines, self._notes = folder, start, call_engines, notes
-        self._num_engines = num_engines
+        self._has_head = has_head
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
@@ -79,7 +81,7 @@ class HeadRefresh:
         if head is not None:
             self._in_service = head
             arguments = [str(head.folder), head.policy_version, head.expected_length, self._num_drafts]
-            self._tell("specrollout_load_head", [arguments] * self._num_engines)
+            self._tell("specrollout_load_head", [arguments if has_head else None for has_head in self._has_head])
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """The rollouts of a step are done, with the policy of `version`; `facts` is None if there were none. Figures of the
@@ -141,11 +143,11 @@ class HeadRefresh:
 
     def _places(self, source: dict[str, Any]) -> list[dict[str, Any]]:
         """Where each engine keeps its features."""
-        share = {"max_bytes": self._config.store_bytes // self._num_engines, "source": source}
+        share = {"max_bytes": self._config.store_bytes // len(self._has_head), "source": source}
         share["held_out_share"] = self._config.held_out_share
-        return [{"folder": str(self._folder.features(i)), **share} for i in range(self._num_engines)]
+        return [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
 
-    def _tell(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
+    def _tell(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> None:
         """A worker that could not do it says why, or raises."""
         try:
             errors = {error for error in self._call_engines(method, arguments) if error}

@@ -106,6 +106,13 @@ HOLDS = (
     Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
     Hold(
         _GENERATION,
+        "VllmGeneration.finish_generation",
+        (),
+        "vllm_generation.py:1004",
+        "overridden: no race is under way when engines forget cached prefixes",
+    ),
+    Hold(
+        _GENERATION,
         "VllmGeneration.shutdown",
         (),
         "vllm_generation.py:1031",
@@ -124,6 +131,13 @@ HOLDS = (
         ("dp_shard_idx",),
         "distributed/worker_groups.py:424",
         "called: which worker of an engine is asked",
+    ),
+    Hold(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerGroup._create_workers_from_bundle_indices",
+        ("bundle_indices_list",),
+        "distributed/worker_groups.py:545",
+        "relied upon: RANK in an actor's environment says which engine it leads",
     ),
     Hold(
         "nemo_rl.distributed.ray_actor_environment_registry",
@@ -151,7 +165,7 @@ HOLDS = (
         "VllmGenerationWorkerImpl.generate",
         ("data", "greedy"),
         "vllm_worker.py:850",
-        "overridden: seeds reach the engine",
+        "overridden: seeds reach the engine, and an empty shard helps others",
     ),
     Hold(
         _ASYNC_WORKER,

@@ -12,6 +12,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import misfit
 from nemo_specrollout.training.head_folder import HeadFolder
 
@@ -39,6 +40,7 @@ def install(config: Any) -> bool:
     check_holds(HOLDS)
     _check_head(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
+    _check_tail(block)
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
@@ -111,6 +113,14 @@ def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:
             secret_of_run()
 
 
+def _check_tail(block: dict[str, Any]) -> None:
+    """A ladder must be one. It gets its whole path."""
+    tail = block["fastest_of_n"]
+    if tail and tail["enabled"] and tail["ladder"] is not None:
+        tail["ladder"] = str(Path(tail["ladder"]).absolute())
+        LadderFile.read(Path(tail["ladder"]), f"{BLOCK_PATH}.fastest_of_n.ladder")
+
+
 def _newest_step(checkpointing: Any) -> int:
     """Training steps behind the checkpoint that NeMo-RL will resume from, 0 if there is none."""
     from nemo_rl.utils.checkpoint import CheckpointManager
@@ -143,7 +153,8 @@ def _naming_ours(resolve: Any) -> Any:
 def _telling_versions(refit: Any) -> Any:
     @functools.wraps(refit)
     def refit_and_tell(policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-        metrics = refit(policy, policy_generation, *args, **kwargs)
+        with policy_generation.new_weights():
+            metrics = refit(policy, policy_generation, *args, **kwargs)
         policy_generation.weights_updated()
         return metrics
 

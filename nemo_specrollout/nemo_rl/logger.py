@@ -65,6 +65,9 @@ def in_a_line(metrics: Mapping[str, Any]) -> str:
         "speedup_estimate": "{:.2f}x by estimate",
         "logprob_gap": "log-prob gap {:.1e}",
         "head_age": "head age {:.0f}",
+        "tail/moves": "{:.0f} moves",
+        "tail/races": "{:.0f} races",
+        "tail/saved_s": "which saved {:.2f} s, by estimate",
     }
     said = [text.format(metrics[PREFIX + name]) for name, text in texts.items() if PREFIX + name in metrics]
     shares = {k.split("/")[1]: v for k, v in metrics.items() if k.startswith(PREFIX) and k.endswith("/share_of_drafts")}

@@ -91,10 +91,21 @@ def sample_lines(
 ) -> list[dict[str, Any]]:
     """Of the same replies, what is stamped on each sample: in the order of `seeds`, of all that ended if that is None, less
     those `without`."""
-    left_out = set(without)
-    stamps = {seed: stamp for end in ends for seed, stamp in end["stamps"] if seed not in left_out}
+    left_out, stamps = set(without), dict[int, Mapping[str, Any]]()
+    for seed, stamp in (pair for end in ends for pair in end["stamps"] if pair[0] not in left_out):
+        stamps[seed] = stamp if seed not in stamps else _of_both(stamps[seed], stamp)
     order = stamps if seeds is None else (seed for seed in seeds if seed in stamps)
     return [{"seed": seed, **stamps[seed]} for seed in order]
+
+
+def _of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a sample that went on elsewhere, or was raced: each engine has stamped it."""
+    began: dict[int, int] = {}
+    for version, first in sorted((*one["policy_spans"], *other["policy_spans"]), key=lambda span: span[1]):
+        began.setdefault(version, first)
+    heads = [*one["head_versions"], *other["head_versions"]]
+    counts = {name: one[name] + other[name] for name in ("num_drafted", "num_accepted")}
+    return {"policy_spans": [[*span] for span in began.items()], "head_versions": [min(heads), max(heads)], **counts}
 
 
 def _done(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> EngineTotals:

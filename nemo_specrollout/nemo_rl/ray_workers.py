@@ -38,19 +38,32 @@ def _reply(replies: list[Any]) -> Any:
 class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
     """The synchronous engine."""
 
+    _tail: Any = None
+
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
         self._request_seeds = RequestSeeds()
         generate = self.llm.generate
 
         def generate_with_seeds(prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
-            params = self._request_seeds.of_batch(sampling_params, len(prompts), _row_seeds.get())
-            return generate(prompts, params, **kwargs)
+            seeds = _row_seeds.get()
+            params = self._request_seeds.of_batch(sampling_params, len(prompts), seeds)
+            if self._tail is None or seeds is None:
+                return generate(prompts, params, **kwargs)
+            return self._tail.generate(prompts, params, lambda: generate(prompts, params, **kwargs))
 
         self.llm.generate = generate_with_seeds
 
+    def specrollout_meet(self, actor: Any, engine: int) -> None:
+        """From now on engine number `engine`, this one, shares its requests with the others."""
+        from nemo_specrollout.nemo_rl.tail_shard import ShardTail
+
+        self._tail = ShardTail(self.llm, actor, engine)
+
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """NeMo-RL's."""
+        if self._tail is not None and not len(data["input_ids"]):
+            self._tail.help()
         token = _row_seeds.set(_seeds_of(data))
         try:
             return super().generate(data, greedy)
@@ -69,16 +82,28 @@ class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
 class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
     """The asynchronous engine."""
 
+    _tail: Any = None
+
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
         self._request_seeds = RequestSeeds()
         generate = self.llm.generate
 
         def generate_with_seeds(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-            params = self._request_seeds.of_one(sampling_params, _row_seeds.get())
-            return generate(prompt, params, *args, **kwargs)
+            seeds = _row_seeds.get()
+            params = self._request_seeds.of_one(sampling_params, seeds)
+            if self._tail is None or seeds is None or args or set(kwargs) != {"request_id"}:
+                return generate(prompt, params, *args, **kwargs)
+            return self._tail.generate(prompt, params, kwargs["request_id"], lambda: generate(prompt, params, **kwargs))
 
         self.llm.generate = generate_with_seeds
+        self._generate = generate
+
+    async def specrollout_meet(self, actor: Any, engine: int) -> None:
+        """From now on engine number `engine`, this one, shares its requests with the others."""
+        from nemo_specrollout.nemo_rl.tail_stream import stream_tail
+
+        self._tail = await stream_tail(self.llm, self._generate, actor, engine)
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False

@@ -4,6 +4,7 @@
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
 or the one whose class has the name `"kill"` in its own, or, with `"kill_its"`, its child process that runs such a module.
+`"environment"` is set while it runs.
 """
 
 import gc
@@ -47,11 +48,14 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         folder.mkdir(parents=True)
         print(f"=== scenario {name}", flush=True)
         killing = Killing.of(facts)
+        os.environ.update(facts.get("environment", {}))
         result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, killing)
         (folder / "result.json").write_text(json.dumps(result))
         print(f"=== {name}: {result}", flush=True)
         gc.collect()
         ray.shutdown()
+        for variable in facts.get("environment", {}):
+            del os.environ[variable]
 
 
 def _run(base: Path, overrides: list[str], folder: Path, killing: Killing | None) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def _run(base: Path, overrides: list[str], folder: Path, killing: Killing | None
 def _actors_left() -> list[str]:
     """Names of the engines' actors, of ours, and of drafters, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
-    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter")
+    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutTail")
     left = [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
     return left + [f"{DRAFTER} {process.pid}" for process in psutil.process_iter() if _runs(process, DRAFTER)]
 

@@ -22,8 +22,8 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name",
     ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
-     "sync_eagle3_native", "dtensor_two_engines", "async_plain", "async_drafted", "async_refreshed_head", "async_remote",
-     "async_eagle3"],
+     "sync_eagle3_native", "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
+     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
     assert runs[name].result["error"] is None
@@ -51,7 +51,7 @@ def test_rollouts_after_a_drafter_was_killed_do_not_depend_on_it(runs: dict[str,
     assert equal == total == 16
 
 
-@pytest.mark.parametrize("name", ["async_drafted", "async_refreshed_head", "async_remote"])
+@pytest.mark.parametrize("name", ["async_drafted", "async_refreshed_head", "async_remote", "async_moving"])
 @pytest.mark.parametrize("step", STEPS)
 def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["async_plain"], runs[name], step)
@@ -69,6 +69,9 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
         ("async_plain", "async_drafted"),
         ("async_plain", "async_refreshed_head"),
         ("async_plain", "async_remote"),
+        ("async_plain", "async_moving"),
+        ("dtensor_two_engines", "sync_moving"),
+        ("dtensor_two_engines", "sync_moving_streams"),
     ],
 )
 def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, drafted: str) -> None:
@@ -92,6 +95,38 @@ def test_rollouts_depend_neither_on_the_number_of_engines_nor_on_the_trainer(run
     assert equal == total == 16
 
 
+@pytest.mark.parametrize("name", ["sync_moving", "sync_moving_streams"])
+@pytest.mark.parametrize("step", STEPS)
+def test_rollouts_do_not_depend_on_who_moves_who_races_and_who_is_gone(
+    runs: dict[str, Run], name: str, step: int
+) -> None:
+    """In the third step of one of them the exchange is dead."""
+    assert count_equal(runs["dtensor_two_engines"], runs[name], step) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "killed_after"),
+    [("sync_moving", 2), ("sync_moving_streams", 3), ("async_moving", 3), ("async_moving_in_flight", 3)],
+)
+def test_requests_move_and_race_until_the_exchange_is_killed(
+    runs: dict[str, Run], name: str, killed_after: int
+) -> None:
+    steps = runs[name].metrics
+    before = [step for step in steps if "specrollout/tail/moves" in step]
+    assert sum(step["specrollout/tail/moves"] for step in before) > 10
+    assert sum(step["specrollout/tail/races"] for step in before) > 5
+    alarms = [sentence for step in steps for sentence in step.get("specrollout/alarms", [])]
+    assert len(alarms) == (len(steps) > killed_after) and all("no request moves" in sentence for sentence in alarms)
+    if "in_flight" not in name:
+        assert sum(step["specrollout/tail/diverged"] for step in before) == 0
+
+
+def test_each_engine_drafts_in_its_own_way(runs: dict[str, Run]) -> None:
+    """The second has no suffix drafter: by n-grams alone more is drafted than beside another one."""
+    for step in runs["sync_moving"].metrics:
+        assert step["specrollout/suffix/draft_tokens"] > 0 and step["specrollout/ngram/draft_tokens"] > 0
+
+
 def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
     rows = [str(tokens) for step in STEPS for tokens, _ in runs["sync_drafted"].samples(step)]
     assert len(set(rows)) == len(rows) == 48
@@ -106,6 +141,7 @@ def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
         "sync_refreshed_head",
         "sync_remote",
         "sync_eagle3",
+        "sync_moving",
         "dtensor_two_engines",
     ],
 )
@@ -117,7 +153,16 @@ def test_the_engine_serves_the_policy_that_was_trained(runs: dict[str, Run], nam
 
 
 @pytest.mark.parametrize(
-    "name", ["async_plain", "async_drafted", "async_refreshed_head", "async_remote", "async_eagle3"]
+    "name",
+    [
+        "async_plain",
+        "async_drafted",
+        "async_refreshed_head",
+        "async_remote",
+        "async_eagle3",
+        "async_moving",
+        "async_moving_in_flight",
+    ],
 )
 def test_in_asynchronous_runs_the_gap_is_no_more_than_the_lag(runs: dict[str, Run], name: str) -> None:
     for step in runs[name].metrics:

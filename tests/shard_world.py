@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of a rollout, each rolled out by a thread with a real engine; one of them steps at a time, as vLLM needs it."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_specrollout.generation.compat import RolloutSamplingParams
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
+from nemo_specrollout.generation.hosted_engine import HostedEngine, shard_request
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.shard_rollout import ShardRollout
+from nemo_specrollout.generation.tail_exchange import TailExchange
+from nemo_specrollout.generation.turns import Report
+from nemo_specrollout.sampling.seeds import request_seed
+
+_ENGINES_TURN = threading.Lock()
+
+
+class OneAtATime(HostedEngine):
+    """vLLM keeps what a forward pass is about in a module."""
+
+    def submit(self, requests: Sequence[ShardRequest], sampling: Mapping[str, Any]) -> list[str]:
+        with _ENGINES_TURN:
+            return super().submit(requests, sampling)
+
+    def step(self) -> dict[str, Rollout]:
+        with _ENGINES_TURN:
+            return super().step()
+
+    def abort(self, ids: list[str]) -> None:
+        with _ENGINES_TURN:
+            super().abort(ids)
+
+
+@dataclass
+class ThreadLink:
+    """To an exchange in the same process, which dies after so many exchanges, if at all."""
+
+    exchange_: TailExchange
+    worker: int
+    dies_after: int = 1 << 60
+    num_exchanges: int = 0
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None:
+        self.exchange_.join(self.worker, capacity, requests)
+
+    def exchange(self, report: Report | None) -> Callable[[], Reply]:
+        self.num_exchanges += 1
+        if self.num_exchanges > self.dies_after:
+            raise ExchangeFailed("it died")
+        return self._pool.submit(self.exchange_.exchange, self.worker, report).result
+
+    def leave(self) -> None:
+        self.exchange_.leave(self.worker)
+
+
+class StreamingEngine:
+    """`AsyncLLM.generate` over an engine in this process, which a task steps while there is anything to do."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine._llm.llm_engine
+        self._queues: dict[str, asyncio.Queue[Any]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        queue = self._queues[request_id] = asyncio.Queue()
+        self._engine.add_request(request_id, prompt, params)
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await queue.get()
+                is_finished = output.finished
+                yield output
+        finally:
+            del self._queues[request_id]
+            if not is_finished:
+                self._engine.abort_request([request_id])
+
+    async def _step(self) -> None:
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                if output.request_id in self._queues:
+                    self._queues[output.request_id].put_nowait(output)
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class LoopLink:
+    """To an exchange in the same process, which dies after so many exchanges, if at all."""
+
+    exchange_: TailExchange
+    worker: int
+    dies_after: int = 1 << 60
+
+    async def join(self, capacity: int) -> None:
+        self.exchange_.join(self.worker, capacity)
+
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
+        return await asyncio.to_thread(self.exchange_.add, self.worker, requests)
+
+    async def cancel(self, numbers: Sequence[int]) -> None:
+        await asyncio.to_thread(self.exchange_.cancel, self.worker, numbers)
+
+    async def exchange(self, report: Report | None) -> Reply:
+        self.dies_after -= 1
+        if self.dies_after < 0:
+            raise ExchangeFailed("it died")
+        return await asyncio.to_thread(self.exchange_.exchange, self.worker, report)
+
+
+def sharded(
+    engine: RolloutEngine, work: Sequence[RolloutRequest], cuts: Sequence[int], **sampling: Any
+) -> list[list[ShardRequest]]:
+    """`work` in contiguous shards, as NeMo-RL would send it: parameters and a seed in each request."""
+    shards = [work[a:b] for a, b in itertools.pairwise([0, *cuts, len(work)])]
+    return [
+        [_as_sent(engine, r, (worker, i), sampling) for i, r in enumerate(shard)] for worker, shard in enumerate(shards)
+    ]
+
+
+def _as_sent(
+    engine: RolloutEngine, request: RolloutRequest, home: tuple[int, int], sampling: Mapping[str, Any]
+) -> ShardRequest:
+    prompt = {"prompt_token_ids": request.prompt_token_ids}
+    return shard_request(home, prompt, given(engine, request, sampling))
+
+
+def given(engine: RolloutEngine, request: RolloutRequest, sampling: Mapping[str, Any]) -> RolloutSamplingParams:
+    seed = request_seed(engine._seed, request.prompt_index, request.sample_index, request.policy_version)
+    return RolloutSamplingParams(
+        **{**engine._sampling(request), **sampling, "extra_args": {EXTRA_ARGS_KEY: {"seed": seed}}}
+    )
+
+
+def rolled_out(
+    rollouts: Sequence[ShardRollout], shards: Sequence[list[ShardRequest]], delays: Sequence[threading.Event | None]
+) -> list[Rollout]:
+    """All shards' responses, one shard after another; each begins when its event is set."""
+
+    def run(i: int) -> list[Rollout]:
+        delay = delays[i]
+        if delay is not None:
+            assert delay.wait(60)
+        return rollouts[i].run(shards[i])
+
+    with ThreadPoolExecutor(len(shards)) as pool:
+        return [r for made in pool.map(run, range(len(shards))) for r in made]

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of a rollout whose workers fetch their orders: whatever moves, whoever is late or gone, no token changes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import STEP_ADDER
+from rollout_world import WildPolicy
+from shard_world import OneAtATime, ThreadLink, given, rolled_out, sharded
+from test_equality import assert_equal, requests
+from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, six_prompts
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.generation import coordinator
+from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portable
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.exchange_messages import ExchangeFailed
+from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
+from nemo_specrollout.generation.private_ray import ray, start_ray
+from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
+from nemo_specrollout.generation.tail_exchange import TailExchange
+from nemo_specrollout.generation.turns import Orders, Progress, Report
+from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
+from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
+
+pytestmark = pytest.mark.integration
+
+METHODS = ["drafting", "plain"]
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short rollout has many."""
+    monkeypatch.setattr(coordinator, "SHORTEST_TURN_S", 0.005)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    """One that drafts and one that does not, with room for six requests each."""
+    blocks = DRAFTING, SpecrolloutConfig(drafters=())
+    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def expected(start_engine: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
+    plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MOST_TOKENS)
+    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+def wild(seed: int, methods: list[str] = METHODS) -> TailExchange:
+    exchange = TailExchange(methods, FastestOfNConfig(), MOST_TOKENS)
+    exchange._coordinator.policy = WildPolicy(seed)
+    return exchange
+
+
+def workers(
+    engines: list[RolloutEngine], exchange: TailExchange, dies_after: int = 1 << 60
+) -> tuple[list[ThreadLink], list[ShardRollout]]:
+    links = [ThreadLink(exchange, w, dies_after) for w in range(len(engines))]
+    hosted = [OneAtATime(engine._llm) for engine in engines]
+    return links, [ShardRollout(w, hosted[w], links[w]) for w in range(len(engines))]
+
+
+def assert_idle(engines: list[RolloutEngine]) -> None:
+    assert not any(engine._llm.llm_engine.has_unfinished_requests() for engine in engines)
+
+
+@pytest.mark.parametrize("cut", [12, 24, 0, 20], ids=["even", "second empty", "first empty", "uneven"])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_moves_between_shards_change_no_token(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, cut: int
+) -> None:
+    exchange, num_changes = wild(1), 0.0
+    for _ in range(3):
+        exchange.begin()
+        _, rollouts = workers(engines, exchange)
+        made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [cut], **SAMPLINGS[name]), [None, None])
+        exchange.end()
+        assert_equal(made, expected[name])
+        assert [r.finish_reason for r in made] == [r.finish_reason for r in expected[name]]
+        assert [r.failure for r in rollouts] == [None, None]
+        assert_idle(engines)
+        figures = exchange.take_figures()
+        num_changes += figures["moves"] + figures["races"]
+    assert num_changes > 3
+
+
+def test_the_policy_moves_what_an_uneven_dealing_leaves(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    exchange = TailExchange(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
+    num_changes = 0.0
+    for _ in range(3):
+        exchange.begin()
+        _, rollouts = workers(engines, exchange)
+        assert_equal(rolled_out(rollouts, sharded(engines[0], six_prompts(), [22]), [None, None]), expected["T=1"])
+        exchange.end()
+        figures = exchange.take_figures()
+        of_this = figures["moves"] + figures["races"]
+        assert ("saved_s" in figures) == (of_this > 0)
+        num_changes += of_this
+    assert num_changes > 0
+
+
+def test_who_comes_late_is_waited_for_and_helps(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    exchange, late = wild(3), threading.Event()
+    exchange.begin()
+    _, rollouts = workers(engines, exchange)
+    threading.Timer(1.5, late.set).start()
+    made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [4]), [None, late])
+    assert_equal(made, expected["T=1"])
+    assert exchange.take_figures()["moves"] > 0
+
+
+def test_who_leaves_instead_keeps_nobody(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    exchange = wild(4)
+    exchange.begin()
+    _, rollouts = workers(engines, exchange)
+    exchange.leave(1)
+    shard = sharded(engines[0], six_prompts(), [24])[0]
+    assert_equal(rollouts[0].run(shard), expected["T=1"])
+    assert_idle(engines)
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 2, 5, 9, 14])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_without_the_exchange_each_finishes_alone(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, dies_after: int
+) -> None:
+    exchange = wild(5)
+    exchange.begin()
+    _, rollouts = workers(engines, exchange, dies_after)
+    made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [12], **SAMPLINGS[name]), [None, None])
+    assert_equal(made, expected[name])
+    assert all(r.failure == "it died" for r in rollouts)
+    assert_idle(engines)
+
+
+def test_a_worker_knows_of_its_own_what_its_runs_made_without_a_gap() -> None:
+    def orders(name: int, home: tuple[int, int], prefix: str) -> Orders:
+        return Orders(((name, ShardRequest([0], 0, home, b"", list(map(int, prefix)))),))
+
+    def report(name: int, tokens: str, reason: str | None = None) -> Report:
+        made = list(map(int, tokens))
+        return Report(Progress.of({name: (made, [-float(t) for t in made])}), {} if reason is None else {name: reason})
+
+    known = _Known(worker=1)
+    for name, home, prefix in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12")):
+        known.begin(orders(name, home, prefix))
+    known.told(report(7, "123"))
+    known.told(report(8, "9", "stop"))
+    known.told(report(9, "3", "stop"))
+    assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, "of others', or after a gap"
+    known.begin(orders(10, (1, 0), "12"))
+    known.told(report(10, "34"))
+    known.told(report(10, "5", "length"))
+    assert known.rollouts == {0: Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")}
+
+
+def test_what_goes_wrong_in_it_is_told_to_everybody(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    class Broken(WildPolicy):
+        def decide(self, seen: Any) -> Any:
+            if self.num_changes > 5:
+                raise ZeroDivisionError("a policy's fault")
+            return super().decide(seen)
+
+    exchange = wild(6)
+    exchange._coordinator.policy = Broken(6)
+    exchange.begin()
+    _, rollouts = workers(engines, exchange)
+    made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [12]), [None, None])
+    assert_equal(made, expected["T=1"])
+    assert [r.failure for r in rollouts] == ["ZeroDivisionError: a policy's fault"] * 2
+    assert_idle(engines)
+
+
+def test_an_engine_that_fails_leaves_its_requests_to_others(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    """NeMo-RL ends the run for it; until then nobody hangs."""
+    exchange = wild(7)
+    exchange.begin()
+    _, rollouts = workers(engines, exchange)
+    shards = sharded(engines[0], six_prompts(), [12])
+    steps = 0
+
+    def fail_at_last() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 5:
+            raise MemoryError("the engine")
+        return OneAtATime.step(rollouts[1]._engine)
+
+    rollouts[1]._engine.step = fail_at_last
+    made: list[Rollout] = []
+    other = threading.Thread(target=lambda: made.extend(rollouts[0].run(shards[0])))
+    other.start()
+    with pytest.raises(MemoryError):
+        rollouts[1].run(shards[1])
+    other.join(60)
+    assert_equal(made, expected["T=1"][:12])
+    assert_idle(engines)
+
+
+# Through Ray
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    is_ours = start_ray()
+    yield
+    if is_ours:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "is killed"])
+def test_an_exchange_in_an_actor(
+    cluster: None, engines: list[RolloutEngine], expected: dict[str, list[Rollout]], dies: bool
+) -> None:
+    kind: Any = SpecrolloutTail
+    actor = kind.options(max_concurrency=12).remote(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
+    answer_of(actor.begin.remote())
+    hosted = [OneAtATime(engine._llm) for engine in engines]
+    rollouts = [ShardRollout(w, hosted[w], TailLink(actor, w)) for w in range(2)]
+    shards = sharded(engines[0], six_prompts(), [20])
+    if dies:
+        answer_of(actor.take_figures.remote())
+        threading.Timer(0.2, lambda: ray.kill(actor)).start()
+    made = rolled_out(rollouts, shards, [None, None])
+    assert_equal(made, expected["T=1"])
+    assert_idle(engines)
+    if dies:
+        assert all(r.failure is not None and "ActorDiedError" in r.failure for r in rollouts)
+        with pytest.raises(ExchangeFailed, match="ActorDiedError"):
+            answer_of(actor.end.remote())
+    else:
+        assert [r.failure for r in rollouts] == [None, None]
+        answer_of(actor.end.remote())
+        with pytest.raises(ExchangeFailed, match="worker 0 is none of the rollout"):
+            TailLink(actor, 0).exchange(None)()
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize(("rank", "drafters"), [(0, ["suffix"]), (3, ["suffix"]), (4, []), (8, ["suffix"])])
+def test_each_engine_of_nemo_rl_gets_its_own_drafters(
+    monkeypatch: pytest.MonkeyPatch, rank: int, drafters: list[str]
+) -> None:
+    """Engines of four workers each, which NeMo-RL numbers one after another."""
+    monkeypatch.setenv("RANK", str(rank))
+    block = {"drafters": [{"type": "suffix"}], "fastest_of_n": {"methods": [["suffix"], []]}}
+    config = {"specrollout": block, "vllm_cfg": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    arguments = engine_arguments({"worker_extension_cls": "a.VllmInternalWorkerExtension"}, config)
+    own = arguments["additional_config"]["specrollout"]
+    assert [d["type"] for d in own["drafters"]] == drafters and own["fastest_of_n"] is None
+    assert ("speculative_config" in arguments) == bool(drafters)
+
+
+# What may go on elsewhere
+
+
+def test_the_record_is_vllm_s_own(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    work = six_prompts()[:6]
+    params = [given(engines[1], r, {}) for r in work]
+    prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in work]
+    native = engines[1]._llm.generate(prompts, params, use_tqdm=False)
+    asked = shard_requests(0, prompts, params)
+    assert asked is not None
+    for request, theirs, made in zip(asked, native, expected["T=1"], strict=False):
+        ours = as_vllm_returns(request, theirs.request_id, made)
+        assert type(ours) is type(theirs) and ours.prompt_token_ids == theirs.prompt_token_ids and ours.finished
+        (a,), (b,) = ours.outputs, theirs.outputs
+        assert list(a.token_ids) == list(b.token_ids)
+        assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+        for x, y, token in zip(a.logprobs, b.logprobs, b.token_ids, strict=True):
+            assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop": ["x"], "detokenize": True}, {"repetition_penalty": 1.1}, {"min_tokens": 3}, {"n": 2}, {"logprobs": 2},
+        {"prompt_logprobs": 1}, {"bad_words": ["a"]}, {"max_tokens": None}, {"logprobs": None}, {"frequency_penalty": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_looks_back_at_the_response_stays_where_it_is(
+    engines: list[RolloutEngine], change: dict[str, Any]
+) -> None:
+    request: RolloutRequest = requests(1, 1)[0]
+    prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+    usual = {**engines[0]._sampling(request), "top_k": -1, "min_p": 0.1}
+    assert is_portable(prompt, RolloutSamplingParams(**usual))
+    assert not is_portable(prompt, RolloutSamplingParams(**{**usual, **change}))
+    assert not is_portable({**prompt, "multi_modal_data": {}}, RolloutSamplingParams(**usual))
+
+
+def test_a_prefix_of_any_length_goes_on(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    (shard,) = sharded(engines[0], six_prompts(), [])
+    hosted = OneAtATime(engines[0]._llm)
+    cuts = [len(r.token_ids) // 2 for r in expected["T=1"]]
+    rest = [replace(r, prefix_token_ids=w.token_ids[:c]) for r, w, c in zip(shard, expected["T=1"], cuts, strict=True)]
+    ids, made = hosted.submit(rest, {}), {}
+    while len(made) < len(ids):
+        made |= hosted.step()
+    assert [made[i].token_ids for i in ids] == [w.token_ids[c:] for w, c in zip(expected["T=1"], cuts, strict=True)]

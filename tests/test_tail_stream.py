@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous engines that share what they are asked for, as it comes: no token changes, and weights may."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+from conftest import STEP_ADDER
+from rollout_world import WildPolicy
+from safetensors.torch import load_file
+from shard_world import LoopLink, StreamingEngine, given
+from test_equality import count_equal
+from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, noisy, six_prompts
+
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.generation import coordinator
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest, rollout_of
+from nemo_specrollout.generation.stream_shard import StreamShard
+from nemo_specrollout.generation.stream_worker import StreamWorker
+from nemo_specrollout.generation.tail_exchange import TailExchange
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short rollout has many."""
+    monkeypatch.setattr(coordinator, "SHORTEST_TURN_S", 0.01)
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    blocks = DRAFTING, SpecrolloutConfig(drafters=())
+    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
+    return start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MOST_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
+    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+class Fleet:
+    """Engines, and what they are asked for in turns, as NeMo-RL's collector does it."""
+
+    def __init__(self, engines: list[RolloutEngine], seed: int, dies_after: int = 1 << 60) -> None:
+        self.exchange = TailExchange(["drafting", "plain"], FastestOfNConfig(), MOST_TOKENS)
+        self.exchange._coordinator.policy = WildPolicy(seed)
+        self.engines, self.streams = engines, [StreamingEngine(engine) for engine in engines]
+        self.shards = [
+            StreamShard(w, 6, StreamWorker(stream.generate), LoopLink(self.exchange, w, dies_after))
+            for w, stream in enumerate(self.streams)
+        ]
+
+    async def begin(self) -> "Fleet":
+        for shard in self.shards:
+            await shard.begin()
+        return self
+
+    async def ask(self, i: int, request: RolloutRequest, **sampling: Any) -> Any:
+        """vLLM's last record."""
+        stream, shard = self.streams[i % 2], self.shards[i % 2]
+        prompt, params = {"prompt_token_ids": list(request.prompt_token_ids)}, given(self.engines[0], request, sampling)
+
+        def native() -> AsyncIterator[Any]:
+            return stream.generate(prompt, params, f"native-{i}")
+
+        outputs = [o async for o in shard.generate(prompt, params, f"asked-{i}", native)]
+        return outputs[-1]
+
+    async def until_some_are_under_way(self) -> None:
+        """With a token at least."""
+        coordinator_ = self.exchange._coordinator
+        while not any(coordinator_.response(key).tokens for key in list(coordinator_._active)):
+            await asyncio.sleep(0.005)
+
+    async def end(self, failure: str | None = None) -> None:
+        """Nothing is left in the engines, nor in the exchange, which failed like that, if it did."""
+        for _ in range(200):
+            if not any(engine._llm.llm_engine.has_unfinished_requests() for engine in self.engines):
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError("an engine is still at work")
+        for shard in self.shards:
+            if shard._loop is not None:
+                shard._loop.cancel()
+                await asyncio.gather(shard._loop, return_exceptions=True)
+        assert [shard.failure for shard in self.shards] == [failure, failure]
+        assert not self.exchange._coordinator.is_busy and not self.exchange._keys
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def assert_same(outputs: list[Any], expected: list[Rollout]) -> None:
+    made = [rollout_of(o) for o in outputs]
+    equal, total = count_equal(made, expected)
+    assert equal == total and [m.finish_reason for m in made] == [e.finish_reason for e in expected]
+    pairs = [p for m, e in zip(made, expected, strict=True) for p in zip(m.logprobs, e.logprobs, strict=True)]
+    assert max(abs(x - y) for x, y in pairs) < 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_moves_change_no_token(engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str) -> None:
+    async def work() -> tuple[list[Any], dict[str, float]]:
+        fleet = await Fleet(engines, 1).begin()
+        made = await asyncio.gather(*(fleet.ask(i, r, **SAMPLINGS[name]) for i, r in enumerate(six_prompts())))
+        await fleet.end()
+        return made, fleet.exchange.take_figures()
+
+    made, figures = run(work())
+    assert_same(made, expected[name])
+    assert figures["moves"] > 3 and figures["races"] > 0
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 7, 15])
+def test_without_the_exchange_each_makes_its_own(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], dies_after: int
+) -> None:
+    async def work() -> list[Any]:
+        fleet = await Fleet(engines, 2, dies_after).begin()
+        made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
+        fleet.exchange.end()
+        await fleet.end("it died")
+        return made
+
+    assert_same(run(work()), expected["T=1"])
+
+
+def test_what_nobody_wants_any_more_is_stopped(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    async def work() -> list[Any]:
+        fleet = await Fleet(engines, 3).begin()
+        asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
+        await fleet.until_some_are_under_way()
+        for task in asked[::3]:
+            task.cancel()
+        made = await asyncio.gather(*asked, return_exceptions=True)
+        await fleet.end()
+        return made
+
+    made = run(work())
+    kept = [i for i in range(len(made)) if i % 3]
+    assert all(isinstance(made[i], asyncio.CancelledError) or made[i].finished for i in range(0, len(made), 3))
+    assert_same([made[i] for i in kept], [expected["T=1"][i] for i in kept])
+
+
+def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(
+    engines: list[RolloutEngine], plain: RolloutEngine
+) -> None:
+    """Each token is what one of both policies says after the tokens before it, first the old one's, then the new one's."""
+    old = load_file(STEP_ADDER / "model.safetensors")
+    new = noisy(old, 1)
+
+    async def work() -> tuple[list[Any], int]:
+        fleet = await Fleet(engines, 4).begin()
+        asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
+        await fleet.until_some_are_under_way()
+        assert await asyncio.to_thread(fleet.exchange.settle)
+        under_way = [
+            r for key in fleet.exchange._coordinator._active for r in [fleet.exchange._coordinator.response(key)]
+        ]
+        assert under_way and all(len(r.runs) <= 1 for r in under_way)
+        held = [set(shard._engine._runs) for shard in fleet.shards]
+        late = asyncio.create_task(fleet.ask(50, six_prompts()[0]))
+        await asyncio.sleep(0.1)
+        assert all(set(shard._engine._runs) <= names for shard, names in zip(fleet.shards, held, strict=True))
+        for engine in engines:
+            engine.load_weights(new.items())
+        await asyncio.to_thread(fleet.exchange.resume)
+        made = await asyncio.gather(*asked)
+        await late
+        await fleet.end()
+        return made, len(under_way)
+
+    made, num_under_way = run(work())
+    first = plain.generate(six_prompts())
+    plain.load_weights(new.items())
+    again = plain.generate(six_prompts())
+    for engine in (*engines, plain):
+        engine.load_weights(old.items())
+    made = [rollout_of(o) for o in made]
+    is_old = [m.token_ids == e.token_ids for m, e in zip(made, first, strict=True)]
+    assert len(made) - sum(is_old) <= num_under_way + 6 and sum(is_old) < len(made)
+    assert all(m.token_ids[0] in (a.token_ids[0], b.token_ids[0]) for m, a, b in zip(made, first, again, strict=True))
