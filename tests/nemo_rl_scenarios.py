@@ -38,13 +38,14 @@ CHECKPOINTED = [
     "model_save_format: null}",
 ]
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
-# So long that a training step ends before they do.
+# One at a time in each engine, and long: a training step ends before they do.
 LONG = [
-    "policy.max_total_sequence_length=512",
-    "policy.generation.vllm_cfg.max_model_len=512",
-    "policy.generation.max_new_tokens=400",
+    "policy.max_total_sequence_length=256",
+    "policy.generation.vllm_cfg.max_model_len=256",
+    "policy.generation.max_new_tokens=200",
     "policy.generation.ignore_eos=true",
     "policy.generation.stop_token_ids=[511]",
+    "policy.generation.vllm_kwargs.max_num_seqs=1",
 ]
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]

@@ -121,6 +121,11 @@ def test_requests_move_and_race_until_the_exchange_is_killed(
         assert sum(step["specrollout/tail/diverged"] for step in before) == 0
 
 
+def test_weights_arrive_amid_requests_that_move(runs: dict[str, Run]) -> None:
+    samples = [sample for line in runs["async_moving_in_flight"].lines("samples.jsonl") for sample in line["samples"]]
+    assert any(len(sample["policy_spans"]) > 1 for sample in samples)
+
+
 def test_each_engine_drafts_in_its_own_way(runs: dict[str, Run]) -> None:
     """The second has no suffix drafter: by n-grams alone more is drafted than beside another one."""
     for step in runs["sync_moving"].metrics:
