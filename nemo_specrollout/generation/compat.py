@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import vllm
@@ -138,6 +139,16 @@ def is_portable(prompt: Any, params: Any) -> bool:
     return all((getattr(params, name) or None) == (getattr(usual, name) or None) for name in others) and (
         params.logprobs == 0
     )
+
+
+def params_to_wire(params: Any) -> bytes:
+    """Sampling parameters as vLLM itself sends them between its processes."""
+    return msgspec.msgpack.encode(params)
+
+
+def params_from_wire(wire: bytes) -> Any:
+    """The inverse."""
+    return msgspec.msgpack.decode(wire, type=RolloutSamplingParams)
 
 
 def going_on(params: Any, prompt_length: int, prefix_length: int, *, streams: bool) -> Any:

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that somebody else has started: requests with parameters of their own in, one step at a time."""
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from nemo_specrollout.generation.compat import finished_output, going_on, is_portable, tokens_so_far
+from nemo_specrollout.generation.compat import (
+    finished_output,
+    going_on,
+    is_portable,
+    params_from_wire,
+    params_to_wire,
+    tokens_so_far,
+)
 from nemo_specrollout.generation.engine import Rollout, rollout_of
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
@@ -58,20 +64,20 @@ def shard_requests(worker: int, prompts: Sequence[Any], params: Sequence[Any]) -
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
     """One of them."""
     tokens = list(prompt["prompt_token_ids"])
-    return ShardRequest(tokens, content_hash(tokens), home, pickle.dumps(params))
+    return ShardRequest(tokens, content_hash(tokens), home, params_to_wire(params))
 
 
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
     """What the engine is asked to go on with, and how: told at the end, or as it comes. Where it is told as it comes weights
     may change amid requests, and what was made elsewhere is computed anew with the weights of now."""
     num_prompt, num_prefix = len(request.prompt_token_ids), len(request.prefix_token_ids)
-    params = going_on(pickle.loads(request.params), num_prompt, num_prefix, streams=streams)
+    params = going_on(params_from_wire(request.params), num_prompt, num_prefix, streams=streams)
     return [*request.prompt_token_ids, *request.prefix_token_ids], params
 
 
 def as_vllm_returns(request: ShardRequest, request_id: str, made: Rollout) -> Any:
     """vLLM's own record of a finished request."""
-    params = pickle.loads(request.params)
+    params = params_from_wire(request.params)
     return finished_output(
         request_id, list(request.prompt_token_ids), params, made.token_ids, made.logprobs, made.finish_reason
     )

@@ -10,7 +10,7 @@ class ShardRequest:
     """One request of a worker's shard.
 
     `home` is that worker and the request's number there; `prompt_index` is equal for siblings; `params` are vLLM's sampling
-    parameters, seed included, pickled: who hands it on has no vLLM. `prefix_token_ids` is the beginning of the response.
+    parameters, seed included, as msgpack: who hands it on has no vLLM. `prefix_token_ids` is the beginning of the response.
     """
 
     prompt_token_ids: Sequence[int]
