@@ -77,9 +77,12 @@ class Coordinator:
         self._workers = range(len(workers.methods))
         self._responses: dict[int, Response] = {}
         self._active: dict[int, None] = {}
+        self._waiting: dict[int, None] = {}  # of those, who has no run
+        self._ended: list[int] = []
         self._starts: list[dict[int, int]] = [{} for _ in self._workers]  # request of a run, by its name
         self._stops: list[list[int]] = [[] for _ in self._workers]
         self._run_names: dict[int, tuple[int, int]] = {}
+        self._num_runs_W = [0] * len(workers.methods)
         self._num_requests = self._num_runs = 0
         self._speeds, self._first_row = RunSpeeds(np.ones((0, len(ladder.methods)))), 0
         self._log = SpanLog(tuple(ladder.methods[m] for m in workers.methods))
@@ -123,6 +126,7 @@ class Coordinator:
         self._num_requests += len(requests)
         self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
         self._active |= dict.fromkeys(keys)
+        self._waiting |= dict.fromkeys(keys)
         ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
         self._speeds.append(np.tile(ease_M, (len(requests), 1)))
         if worker is None:
@@ -142,11 +146,11 @@ class Coordinator:
         """One round; the requests that ended in it."""
         if not self._active:
             return []
-        before = list(self._active)
         self.send_turns()
         self._take_reports()
         self._consult()
-        return [key for key in before if key not in self._active]
+        ended, self._ended = self._ended, []
+        return ended
 
     def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
         """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
@@ -163,11 +167,12 @@ class Coordinator:
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
         """Nobody wants these any more, or any of what is under way; what ended is none of them."""
+        self._ended = [] if keys is None else self._ended
         for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
             for worker in list(self._responses[key].runs):
                 self._stop(key, worker, ABANDONED)
             self.take([key])
-            del self._active[key]
+            del self._active[key], self._waiting[key]
         self._send_stops()
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
@@ -221,6 +226,8 @@ class Coordinator:
         self._num_runs += 1
         self._run_names[name] = key, worker
         response.runs[worker] = Run(name, len(response.tokens))
+        self._num_runs_W[worker] += 1
+        self._waiting.pop(key, None)
         self._starts[worker][name] = key
         self._log.begin(key, worker, len(response.tokens))
 
@@ -231,7 +238,11 @@ class Coordinator:
             self._stops[worker].append(name)
 
     def _close(self, key: int, worker: int, outcome: str, at_s: float | None = None) -> int:
-        run = self._responses[key].runs.pop(worker)
+        runs = self._responses[key].runs
+        run = runs.pop(worker)
+        self._num_runs_W[worker] -= 1
+        if not runs:
+            self._waiting[key] = None
         del self._run_names[run.name]
         self._log.end(key, worker, run.position, outcome, at_s)
         return run.name
@@ -259,8 +270,7 @@ class Coordinator:
     def _wants_turn(self, worker: int) -> bool:
         if not self.workers.is_alive(worker) or self.workers.num_turns(worker) >= MOST_AHEAD:
             return False
-        has_orders = bool(self._starts[worker] or self._stops[worker])
-        return has_orders or any(worker in self._responses[key].runs for key in self._active)
+        return bool(self._num_runs_W[worker] or self._starts[worker] or self._stops[worker])
 
     def _send_stops(self) -> None:
         """At once, whatever turns a worker has before it."""
@@ -292,7 +302,8 @@ class Coordinator:
         self._close(key, winner, WON)
         for rival in list(response.runs):
             self._stop(key, rival, BEATEN)
-        del self._active[key]
+        del self._active[key], self._waiting[key]
+        self._ended.append(key)
         self.lengths.finished(response.request.prompt_index, len(response.tokens))
         if not self._active:
             self._send_stops()
@@ -337,11 +348,10 @@ class Coordinator:
 
     def _consult(self) -> None:
         """Moves and races what the policy says, now and then, and at once where a request has nobody."""
-        waiting = [key for key in self._active if not self._responses[key].runs]
         if self.policy is None:
-            if waiting:
-                self._deal_out(waiting)
-        elif self._active and (waiting or self._log.now_s >= self._next_look_s):
+            if self._waiting:
+                self._deal_out(list(self._waiting))
+        elif self._active and (self._waiting or self._log.now_s >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
             self._savings.before(decision, keys, self._responses)
