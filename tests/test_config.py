@@ -106,6 +106,18 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
         load_config(QUICKSTART, [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.generation.specrollout.drafters[0].type=ngram", "cannot be changed by itself; give the whole list"),
+        ("policy=[1]", "another kind of value"),
+    ],
+)
+def test_an_override_that_cannot_be_merged_is_a_sentence(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(QUICKSTART, [override])
+
+
 # The block: strict.
 
 

@@ -36,6 +36,10 @@ def load_config(path: Path, overrides: list[str] = ()) -> dict[str, Any]:  # typ
         tree = _load_with_defaults(path, ())
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([_checked(o) for o in overrides]))
         resolved = OmegaConf.to_container(merged, resolve=True)
+    except TypeError as error:  # of a section that is overridden by a list, say
+        raise ConfigError(
+            f"{path}: an override, or a file over its defaults, has another kind of value: {error}"
+        ) from error
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
     assert isinstance(resolved, dict)
@@ -54,6 +58,8 @@ def _register_resolvers() -> None:
 def _checked(override: str) -> str:
     if not override.partition("=")[0].strip("+") or "=" not in override:
         raise ConfigError(f"override {override!r}: expected key=value, e.g. grpo.max_num_steps=3")
+    if "[" in override.partition("=")[0]:
+        raise ConfigError(f"override {override!r}: an entry of a list cannot be changed by itself; give the whole list")
     return override.removeprefix("++").removeprefix("+")
 
 
