@@ -53,8 +53,10 @@ def ask(service: DrafterService, socket: VerifierSocket, message: Message, turns
     service._socket.wait(5.0)
     for _ in range(turns):
         service.turn()
-    socket.wait(1.0)
-    return list(socket.receive())
+    answers: list[Message] = []
+    while socket.wait(0.2 if answers else 2.0):  # they come one by one
+        answers += socket.receive()
+    return answers
 
 
 def hello(session: int, vocab_size: int = 96) -> Hello:

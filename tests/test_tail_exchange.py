@@ -70,8 +70,11 @@ def assert_idle(engines: list[RolloutEngine]) -> None:
     assert not any(engine._llm.llm_engine.has_unfinished_requests() for engine in engines)
 
 
-@pytest.mark.parametrize("cut", [12, 24, 0, 20], ids=["even", "second empty", "first empty", "uneven"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("T=1", 12), ("T=0", 20), ("T=1", 24), ("T=1", 0)],
+    ids=["even", "uneven", "second empty", "first empty"],
+)
 def test_moves_between_shards_change_no_token(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, cut: int
 ) -> None:
