@@ -77,8 +77,8 @@ def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> Str
     lengths_L = np.arange(window + 1)
     submitted_L = np.minimum(lengths_L, k)
     share_L = _stationary(_transitions(p, submitted_L, window, drafts_per_step))
-    tokens_L = (1 - p ** (submitted_L + 1)) / (1 - p)
-    return StreamedRates(float(share_L @ tokens_L), float(share_L @ submitted_L), float(1 - share_L[0]))
+    gained_L = (1 - p ** (submitted_L + 1)) / (1 - p) - 1
+    return StreamedRates(1 + float(share_L @ gained_L), float(share_L @ submitted_L), float(1 - share_L[0]))
 
 
 def settle(
@@ -118,4 +118,6 @@ def _stationary(chances_LL: np.ndarray) -> np.ndarray:
     """The share of the steps that each state gets in the long run, float64 [L]."""
     equations_LL = chances_LL.T - np.eye(len(chances_LL))
     equations_LL[-1] = 1.0
-    return np.linalg.solve(equations_LL, np.eye(len(chances_LL))[-1])
+    share_L = np.linalg.solve(equations_LL, np.eye(len(chances_LL))[-1])
+    share_L = np.maximum(share_L, 0.0)  # rounding makes some less than none
+    return share_L / share_L.sum()
