@@ -9,7 +9,7 @@ NEMO_RL_VENV = .venv-vllm-$(VLLM_NEMO_RL)
 VLLM_TESTS = tests/test_equality.py tests/test_distribution.py tests/test_worker.py tests/test_mirrors.py
 
 BIN = $(VENV)/bin
-PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
 
 .PHONY: demo test test-slow test-oldest test-nemo-rl-vllm test-nemo-rl bench check format setup clean
