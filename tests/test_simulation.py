@@ -87,6 +87,14 @@ def test_a_worker_agrees_with_the_counterfactual_of_the_scheduling_room() -> Non
     assert fluid.seconds - prefill_s == pytest.approx(exact_s, rel=0.002)
 
 
+@pytest.mark.parametrize(("prompt_tokens", "computed"), [(16, 6 * 16), (17, 2 * 16 + 6 * 1), (40, 2 * 32 + 6 * 8)])
+def test_samples_share_the_full_blocks_of_their_prompt_and_the_last_token_is_everyones(
+    prompt_tokens: int, computed: int
+) -> None:
+    requests = workload(np.full((2, 3), 10), prompt_tokens, (AcceptanceTerms(0.7, 0.0),), 0.0, np.random.default_rng(0))
+    assert requests.tokens_to_prefill(np.arange(6)) == computed
+
+
 def test_without_a_tail_nobody_is_idle_and_workers_share_the_work() -> None:
     result = rolled(work([500] * 64), NoSpeculation(SLOPED), num_workers=8)
     assert result.idle_share == pytest.approx(0.0, abs=1e-9)

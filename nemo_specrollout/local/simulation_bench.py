@@ -3,10 +3,10 @@
 
     python -m nemo_specrollout.local.simulation_bench CONFIG --out DIR [--rounds N] [key=value ...]
 
-CONFIG is one of the local runner that names an EAGLE-3 head. In each round two rollouts for each number of workers, one plain
-and one with k drafts, say what steps cost and how well the head drafts. Then come, on prompts of their own, the rollouts that
-are predicted: plain, k drafts, and the router's choice, of which no cost was measured; few requests and many; each where it
-was dealt, and with moving. What a prediction is told of a rollout is how long its responses turned out to be.
+CONFIG is one of the local runner that names an EAGLE-3 head. In each round two rollouts for each number of workers and of
+requests, one plain and one with k drafts, say what steps cost and how well the head drafts. Then come, on prompts of their
+own, the rollouts that are predicted: plain, k drafts, and the router's choice, of which no cost was measured; few requests and
+many; each where it was dealt, and with moving. What a prediction is told of a rollout is how long its responses were.
 """
 
 import argparse
@@ -96,12 +96,14 @@ class FirstWorkers:
 
 @dataclass(frozen=True)
 class Calibration:
-    """By how engines draft: seconds by rows; and of the head seconds of a draft token by requests, P(right), its spread."""
+    """By how engines draft: seconds by rows; of the head seconds of a draft token by requests, P(right), its spread; and the
+    mean length of a prompt."""
 
     verify: dict[str, CostCurve]
     drafting: CostCurve
     acceptance: float
     spread: float
+    prompt_tokens: int
 
 
 class SimulationBench:
@@ -122,7 +124,8 @@ class SimulationBench:
 
     def round(self) -> dict[str, tuple[float, float]]:
         """Measured and predicted seconds of each case."""
-        calibrations = {n: self._calibrate(n) for n in (1, 2)}
+        # By requests too: the time of a step depends on how long texts are, of which tables know nothing.
+        known = {(n, size): self._calibrate(n, size) for n in (1, 2) for size in (FEW, MANY)}
         found = {}
         for case in CASES:
             requests = self._requests(case.size)
@@ -131,7 +134,7 @@ class SimulationBench:
             seconds = time.perf_counter() - started
             self.pools[case.kind].finish_turns()
             lengths = np.array([len(r.token_ids) for r in rollouts]).reshape(case.size)
-            found[case.name] = seconds, predicted_s(case, lengths, calibrations[case.num_workers], self.config)
+            found[case.name] = seconds, predicted_s(case, lengths, known[case.num_workers, case.size], self.config)
         return found
 
     def close(self) -> None:
@@ -153,13 +156,13 @@ class SimulationBench:
         prompts = step_prompts(replace(self.config, grpo=grpo), self._step, lambda p: encode_prompt(p, self._tokenizer))
         return prompts.requests
 
-    def _calibrate(self, num_workers: int) -> Calibration:
+    def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:
         """By a plain rollout and one with k drafts."""
         steps, rollouts, requests = {}, {}, {}
         for kind in (PLAIN, FIXED):
-            pool, case = self.pools[kind], Case(kind, num_workers, MANY)
+            pool, case = self.pools[kind], Case(kind, num_workers, size)
             before = pool.ask_each("report", 1 << 60)
-            requests[kind] = self._requests(MANY)
+            requests[kind] = self._requests(size)
             rollouts[kind], _ = self._coordinators[case].roll_out(requests[kind])
             pool.finish_turns()
             steps[kind] = [pool.ask(w, "report", before[w]["num_steps"])["trace"] for w in range(num_workers)]
@@ -174,6 +177,7 @@ class SimulationBench:
             _curve(drafted["num_requests"], drafted["draft_s"] / K),
             acceptance_for(length, K, spread),
             spread,
+            round(statistics.mean(len(r.prompt_token_ids) for r in requests[PLAIN])),
         )
 
 
@@ -196,8 +200,8 @@ def _scenario(case: Case, lengths_PS: np.ndarray, known: Calibration, config: Ru
             "title": case.name, "model": config.policy.model_name,
             "cluster": {"device": "measured", "num_gpus": case.num_workers},
             "batch": {
-                "num_prompts": case.size[0], "num_samples": case.size[1], "prompt_tokens": 16,
-                "max_requests": config.most_in_flight,
+                "num_prompts": case.size[0], "num_samples": case.size[1],
+                "prompt_tokens": known.prompt_tokens, "max_requests": config.most_in_flight,
             },
             "lengths": {"median": lengths.median, "sigma": lengths.sigma, "max_tokens": max_tokens},
             "drafting": {"k": K, "methods": [head]},

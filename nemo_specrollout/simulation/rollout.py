@@ -164,13 +164,12 @@ class Rollout:
         self._made[request] += num_tokens - self._given.pop((request, worker.index), 0.0)
 
     def _admit(self, worker: Worker) -> None:
-        """Waiting requests begin, as many as have room; prompts that they share are computed once."""
+        """Waiting requests begin, as many as have room."""
         num = min(worker.num_slots - len(worker.requests_B), len(worker.waiting))
         if num <= 0:
             return
         requests_b = np.array([worker.waiting.popleft() for _ in range(num)])
-        num_prompts = len(np.unique(self.workload.prompt_R[requests_b]))
-        worker.prefill(self.now_s, num_prompts * self.workload.prompt_tokens)
+        worker.prefill(self.now_s, self.workload.tokens_to_prefill(requests_b))
         self._take(worker, requests_b, np.zeros(num))
 
     def _take(self, worker: Worker, requests_b: np.ndarray, tokens_b: np.ndarray) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 from nemo_specrollout.scheduling.pipeline import coupled_tokens
 
 _SURE = 1.0 - 1e-6
+# Tokens of a block of vLLM's KV cache, by default; samples of a prompt share blocks that are full of it.
+_KV_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class Workload:
     def num_tokens(self) -> int:
         """Of all responses."""
         return int(self.length_R.sum())
+
+    def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
+        """Prompt tokens that an engine computes when these requests begin in it: what samples of a prompt share once for all
+        of them, the rest for each, and so the last token in any case."""
+        shared = (self.prompt_tokens - 1) // _KV_BLOCK * _KV_BLOCK
+        num_prompts = len(np.unique(self.prompt_R[requests_b]))
+        return num_prompts * shared + len(requests_b) * (self.prompt_tokens - shared)
 
 
 @dataclass(frozen=True)
