@@ -6,7 +6,8 @@ LOG_DIR ?= results/demo-$(shell date +%Y%m%d-%H%M%S)
 VLLM_OLDEST = 0.28.0
 VLLM_NEMO_RL = 0.25.1
 NEMO_RL_VENV = .venv-vllm-$(VLLM_NEMO_RL)
-VLLM_TESTS = tests/test_equality.py tests/test_distribution.py tests/test_worker.py tests/test_mirrors.py
+VLLM_TESTS = tests/test_equality.py tests/test_distribution.py tests/test_worker.py tests/test_mirrors.py \
+  tests/test_racing.py tests/test_tail_exchange.py tests/test_tail_stream.py
 
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
