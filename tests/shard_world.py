@@ -117,6 +117,9 @@ class LoopLink:
             raise ExchangeFailed("it died")
         return await asyncio.to_thread(self.exchange_.exchange, self.worker, report)
 
+    async def leave(self) -> None:
+        await asyncio.to_thread(self.exchange_.leave, self.worker)
+
 
 def sharded(
     engine: RolloutEngine, work: Sequence[RolloutRequest], cuts: Sequence[int], **sampling: Any

@@ -105,6 +105,33 @@ def test_a_config_that_cannot_run_is_explained_all_the_same(tmp_path: Path, caps
     assert "--device: 'H10' is not known" in capsys.readouterr().err
 
 
+def test_a_config_that_cannot_be_simulated_is_explained_but_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path / "run.yaml", NEMO_RL)
+    assert main(["explain", str(config), "policy.model_name=some/body", "--device", "H100"]) == 2
+    said = capsys.readouterr()
+    assert all(section in said.out for section in SECTIONS) and "unknown: the config cannot be simulated" in said.out
+    assert "simulation.model: 'some/body' is neither known nor a folder" in said.err
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("policy.generation.vllm_cfg.tensor_parallel_size=0", "must be a whole number, at least 1"),
+        ("grpo.num_prompts_per_step=abc", "grpo.num_prompts_per_step: 'abc' is out of range"),
+        ("cluster=5", "cluster: expected a block of keys, got 5"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_size_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, says: str
+) -> None:
+    config = written(tmp_path / "run.yaml", NEMO_RL)
+    assert main([command, str(config), override, *(["--device", "H100"] if command == "explain" else [])]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_it_loads_neither_torch_nor_vllm(profile: Path) -> None:
     code = (
         "import sys; from nemo_specrollout.cli.main import main; "

@@ -323,6 +323,22 @@ def test_a_request_is_believed_as_it_makes_tokens() -> None:
     assert (speeds.speeds()[1] == 1.0).all()
 
 
+def test_rows_of_what_is_over_are_given_to_what_begins() -> None:
+    speeds = RunSpeeds(np.ones((0, 1)))
+    first = speeds.begin(3, np.array([2.0]))
+    speeds.observe(np.array(first), 0, np.array([900.0, 400.0, 100.0]), 100.0)
+    before = speeds.speeds(np.array(first))
+    speeds.forget([first[1]])
+    later = speeds.begin(5, np.array([0.5]))
+    assert first[1] in later and len({*first, *later}) == 7
+    assert speeds.speeds(np.array(later)) == pytest.approx(np.full((5, 1), 0.5))
+    assert (speeds.speeds(np.array([first[0], first[2]])) == before[[0, 2]]).all()
+    for _ in range(1000):
+        speeds.forget(later)
+        later = speeds.begin(5, np.array([1.0]))
+    assert len(speeds.speeds()) <= 16, "what is over takes no room"
+
+
 def test_a_task_is_where_its_requests_begin() -> None:
     assert RunSpeeds(np.full((1, 1), 2.0)).speeds()[0, 0] == pytest.approx(2.0)
 

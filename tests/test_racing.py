@@ -24,11 +24,12 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.run import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.generation import rollout_pool
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.private_ray import ray
 from nemo_specrollout.generation.responses import Response
-from nemo_specrollout.generation.rollout_pool import MOST_RESTARTS, RolloutPool
+from nemo_specrollout.generation.rollout_pool import GONE, MOST_RESTARTS, RolloutPool
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.timeline import BEATEN, DIED, MOVED, WON, Timeline
 from nemo_specrollout.generation.turns import Orders, Progress
@@ -312,6 +313,48 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     made, timeline = rollout.roll_out(six_prompts())
     assert_equal(made, expected["T=1"])
     assert pool.pids[0] != victim and {s.worker for s in timeline.spans} == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_death_that_no_turn_tells_of_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
+    """One is noticed by a question, one by new weights, both amid requests."""
+    rollout, restarts, old = coordinator(pool, WildPolicy(10)), list(pool.num_restarts), dict(pool.pids)
+    keys = rollout.add(six_prompts())
+    while not all(rollout.response(key).tokens for key in keys[:4]):
+        rollout.advance()
+    for worker in (0, 1):
+        os.kill(old[worker], signal.SIGKILL)
+    time.sleep(1.0)
+    assert pool.ask(0, "capture_seconds") is GONE and pool.is_alive(1)
+    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
+    assert not pool.is_alive(0) and not pool.is_alive(1)
+    while rollout.is_busy:
+        rollout.advance()
+    responses, timeline = rollout.take(keys)
+    assert_equal([r.rollout for r in responses], expected["T=1"])
+    assert {s.worker for s in timeline.spans if s.outcome == DIED} == {0, 1}
+    assert [now - before for now, before in zip(pool.num_restarts, restarts, strict=True)] == [1, 1]
+    pool.finish_turns()
+
+
+@pytest.mark.slow
+def test_who_is_silent_for_too_long_is_killed_though_others_talk(
+    pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_pool, "HANG_S", 2.0)
+    rollout, restarts = coordinator(pool, None), pool.num_restarts[1]
+    keys = rollout.add(six_prompts())
+    while not all(rollout.response(key).tokens for key in keys[:4]):
+        rollout.advance()
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    while rollout.is_busy:
+        rollout.advance()
+    responses, timeline = rollout.take(keys)
+    assert_equal([r.rollout for r in responses], expected["T=1"])
+    assert pool.num_restarts[1] == restarts + 1 and {s.worker for s in timeline.spans if s.outcome == DIED} == {1}
+    pool.finish_turns()
+    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
+    assert pool.is_alive(1), "new weights are for everybody, and waited for"
 
 
 def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:

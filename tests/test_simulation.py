@@ -144,6 +144,17 @@ def test_asynchronous_steps_take_what_is_longer_of_training_and_a_share_of_gener
     assert step.exposed_s == pytest.approx(step.step_s - train_s)
 
 
+@pytest.mark.parametrize("lag", [1, 2, 3, 8])
+def test_the_fewest_steps_that_settle_are_enough_for_a_step(lag: int) -> None:
+    scenario = small(
+        cluster={"device": "none", "num_gpus": 4, "train_gpus": 2}, batch={"num_prompts": 8, "num_samples": 2},
+        costs={"kind": "rounds", "rounds": {"plain_step_s": 0.01, "num_drafts": [3], "plain_steps": [1.5]}},
+        training={"mode": "async", "lag": lag, "train_s": 6.0, "num_steps": 2 * lag + 2},
+    )  # fmt: skip
+    step = simulate_step(Setting(Fleet(scenario), Variant(PLAIN)))
+    assert 0.0 <= step.idle_share <= 1.0 and 6.0 <= step.step_s <= 6.0 + step.rollout_s
+
+
 # Conservation.
 
 

@@ -93,7 +93,7 @@ def responses(**runs: tuple[int, int]) -> dict[int, Response]:
     return found
 
 
-def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, lengths: dict[int, int]) -> float | None:
+def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, lengths: dict[int, int]) -> float:
     for key, length in lengths.items():
         under_way[key].tokens = [7] * length
     speed_RM = np.ones((len(savings.keys), 1))
@@ -114,13 +114,13 @@ def test_what_was_saved_counts_from_the_first_move_and_what_workers_had_told() -
 def test_what_was_saved_may_be_less_than_nothing_or_unknown() -> None:
     under_way = responses(r0=(0, 0), r1=(-1, 0))
     savings = Savings(2, 0.0)
-    assert saved_s(savings, under_way, 3.0, {}) is None, "nobody moved"
+    assert not savings.is_known, "nobody moved"
     savings.before(TailDecision(starts=((1, 1),)), [0, 1], under_way)
     assert savings.keys == [], "who begins for want of a worker does not move"
     savings.before(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
-    assert saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
+    assert savings.is_known and saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
     savings.give_up()
-    assert saved_s(savings, under_way, 3.0, {}) is None, "a worker died"
+    assert not savings.is_known, "a worker died"
 
 
 # Counts and words

@@ -132,6 +132,21 @@ def test_who_leaves_instead_keeps_nobody(engines: list[RolloutEngine], expected:
     assert_idle(engines)
 
 
+def test_what_is_added_begins_at_once_and_what_moves_there_with_the_next_turn(engines: list[RolloutEngine]) -> None:
+    exchange, (first, second) = wild(7), sharded(engines[0], six_prompts(), [4])
+    for worker, shard in enumerate((first, second)):
+        exchange.join(worker, 6)
+        exchange.add(worker, shard[:1])
+    assert exchange._boxes.num_turns(1) == coordinator.MOST_AHEAD
+    (moved, *_) = exchange._coordinator._active
+    exchange._coordinator._start(moved, 1)
+    ((_, begun),) = exchange.add(1, second[1:2])
+    assert begun.prompt_token_ids == second[1].prompt_token_ids
+    assert moved in exchange._coordinator._starts[1].values(), (
+        "it waits for a turn, whoever may miss what `add` returns"
+    )
+
+
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 5, 9, 14])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_without_the_exchange_each_finishes_alone(

@@ -2,7 +2,9 @@
 """Asynchronous engines that share what they are asked for, as it comes: no token changes, and weights may."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,16 @@ from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, noisy, six_prompts
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.generation import coordinator
+from nemo_specrollout.generation.compat import REFUSALS, RolloutSamplingParams
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest, rollout_of
+from nemo_specrollout.generation.exchange_messages import Starts
+from nemo_specrollout.generation.hosted_engine import shard_request
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.stream_shard import StreamShard
 from nemo_specrollout.generation.stream_worker import StreamWorker
 from nemo_specrollout.generation.tail_exchange import TailExchange
+from nemo_specrollout.generation.turns import Orders
 
 pytestmark = pytest.mark.integration
 
@@ -54,7 +62,7 @@ class Fleet:
         self.exchange._coordinator.policy = WildPolicy(seed)
         self.engines, self.streams = engines, [StreamingEngine(engine) for engine in engines]
         self.shards = [
-            StreamShard(w, 6, StreamWorker(stream.generate), LoopLink(self.exchange, w, dies_after))
+            StreamShard(w, 6, StreamWorker(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
             for w, stream in enumerate(self.streams)
         ]
 
@@ -80,8 +88,8 @@ class Fleet:
         while not any(coordinator_.response(key).tokens for key in list(coordinator_._active)):
             await asyncio.sleep(0.005)
 
-    async def end(self, failure: str | None = None) -> None:
-        """Nothing is left in the engines, nor in the exchange, which failed like that, if it did."""
+    async def end(self, *failures: str | None) -> None:
+        """Nothing is left in the engines, nor in the exchange; each went alone for that reason, if it did."""
         for _ in range(200):
             if not any(engine._llm.llm_engine.has_unfinished_requests() for engine in self.engines):
                 break
@@ -92,7 +100,7 @@ class Fleet:
             if shard._loop is not None:
                 shard._loop.cancel()
                 await asyncio.gather(shard._loop, return_exceptions=True)
-        assert [shard.failure for shard in self.shards] == [failure, failure]
+        assert [shard.failure for shard in self.shards] == list(failures or (None, None))
         assert not self.exchange._coordinator.is_busy and not self.exchange._keys
 
 
@@ -129,7 +137,7 @@ def test_without_the_exchange_each_makes_its_own(
         fleet = await Fleet(engines, 2, dies_after).begin()
         made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
         fleet.exchange.end()
-        await fleet.end("it died")
+        await fleet.end("it died", "it died")
         return made
 
     assert_same(run(work()), expected["T=1"])
@@ -152,6 +160,109 @@ def test_what_nobody_wants_any_more_is_stopped(
     kept = [i for i in range(len(made)) if i % 3]
     assert all(isinstance(made[i], asyncio.CancelledError) or made[i].finished for i in range(0, len(made), 3))
     assert_same([made[i] for i in kept], [expected["T=1"][i] for i in kept])
+
+
+class SlowLink(LoopLink):
+    """On which a request is long on its way, and so is the answer."""
+
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
+        await asyncio.sleep(0.03)
+        starts = await super().add(requests)
+        await asyncio.sleep(0.03)
+        return starts
+
+
+@pytest.mark.parametrize("after_s", [0.015, 0.045])
+def test_who_gives_up_while_a_request_is_on_its_way_costs_nobody_anything(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], after_s: float
+) -> None:
+    async def work() -> list[Any]:
+        fleet = Fleet(engines, 5)
+        for worker, shard in enumerate(fleet.shards):
+            shard._link = SlowLink(fleet.exchange, worker)
+        await fleet.begin()
+        asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
+        await fleet.until_some_are_under_way()
+        for i in range(20):
+            task = asyncio.create_task(fleet.ask(100 + i, six_prompts()[i]))
+            await asyncio.sleep(after_s)
+            task.cancel()
+        made = await asyncio.gather(*asked)
+        await asyncio.sleep(0.2)
+        await fleet.end()
+        return made
+
+    assert_same(run(work()), expected["T=1"])
+
+
+def test_what_vllm_refuses_is_refused_to_who_asked_and_to_nobody_else(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    long = replace(six_prompts()[0], prompt_token_ids=[5] * 5000)
+
+    async def work() -> list[Any]:
+        fleet = await Fleet(engines, 6).begin()
+        asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
+        await fleet.until_some_are_under_way()
+        with pytest.raises(REFUSALS, match="5000"):
+            await fleet.ask(100, long)
+        made = await asyncio.gather(*asked)
+        await fleet.end()
+        return made
+
+    assert_same(run(work()), expected["T=1"])
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_who_goes_alone_leaves_what_others_brought_to_others(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]], seed: int
+) -> None:
+    class Broken(StreamingEngine):
+        num_outputs = 0
+
+        async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+            async for output in super().generate(prompt, params, request_id):
+                self.num_outputs += 1
+                if request_id.startswith("specrollout") and self.num_outputs > 200:
+                    raise RuntimeError("it is broken")
+                yield output
+
+    async def work() -> list[Any]:
+        fleet = Fleet(engines, seed)
+        fleet.shards[0]._engine = StreamWorker(Broken(engines[0]).generate, 6)
+        await fleet.begin()
+        made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
+        await fleet.end("RuntimeError: it is broken", None)
+        return made
+
+    assert_same(run(work()), expected["T=1"])
+
+
+def test_a_run_that_ends_with_an_empty_record_has_ended() -> None:
+    """vLLM aborts so."""
+
+    async def aborted(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        for tokens, reason in (([5, 6], None), ([], "abort")):
+            await asyncio.sleep(0.02)
+            yield SimpleNamespace(outputs=[_record(tokens, reason)])
+
+    def _record(tokens: list[int], reason: str | None) -> Any:
+        logprobs = [{t: SimpleNamespace(logprob=-1.0)} for t in tokens]
+        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
+
+    async def work() -> tuple[dict[int, Any], dict[int, str]]:
+        worker, parts, finished = StreamWorker(aborted, 1), {}, {}
+        orders = Orders(((7, as_sent),), seconds=0.03)
+        while not finished:
+            report = await worker.turn(orders)
+            parts.update(report.progress.parts())
+            finished.update(report.finished)
+            orders = Orders(seconds=0.03)
+        return parts, finished
+
+    params = RolloutSamplingParams(max_tokens=8, extra_args={EXTRA_ARGS_KEY: {"seed": 1}})
+    as_sent = shard_request((0, 0), {"prompt_token_ids": [1, 2]}, params)
+    assert run(work()) == ({7: ([], [])}, {7: "abort"})
 
 
 def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(

@@ -192,7 +192,8 @@ def unfit_heads(tree: Tree) -> list[str]:
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
     """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not."""
-    prompts, samples = at(tree, "grpo.num_prompts_per_step", "?"), at(tree, "grpo.num_generations_per_prompt", "?")
+    sizes = (f"grpo.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
+    prompts, samples = ("?" if at(tree, size) is None else size_at(tree, size) for size in sizes)
     temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
     return [
         ("runtime", f"nemo_rl: GRPO in NeMo-RL, {_explain_asynchrony(tree)}"),
@@ -263,9 +264,9 @@ def _explain_placement(tree: Tree) -> str:
     if at(tree, f"{GENERATION}.colocated.enabled"):
         where, generating = f"generation and training share {nodes} x {gpus} GPUs", nodes * gpus
     elif nodes == 1:
-        generating = size_at(tree, f"{resources}.gpus_per_node", 0)
+        generating = size_at(tree, f"{resources}.gpus_per_node", 0, low=0)
         where = f"{generating} GPUs generate, {gpus - generating} train"
     else:
-        apart = size_at(tree, f"{resources}.num_nodes", 0)
+        apart = size_at(tree, f"{resources}.num_nodes", 0, low=0)
         where, generating = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train", apart * gpus
     return f"{where}; {generating // per_engine} engines of {per_engine} GPU{'s' if per_engine > 1 else ''}"

@@ -22,7 +22,7 @@ from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_traps import Finding
-from nemo_specrollout.config.strict import build
+from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import as_configured
 
@@ -50,12 +50,11 @@ def explain(parsed: argparse.Namespace) -> int:
     subject = _subject(load_config(parsed.config, parsed.overrides))
     console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
-    if not subject.errors:
-        _show_predictions(subject, parsed, console)
+    errors = subject.errors or _show_predictions(subject, parsed, console)
     _section(console, "Known traps", _trap_lines(subject))
-    for error in subject.errors:
+    for error in errors:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
-    return EXIT_BAD_INPUT if subject.errors else 0
+    return EXIT_BAD_INPUT if errors else 0
 
 
 def _subject(tree: dict[str, Any]) -> Subject:
@@ -71,10 +70,15 @@ def _subject(tree: dict[str, Any]) -> Subject:
     return Subject(tree, explain_nemo_rl(tree), block, findings)
 
 
-def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> None:
-    """What is to be expected, as far as there are figures to tell by."""
-    expected = _expected(subject, parsed)
-    _section(console, "Expected benefit", [] if expected else [_unknown(subject)])
+def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> list[str]:
+    """What is to be expected, as far as there are figures to tell by. Returns why nothing can be simulated, if so."""
+    expected, errors = None, []
+    try:
+        expected = _expected(subject, parsed)
+    except ConfigError as error:
+        errors = [str(error)]
+    unknown = "unknown: the config cannot be simulated, see below" if errors else _unknown(subject)
+    _section(console, "Expected benefit", [] if expected else [unknown])
     if expected is not None:
         show_benefit(expected, parsed, console)
     show_ladder(subject.tree, subject.block, parsed.ladder, console)
@@ -86,6 +90,7 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
     if expected is not None:
         show_window(expected.scenario, subject.block, console)
     _section(console, "Racing", tail_lines(subject.block, expected))
+    return errors
 
 
 def _expected(subject: Subject, parsed: argparse.Namespace) -> Comparison | None:

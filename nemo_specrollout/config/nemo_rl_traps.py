@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER
+from nemo_specrollout.config.strict import ConfigError
 
 Tree = Mapping[str, Any]
 GENERATION = "policy.generation"
@@ -38,10 +39,17 @@ def at(tree: Tree, path: str, default: Any = None) -> Any:
     return default if node is None else node
 
 
-def size_at(tree: Tree, path: str, default: int = 1) -> int:
-    """The integer at a dotted path; `default` where there is none."""
-    value = at(tree, path)
-    return value if isinstance(value, int) else default
+def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
+    """The integer at a dotted path; `default` where there is none. Raises ConfigError for anything else, or below `low`."""
+    parent = path.rpartition(".")[0]
+    block, value = at(tree, parent, {}), at(tree, path)
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{parent}: expected a block of keys, got {block!r}")
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{path}: {value!r} is out of range; it must be a whole number, at least {low}")
+    return value
 
 
 def generating_gpus(tree: Tree) -> int:
@@ -50,14 +58,16 @@ def generating_gpus(tree: Tree) -> int:
     if at(tree, f"{GENERATION}.colocated.enabled", True):
         return nodes * gpus
     resources = f"{GENERATION}.colocated.resources"
-    return size_at(tree, f"{resources}.gpus_per_node", gpus) * (
-        size_at(tree, f"{resources}.num_nodes") if nodes > 1 else 1
+    return size_at(tree, f"{resources}.gpus_per_node", gpus, low=0) * (
+        size_at(tree, f"{resources}.num_nodes", low=0) if nodes > 1 else 1
     )
 
 
 def native_drafts(tree: Tree) -> int:
     """Draft tokens a step of vLLM's own drafter; 0 if there is none, or if a zero turns it off, as in NeMo-RL."""
-    return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens") if at(tree, SPECULATIVE_CONFIG) else 0
+    config = at(tree, SPECULATIVE_CONFIG)
+    is_block = isinstance(config, Mapping) and config
+    return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens", low=0) if is_block else 0
 
 
 def all_findings(tree: Tree) -> Iterator[Finding]:

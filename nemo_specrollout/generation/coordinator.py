@@ -84,11 +84,14 @@ class Coordinator:
         self._run_names: dict[int, tuple[int, int]] = {}
         self._num_runs_W = [0] * len(workers.methods)
         self._num_requests = self._num_runs = 0
-        self._speeds, self._first_row = RunSpeeds(np.ones((0, len(ladder.methods)))), 0
+        self._speeds = RunSpeeds(np.ones((0, len(ladder.methods))))
+        self._rows: dict[int, int] = {}  # of requests that were not taken, among the speeds
+        self._first_key = 0  # of those that began since nothing was under way
         self._log = SpanLog(tuple(ladder.methods[m] for m in workers.methods))
         self._busy_since_s = self._next_look_s = 0.0
         self._savings = Savings(len(self._workers), 0.0)
         self._saved_s: float | None = None
+        self._stood_still: set[int] = set()
 
     def roll_out(
         self,
@@ -127,8 +130,8 @@ class Coordinator:
         self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
         self._active |= dict.fromkeys(keys)
         self._waiting |= dict.fromkeys(keys)
-        ease_M = [self.ladder.ease(task, m) for m in range(len(self.ladder.methods))]
-        self._speeds.append(np.tile(ease_M, (len(requests), 1)))
+        ease_M = np.array([self.ladder.ease(task, m) for m in range(len(self.ladder.methods))])
+        self._rows |= zip(keys, self._speeds.begin(len(keys), ease_M), strict=True)
         if worker is None:
             self._deal_out(keys)
         else:
@@ -139,7 +142,7 @@ class Coordinator:
     def _begin_afresh(self) -> None:
         """Nothing is under way."""
         self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
-        self._speeds, self._first_row = RunSpeeds(np.ones((0, len(self.ladder.methods)))), self._num_requests
+        self._first_key = self._num_requests
         self._savings, self._saved_s = Savings(len(self._workers), self._busy_since_s), None
 
     def advance(self) -> list[int]:
@@ -155,10 +158,11 @@ class Coordinator:
     def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
         """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
         were under way together and without others."""
-        is_all = len(keys) == self._num_requests - self._first_row
+        is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
             self._savings.give_up()
         timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
+        self._speeds.forget([self._rows.pop(key) for key in keys])
         return [self._responses.pop(key) for key in keys], timeline
 
     def response(self, key: int) -> Response:
@@ -190,7 +194,15 @@ class Coordinator:
                 self._stop(key, worker, GAVE_UP)
         self._send_stops()
 
+    def resumed(self) -> None:
+        """They are there: the next report of each worker is also of a time in which it may have stood still."""
+        self._stood_still = set(self._workers)
+
     # Runs
+
+    def request_of(self, name: int) -> int | None:
+        """Whose run that is, if it is one of those under way."""
+        return self._run_names[name][0] if name in self._run_names else None
 
     def _deal_out(self, keys: Sequence[int]) -> None:
         requests = [self._responses[key].request for key in keys]
@@ -261,11 +273,12 @@ class Coordinator:
                 self._stops[worker] = []
                 self.workers.send(worker, orders)
 
-    def begin_now(self, worker: int) -> tuple[tuple[int, Request], ...]:
-        """What the worker is to begin with, by name: in its next turn, or before if whoever asks sees to it."""
-        starts = tuple((name, self._responses[key].begin(worker)) for name, key in self._starts[worker].items())
-        self._starts[worker] = {}
-        return starts
+    def begin_now(self, worker: int, keys: Iterable[int] | None = None) -> tuple[tuple[int, Request], ...]:
+        """What the worker is to begin with, or of it these requests, by name: in its next turn, or before if whoever asks sees
+        to it."""
+        starts, wanted = self._starts[worker], None if keys is None else set(keys)
+        names = [name for name, key in starts.items() if wanted is None or key in wanted]
+        return tuple((name, self._responses[starts.pop(name)].begin(worker)) for name in names)
 
     def _wants_turn(self, worker: int) -> bool:
         if not self.workers.is_alive(worker) or self.workers.num_turns(worker) >= MOST_AHEAD:
@@ -310,13 +323,18 @@ class Coordinator:
             self._estimate_savings()
 
     def _estimate_savings(self) -> None:
-        rows_R = np.array([self._row(key) for key in self._savings.keys], np.int64)
+        if not self._savings.is_known:
+            return
+        rows_R = np.array([self._rows[key] for key in self._savings.keys], np.int64)
         speed_RM, method_W = self._speeds.speeds(rows_R), np.array(self.workers.methods)
         self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, speed_RM, method_W, self.ladder)
 
     def _learn(self, worker: int, report: Report, counts: dict[int, int]) -> None:
         """What a turn tells of paces: of the method, and of each request that made tokens all through it."""
         work, method = report.work, self.workers.methods[worker]
+        if worker in self._stood_still:
+            self._stood_still.discard(worker)
+            return
         if work.num_prefilled:
             self.ladder.observe_prefill(work.num_prefilled, work.prefill_s)
         if not work.num_tokens or not counts:
@@ -327,12 +345,9 @@ class Coordinator:
         self.ladder.observe(
             tasks.pop() if len(tasks) == 1 else ANY_TASK, method, batch, work.num_tokens, work.request_s
         )
-        whole = {self._row(self._run_names[name][0]): n for name, n in counts.items() if name not in report.finished}
+        steady = [name for name in report.steady if name in self._run_names]
+        whole = {self._rows[self._run_names[name][0]]: counts.get(name, 0) for name in steady}
         self._speeds.observe(np.array(list(whole), np.int64), method, np.array(list(whole.values()), float), typical)
-
-    def _row(self, key: int) -> int:
-        """Of a request among the speeds."""
-        return key - self._first_row
 
     def _lose(self, worker: int) -> None:
         """A worker has died; its requests wait for another."""
@@ -363,7 +378,7 @@ class Coordinator:
             self._next_look_s = self._log.now_s + self._turn_s
 
     def _observe(self, keys: list[int]) -> TailObservation:
-        under_way, rows_R = [self._responses[key] for key in keys], np.array([self._row(key) for key in keys])
+        under_way, rows_R = [self._responses[key] for key in keys], np.array([self._rows[key] for key in keys])
         runs_U = [(i, w, len(r.tokens) - run.position) for i, r in enumerate(under_way) for w, run in r.runs.items()]
         runs_U3 = np.array(runs_U, np.int64).reshape(-1, 3)
         is_alive_W = np.array([self.workers.is_alive(w) for w in self._workers])

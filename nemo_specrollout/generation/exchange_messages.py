@@ -18,22 +18,27 @@ class ExchangeFailed(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """The response to a worker's request of that number: tokens int32 [N], log-probs float32 [N]."""
+    """The response to a worker's request of that number: tokens int32 [N], log-probs float32 [N]. If it was refused, none:
+    natively it will be too."""
 
     number: int
     tokens_N: np.ndarray
     logprobs_N: np.ndarray
-    finish_reason: str
+    finish_reason: str | None
 
     @classmethod
-    def of(cls, number: int, rollout: Rollout) -> "Made":
+    def of(cls, number: int, rollout: Rollout | None) -> "Made":
         """For the wire."""
+        if rollout is None:
+            return cls(number, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
         tokens_N, logprobs_N = np.array(rollout.token_ids, np.int32), np.array(rollout.logprobs, np.float32)
         return cls(number, tokens_N, logprobs_N, rollout.finish_reason)
 
     @property
-    def rollout(self) -> Rollout:
+    def rollout(self) -> Rollout | None:
         """From the wire."""
+        if self.finish_reason is None:
+            return None
         return Rollout(self.tokens_N.tolist(), self.logprobs_N.tolist(), self.finish_reason)
 
 

@@ -2,6 +2,7 @@
 """Rollout workers on this machine: an engine in each of several Ray actors of one core."""
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.turns import Orders, Report
 from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
 
-# Workers that end no turn for so long are killed; how often one may be started again.
-HANG_S, MOST_RESTARTS = 300.0, 3
+# A worker that ends no turn for so long is killed, and one that is not there so long after its start; how often one may be
+# started again.
+HANG_S, START_S, MOST_RESTARTS = 300.0, 1800.0, 3
 ONE_CORE = {"env_vars": {"OMP_NUM_THREADS": "1"}}
 GONE = object()
 """The answer of a worker that has died."""
@@ -55,7 +57,8 @@ class RolloutActor:
 class RolloutPool:
     """The workers of a run: Ray's, if none runs yet, the actors, and the weights that a new one starts with are its own.
 
-    A worker is alive, or dead, or being revived. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
+    A worker is alive, or dead, or being revived. Whoever notices that one has died, its death is reported, and until then it
+    takes no orders, though it be alive again. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class RolloutPool:
         self._actors: dict[int, Any] = {}
         self._starting: dict[Any, tuple[int, Any]] = {}
         self._turns: dict[Any, int] = {}
+        self._deaths: dict[int, None] = {}  # that were not reported
+        self._heard_s = [0.0] * num_workers
         self._weights: Any = None
         self.capacity = 0
         self._owns_ray = start_ray()
@@ -82,6 +87,7 @@ class RolloutPool:
             for worker in range(num_workers):
                 self._start(worker)
             self._wait_for_starts()
+            self._deaths.clear()
         except BaseException:
             self.close()
             raise
@@ -93,10 +99,12 @@ class RolloutPool:
 
     def is_alive(self, worker: int) -> bool:
         """Whether it takes orders."""
-        return worker in self._actors
+        return worker in self._actors and worker not in self._deaths
 
     def send(self, worker: int, orders: Orders) -> None:
         """Asks for a turn; a worker takes its turns, and new weights, in order."""
+        if not self.num_turns(worker):
+            self._heard_s[worker] = time.monotonic()
         self._turns[self._actors[worker].turn.remote(orders)] = worker
 
     def num_turns(self, worker: int) -> int:
@@ -105,9 +113,13 @@ class RolloutPool:
 
     def reports(self) -> list[tuple[int, Report | None]]:
         """Waits until a turn ends, or a worker that was being revived is alive, and takes all that have; None, once, of a
-        worker that has died."""
-        ready = self._wait()
-        return [self._report_of(turn) for turn in ready if turn in self._turns]
+        worker that has died, without waiting if that is known by now."""
+        ready = [] if self._deaths else self._wait()
+        answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
+        for turn in ready:
+            self._turns.pop(turn, None)
+        deaths, self._deaths = self._deaths, {}
+        return [(w, answer) for w, answer in answers if answer is not GONE] + [(w, None) for w in deaths]
 
     def finish_turns(self) -> None:
         """Waits for the turns that are left of an earlier rollout; nobody wants to know what they report."""
@@ -136,8 +148,8 @@ class RolloutPool:
             self._answer(worker, load)
 
     def ask(self, worker: int, method: str, *arguments: Any) -> Any:
-        """What a method of a worker's engine returns."""
-        return ray.get(self._actors[worker].ask.remote(method, arguments))
+        """What a method of the engine of a worker that is alive returns, or GONE."""
+        return self._answer(worker, self._actors[worker].ask.remote(method, arguments))
 
     def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
         """What a method of the engine returns, of each worker that is alive, or of those that have a drafter of that type."""
@@ -161,30 +173,44 @@ class RolloutPool:
         waits for ever for a place."""
         actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=ONE_CORE).remote()
         self._starting[actor.start.remote(*self._orders[worker], self._weights)] = worker, actor
+        self._heard_s[worker] = time.monotonic()
 
     def _wait(self) -> list[Any]:
-        """Turns that have ended, at least one unless a worker is alive now that was not."""
+        """Turns that have ended, at least one unless a worker is alive now that was not, or is to be killed."""
         waiting = [*self._turns, *self._starting]
-        if not ray.wait(waiting, timeout=HANG_S)[0]:
-            for worker in set(self._turns.values()):
-                ray.kill(self._actors[worker])
-        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        ready = self._ready(waiting)
+        patience_s = self._patience_s()
+        if not ready:
+            ray.wait(waiting, timeout=patience_s)
+            ready = self._ready(waiting)
         for start in [ref for ref in ready if ref in self._starting]:
             worker, self._actors[worker] = self._starting.pop(start)
             capacity = self._answer(worker, start)
             self.capacity = self.capacity if capacity is GONE else capacity
         return [ref for ref in ready if ref in self._turns]
 
+    def _ready(self, waiting: list[Any]) -> list[Any]:
+        """Those of them that have ended, whose workers are heard of by that."""
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for turn in ready:
+            if turn in self._turns:
+                self._heard_s[self._turns[turn]] = time.monotonic()
+        return ready
+
+    def _patience_s(self) -> float:
+        """Until somebody will have been silent for too long; kills who has been."""
+        at_work = {worker: (self._actors[worker], HANG_S) for worker in self._turns.values()}
+        at_work |= {worker: (actor, START_S) for worker, actor in self._starting.values()}
+        left_s = {worker: self._heard_s[worker] + most_s - time.monotonic() for worker, (_, most_s) in at_work.items()}
+        for worker in [worker for worker, left in left_s.items() if left <= 0]:
+            ray.kill(at_work[worker][0])
+        return max(min(left_s.values()), 1.0)
+
     def _wait_for_starts(self) -> None:
         while self._starting:
-            ray.wait(list(self._starting))
+            ray.wait(list(self._starting), timeout=self._patience_s())
             self._wait()
             self.revive()
-
-    def _report_of(self, turn: Any) -> tuple[int, Report | None]:
-        worker = self._turns.pop(turn)
-        report = self._answer(worker, turn)
-        return worker, None if report is GONE else report
 
     def _answer(self, worker: int, ref: Any) -> Any:
         """What a worker says, or that it is gone."""
@@ -193,4 +219,5 @@ class RolloutPool:
         except ray.exceptions.RayActorError:
             self._actors.pop(worker, None)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
+            self._deaths[worker] = None
             return GONE

@@ -58,6 +58,13 @@ class _Turn:
         return sum(len(tokens) for tokens, _ in self.told.values())
 
 
+def num_text_tokens(requests: Iterable[Request]) -> int:
+    """Tokens of what these begin with; a prompt counts once for all its samples, which share what was computed of it."""
+    requests = list(requests)
+    prompts = {r.prompt_index: len(r.prompt_token_ids) for r in requests}
+    return sum(prompts.values()) + sum(len(r.prefix_token_ids) for r in requests)
+
+
 class RolloutWorker:
     """Runs under way in an engine, by the names that the coordinator gave them; owns how much of each was told.
 
@@ -73,16 +80,16 @@ class RolloutWorker:
 
     def turn(self, orders: Orders) -> Report:
         """Stops and begins what `orders` say, steps until their seconds are over or nothing is left to do, and reports."""
-        turn = _Turn()
+        turn, old = _Turn(), [run.name for run in self._runs.values() if run.num_told]
         until = time.perf_counter() + orders.seconds
         self._stop(orders.stops)
-        prefill_s = self._begin(orders.starts, turn)
+        prefill_s, num_prefilled = self._begin(orders.starts, turn)
         num_first = turn.num_tokens
         decode_s, request_s = self._decode(until, turn)
         self._tell_all(turn)
-        num_prefilled = sum(len(r.prompt_token_ids) + len(r.prefix_token_ids) for _, r in orders.starts)
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
-        return Report(Progress.of(turn.told), turn.finished, work, self.policy_version)
+        steady = tuple(name for name in old if name in self._runs)
+        return Report(Progress.of(turn.told), turn.finished, work, self.policy_version, steady)
 
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
@@ -110,17 +117,19 @@ class RolloutWorker:
         """Nobody asks what they have made since they were told of last."""
         self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
-    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> float:
-        """Takes the step that computes the texts of new runs; its seconds."""
+    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int]:
+        """Takes the step that computes the texts of new runs; its seconds, and tokens of the texts that it computed whole.
+        None if it had no room for any of them whole."""
         if not starts:
-            return 0.0
+            return 0.0, 0
         started = time.perf_counter()
         runs = [_Run(name, request) for name, request in starts]
         self._runs |= {run.name: run for run in runs}
         self._put_in(runs)
         self._step(turn)
         self._tell_all(turn)
-        return time.perf_counter() - started
+        num_prefilled = num_text_tokens(request for name, request in starts if name in turn.told)
+        return time.perf_counter() - started if num_prefilled else 0.0, num_prefilled
 
     def _put_in(self, runs: Sequence[_Run]) -> None:
         for run, engine_id in zip(runs, self.engine.submit([r.request for r in runs], self._sampling), strict=True):

@@ -48,6 +48,11 @@ class Savings:
         self.keys = list(holders)
         self._held = Held(np.array(list(holders.values())), num_tokens_R, self._told_s_W.copy())
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anybody moved or raced, and there is something to compare with."""
+        return self._held is not None and not self._gave_up
+
     def saved_s(
         self,
         ended_s: float,
@@ -55,10 +60,8 @@ class Savings:
         speed_RM: np.ndarray,
         method_W: np.ndarray,
         paces: Paces,
-    ) -> float | None:
-        """Seconds by which what ended at `ended_s` would have ended later; None if nobody moved or raced, or nothing can be
-        said. `speed_RM`: of `keys`."""
-        if self._held is None or self._gave_up:
-            return None
+    ) -> float:
+        """Seconds by which what ended at `ended_s` would have ended later, if that is known. `speed_RM`: of `keys`."""
+        assert self._held is not None
         lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
         return undisturbed_end_s(self._held, lengths_R, speed_RM, method_W, paces) - ended_s

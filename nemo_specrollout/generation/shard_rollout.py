@@ -110,7 +110,7 @@ class ShardRollout:
             if turns:
                 report = self._turn(worker, turns.popleft())
             reply = answer()
-            self._rollouts |= {made.number: made.rollout for made in reply.made}
+            self._rollouts |= {made.number: made.rollout for made in reply.made if made.rollout is not None}
             if reply.is_over:
                 return
             turns.extend(reply.orders)

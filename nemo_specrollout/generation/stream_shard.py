@@ -7,7 +7,7 @@ If the exchange is gone the engine makes its own requests alone, from their begi
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ class StreamLink(Protocol):
 
     async def exchange(self, report: Report | None) -> Reply: ...
 
+    async def leave(self) -> None: ...
+
 
 class StreamShard:
     """One engine's part. Owns who waits for which response.
@@ -42,7 +44,7 @@ class StreamShard:
 
     def __init__(self, worker: int, capacity: int, engine: StreamWorker, link: StreamLink) -> None:
         self._worker, self._capacity, self._engine, self._link = worker, capacity, engine, link
-        self._waiting: dict[int, asyncio.Future[Rollout]] = {}
+        self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
         self._num_requests = 0
         self._loop: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -74,26 +76,36 @@ class StreamShard:
             yield output
 
     async def _rolled_out(self, request: ShardRequest) -> Rollout | None:
-        """None if the exchange failed."""
+        """None if the exchange failed, or an engine refused it."""
         number = request.home[1]
         self._waiting[number] = asyncio.get_running_loop().create_future()
+        adding = asyncio.ensure_future(self._link.add([request]))
         try:
-            self._engine.begin(await self._link.add([request]))
+            self._engine.begin(await asyncio.shield(adding))
             return await self._waiting[number]
         except ExchangeFailed as error:
             await self._go_alone(error)
             return None
         except asyncio.CancelledError:
-            task = asyncio.create_task(self._cancel(number))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._in_background(self._cancel(number, adding))
             raise
         finally:
             del self._waiting[number]
 
-    async def _cancel(self, number: int) -> None:
+    async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
+        """After the exchange knows of it: calls may overtake each other."""
         with suppress(ExchangeFailed):
+            await adding
             await self._link.cancel([number])
+
+    async def _leave(self) -> None:
+        with suppress(ExchangeFailed):
+            await self._link.leave()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _take_turns(self) -> None:
         turns, report = deque[Orders](), None
@@ -125,6 +137,7 @@ class StreamShard:
         logger.warning("specrollout: nothing moves any more, each engine makes what it is asked for: %s", self.failure)
         if self._loop is not None and self._loop is not asyncio.current_task():
             self._loop.cancel()
+        self._in_background(self._leave())
         await self._engine.forget()
         for future in self._waiting.values():
             if not future.done():

@@ -2,15 +2,17 @@
 """A rollout worker over an engine that steps by itself: a turn is a while, after which it tells what its runs have made."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_specrollout.generation.compat import REFUSALS
 from nemo_specrollout.generation.exchange_messages import Starts
 from nemo_specrollout.generation.hosted_engine import text_and_params
-from nemo_specrollout.generation.rollout_worker import FEW_RUNS
+from nemo_specrollout.generation.rollout_worker import FEW_RUNS, num_text_tokens
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
 
@@ -27,16 +29,15 @@ class _Run:
     name: int
     request: ShardRequest
     began_s: float
+    waits: bool
+    """For a place in the engine, which is full: when its text is computed says nothing."""
+
     task: asyncio.Task[None] | None = None
     first_s: float | None = None
     ended_s: float | None = None
     finish_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def num_text(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.request.prefix_token_ids)
 
 
 class StreamWorker:
@@ -45,8 +46,9 @@ class StreamWorker:
     Invariant: a run's tokens are told once each and in order. Belongs to one event loop.
     """
 
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
+    def __init__(self, generate: Generate, capacity: int) -> None:
+        """`capacity`: requests that the engine has places for."""
+        self._generate, self._capacity = generate, capacity
         self._runs: dict[int, _Run] = {}
         self._num_runs = 0
         self._not_to_begin: deque[int] = deque(maxlen=MOST_STOPPED)
@@ -55,7 +57,7 @@ class StreamWorker:
     async def turn(self, orders: Orders) -> Report:
         """Stops and begins what `orders` say, lets their seconds pass, or less if nothing is left to do, and reports.
 
-        Raises what the engine raised.
+        Raises what the engine raised; but a request that vLLM refuses is reported as refused.
         """
         self._not_to_begin.extend(name for name in orders.stops if name not in self._runs)
         await self._stop(orders.stops)
@@ -69,7 +71,8 @@ class StreamWorker:
             assert isinstance(request, ShardRequest)
             if name in self._not_to_begin:
                 continue
-            run = self._runs[name] = _Run(name, request, time.perf_counter())
+            waits = len(self._runs) >= self._capacity
+            run = self._runs[name] = _Run(name, request, time.perf_counter(), waits)
             run.task = asyncio.create_task(self._consume(run))
 
     async def forget(self) -> None:
@@ -109,31 +112,43 @@ class StreamWorker:
 
     def _report(self) -> Report:
         before, self._told_s = self._told_s, time.perf_counter()
-        work = _work(list(self._runs.values()), before, self._told_s)
-        parts, finished = {}, {}
+        decoding = [run for run in self._runs.values() if run.first_s is not None and run.first_s <= before]
+        work = _work(decoding, list(self._runs.values()), before, self._told_s)
+        steady = tuple(run.name for run in decoding if run.ended_s is None)
+        parts, finished, refused = {}, {}, []
         for run in list(self._runs.values()):
             assert run.task is not None
             if run.task.done():
+                del self._runs[run.name]
+                if run.first_s is None and isinstance(run.task.exception(), REFUSALS):
+                    refused.append(run.name)
+                    continue
                 run.task.result()
                 assert run.finish_reason is not None
                 finished[run.name] = run.finish_reason
-                del self._runs[run.name]
-            if run.tokens:
+            if run.tokens or run.name in finished:
                 parts[run.name] = run.tokens, run.logprobs
                 run.tokens, run.logprobs = [], []
-        return Report(Progress.of(parts), finished, work)
+        return Report(Progress.of(parts), finished, work, steady=steady, refused=tuple(refused))
 
 
-def _work(runs: list[_Run], since_s: float, now_s: float) -> Work:
+def _work(decoding: list[_Run], runs: list[_Run], since_s: float, now_s: float) -> Work:
     """Of runs that made tokens all the while, and of those whose text was computed in it."""
-    decoding = [run for run in runs if run.first_s is not None and run.first_s <= since_s]
     request_s = [(now_s if run.ended_s is None else run.ended_s) - since_s for run in decoding]
-    begun = [run for run in runs if run.first_s is not None and run.first_s > since_s]
-    prefill_s = max((run.first_s or 0.0 for run in begun), default=0.0) - min((r.began_s for r in begun), default=0.0)
+    begun = [(r, r.first_s) for r in runs if r.first_s is not None and r.first_s > since_s and not r.waits]
     return Work(
         max(request_s, default=0.0),
         sum(request_s),
         sum(len(run.tokens) for run in decoding),
-        prefill_s,
-        sum(run.num_text for run in begun),
+        _covered_s([(run.began_s, first_s) for run, first_s in begun]),
+        num_text_tokens(run.request for run, _ in begun),
     )
+
+
+def _covered_s(spans: list[tuple[float, float]]) -> float:
+    """Seconds in at least one of the spans."""
+    covered_s, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered_s += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered_s

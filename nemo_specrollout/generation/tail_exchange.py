@@ -89,25 +89,23 @@ class TailExchange:
         """The worker, who has joined, brings more; what it is to begin with at once, unless weights are on their way."""
         with self._guarded():
             self._check(worker)
-            self._add(worker, requests)
-            starts = () if self._is_settled else self._coordinator.begin_now(worker)
+            keys = self._add(worker, requests)
+            starts = () if self._is_settled else self._coordinator.begin_now(worker, keys)
             self._advance()
             return starts
 
     def cancel(self, worker: int, numbers: Sequence[int]) -> None:
         """Nobody wants the responses to its requests of these numbers any more."""
         with self._guarded():
-            keys = [self._keys.pop((worker, n)) for n in numbers if (worker, n) in self._keys]
-            self._coordinator.abandon(keys)
-            for key in keys:
-                self._homes.pop(key, None)
+            self._forget([self._keys[worker, n] for n in numbers if (worker, n) in self._keys])
 
     def leave(self, worker: int) -> None:
-        """The worker comes no more; what it has goes on elsewhere."""
+        """The worker comes no more. What it has for others goes on elsewhere; nobody wants what it brought."""
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(worker)
             self._boxes.leave(worker)
+            self._forget([key for (home, _), key in self._keys.items() if home == worker])
             self._advance()
 
     def exchange(self, worker: int, report: Report | None = None) -> Reply:
@@ -117,6 +115,7 @@ class TailExchange:
             self._heard_s[worker] = time.monotonic()
             if report is not None:
                 self._boxes.report(worker, report)
+                self._refuse(report.refused)
             self._advance()
             self._changed.wait_for(lambda: self._has_word_for(worker), POLL_S)
             self._check(worker)
@@ -140,6 +139,7 @@ class TailExchange:
         with self._guarded():
             self._is_settled = False
             self._advance()
+            self._coordinator.resumed()
 
     # Figures
 
@@ -181,10 +181,24 @@ class TailExchange:
         is_needed = self._boxes.num_turns(worker) > 0 or bool(self._made[worker])
         return is_needed or self._is_over or self._failure is not None or not self._boxes.is_alive(worker)
 
-    def _add(self, worker: int, requests: Sequence[ShardRequest]) -> None:
+    def _add(self, worker: int, requests: Sequence[ShardRequest]) -> list[int]:
         keys = self._coordinator.add(requests, worker=worker) if requests else []
         self._homes |= {key: r.home for key, r in zip(keys, requests, strict=True)}
         self._keys |= {r.home: key for key, r in zip(keys, requests, strict=True)}
+        return keys
+
+    def _refuse(self, names: Sequence[int]) -> None:
+        """Who asked for them is told."""
+        keys = [key for name in names if (key := self._coordinator.request_of(name)) is not None]
+        for worker, number in [self._homes[key] for key in keys]:
+            self._made[worker].append(Made.of(number, None))
+        self._forget(keys)
+
+    def _forget(self, keys: Sequence[int]) -> None:
+        """Nobody is to be given the responses to these."""
+        self._coordinator.abandon(keys)
+        for key in keys:
+            del self._keys[self._homes.pop(key)]
 
     def _advance(self) -> None:
         if not self._is_settled:

@@ -76,6 +76,14 @@ class Report:
 
     progress: Progress
     finished: dict[int, str] = field(default_factory=dict)
+    """Each of these is in `progress`, though it made nothing."""
+
     work: Work = Work()
     policy_version: int = 0
     """Of the weights that made it."""
+
+    steady: tuple[int, ...] = ()
+    """Runs that made tokens before, and went on through all of its decode steps."""
+
+    refused: tuple[int, ...] = ()
+    """Runs that the engine does not take; the request is to blame."""

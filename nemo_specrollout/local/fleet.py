@@ -15,7 +15,7 @@ from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
-from nemo_specrollout.generation.rollout_pool import RolloutPool
+from nemo_specrollout.generation.rollout_pool import GONE, RolloutPool
 from nemo_specrollout.generation.timeline import WON, Span, Timeline
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.scheduling.dispatch import in_shards
@@ -84,10 +84,11 @@ class RolloutFleet:
 
     def _reports_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         alive = [w for w in self._before if self.pool.is_alive(w) and self.pool.num_restarts[w] == self._restarts[w]]
-        before = {w: self._before[w] for w in alive}
-        after = {w: self.pool.ask(w, "report", before[w]["num_steps"]) for w in alive}
-        for w in alive:
-            method, counts = self.pool.method_names[self.pool.methods[w]], draft_counts(before[w], after[w])
+        asked = {w: self.pool.ask(w, "report", self._before[w]["num_steps"]) for w in alive}
+        after = {w: report for w, report in asked.items() if report is not GONE}
+        before = {w: self._before[w] for w in after}
+        for w, report in after.items():
+            method, counts = self.pool.method_names[self.pool.methods[w]], draft_counts(before[w], report)
             self._drafts[method] = self._drafts[method][0] + counts[0], self._drafts[method][1] + counts[1]
         return before, after
 

@@ -67,9 +67,13 @@ class TailStreamLink:
         """Hands in the report of a turn."""
         return await self._answer("exchange", report)
 
-    async def _answer(self, method: str, argument: Any) -> Any:
+    async def leave(self) -> None:
+        """The engine goes alone."""
+        await self._answer("leave")
+
+    async def _answer(self, method: str, *arguments: Any) -> Any:
         with lost():
-            return await asyncio.wait_for(getattr(self._actor, method).remote(self._worker, argument), PATIENCE_S)
+            return await asyncio.wait_for(getattr(self._actor, method).remote(self._worker, *arguments), PATIENCE_S)
 
 
 def answer_of(call: Any) -> Any:

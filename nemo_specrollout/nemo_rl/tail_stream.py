@@ -11,6 +11,6 @@ from nemo_specrollout.nemo_rl.tail_link import TailStreamLink
 async def stream_tail(llm: Any, generate: Generate, actor: Any, worker: int) -> StreamShard:
     """Of engine number `worker`, an `AsyncLLM` whose own generate is `generate`; it takes part from now on."""
     capacity = int(llm.vllm_config.scheduler_config.max_num_seqs)
-    shard = StreamShard(worker, capacity, StreamWorker(generate), TailStreamLink(actor, worker))
+    shard = StreamShard(worker, capacity, StreamWorker(generate, capacity), TailStreamLink(actor, worker))
     await shard.begin()
     return shard

@@ -4,6 +4,8 @@
 Shapes: R requests, M draft methods.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 # Standard deviation, in logarithms, of requests' paces around the typical one; and the tokens after which half of what is seen
@@ -17,20 +19,38 @@ ALL = slice(None)
 class RunSpeeds:
     """Tokens that each request made under each method, and those that a typical one would have made in that time; owns both.
 
-    The logarithm of their ratio is shrunk towards that of the request's task, the more the fewer the tokens.
+    The logarithm of their ratio is shrunk towards that of the request's task, the more the fewer the tokens. Rows of requests
+    that were forgotten are given to new ones.
     """
 
     def __init__(self, task_ease_RM: np.ndarray) -> None:
+        """Row i is request i."""
         self._task_log_RM = np.log(task_ease_RM)
         self._made_RM = np.zeros(task_ease_RM.shape)
         self._typical_RM = np.zeros(task_ease_RM.shape)
+        self._free: list[int] = []
 
-    def append(self, task_ease_RM: np.ndarray) -> None:
-        """More requests, after those that are there."""
-        self._task_log_RM = np.concatenate([self._task_log_RM, np.log(task_ease_RM)])
-        self._made_RM, self._typical_RM = (
-            np.concatenate([x, np.zeros(task_ease_RM.shape)]) for x in (self._made_RM, self._typical_RM)
-        )
+    def begin(self, num_requests: int, task_ease_M: np.ndarray) -> list[int]:
+        """The rows of so many more requests of one task."""
+        self._make_room(num_requests)
+        rows = [self._free.pop() for _ in range(num_requests)]
+        self._task_log_RM[rows] = np.log(task_ease_M)
+        self._made_RM[rows] = self._typical_RM[rows] = 0.0
+        return rows
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Those requests are over."""
+        self._free += rows
+
+    def _make_room(self, num_requests: int) -> None:
+        """Grows to twice the size at least: a row is copied once or twice in its life."""
+        size, missing = len(self._made_RM), num_requests - len(self._free)
+        if missing > 0:
+            num_new = max(missing, size)
+            self._free += range(size + num_new - 1, size - 1, -1)
+            self._task_log_RM, self._made_RM, self._typical_RM = (
+                np.pad(x, ((0, num_new), (0, 0))) for x in (self._task_log_RM, self._made_RM, self._typical_RM)
+            )
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
         """Runs by `method` made so many tokens each, where typical requests would have made `typical`."""

@@ -54,13 +54,21 @@ class Fleet:
 
     @cached_property
     def num_slots(self) -> int:
-        """Requests that an engine decodes at a time: by its limit, and by its memory at the mean length."""
+        """Requests that an engine decodes at a time: by its limit, and by its memory at the mean length. Raises ConfigError
+        if it has none for a single one."""
         most = self.scenario.batch.max_requests
         if self.policy is None:
             return most
         lengths = self.scenario.lengths
         tokens = self.scenario.batch.prompt_tokens + min(lengths.median * 1.5, lengths.max_tokens)
-        return max(1, min(most, int(self.policy.kv_tokens / tokens)))
+        room = int(self.policy.kv_tokens)
+        if room < tokens:
+            raise ConfigError(
+                f"batch.prompt_tokens: {self.scenario.batch.prompt_tokens}; a request of {tokens:.0f} tokens with its "
+                f"response does not fit beside the weights, which leave room for {max(0, room)}: lower it, or "
+                "raise cluster.gpus_per_engine"
+            )
+        return min(most, int(room / tokens))
 
     def num_workers(self, kind: str) -> int:
         """Engines, or pairs of a verifier and a drafter of its own."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's config as a scenario. What a config does not say is assumed, and `source` says so: response lengths, acceptance.
 
-A block `simulation` of the config, e.g. `simulation.lengths.median=900`, wins over what is found.
+A block `simulation` of the config, e.g. `simulation.lengths.median=900`, wins over what is found. What is wrong with a
+scenario is told by the keys of that block.
 """
 
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
         size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node"),
     )
     is_async = bool(at(tree, "grpo.async_grpo.enabled"))
-    lag = size_at(tree, "grpo.async_grpo.max_trajectory_age_steps")
+    lag = size_at(tree, "grpo.async_grpo.max_trajectory_age_steps", low=0)
     max_tokens = size_at(tree, f"{GENERATION}.max_new_tokens", size_at(tree, "policy.max_total_sequence_length", 4096))
     found = {
         "title": f"{at(tree, 'policy.model_name')} on {all_gpus} {device}",
@@ -60,9 +61,9 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
         "batch": _batch(tree),
         "lengths": {"median": _MEDIAN_SHARE * max_tokens, "max_tokens": max_tokens, **_ASSUMED_LENGTHS},
         "drafting": _drafting(block),
-        "training": {"mode": "async", "lag": lag} if is_async else {"mode": "sync"},
+        "training": {"mode": "async", "lag": lag, "num_steps": max(12, 4 * (lag + 1))} if is_async else {"mode": "sync"},
     }  # fmt: skip
-    return scenario_of(_over(found, tree))
+    return scenario_of(_over(found, tree), OWN_BLOCK)
 
 
 def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
@@ -86,7 +87,7 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
         "drafting": _drafting(generation.specrollout),
         "costs": {"kind": "tables", "profile": str(profile)},
     }  # fmt: skip
-    return scenario_of(_over(found, tree))
+    return scenario_of(_over(found, tree), OWN_BLOCK)
 
 
 def _batch(tree: Tree) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from nemo_specrollout.simulation.scenario_blocks import (
 )
 from nemo_specrollout.simulation.transformer import model_named
 
+# Each takes about a kilobyte.
+MOST_REQUESTS = 2_000_000
 FOLDER = Path(__file__).parent / "scenarios"
 
 
@@ -68,6 +70,12 @@ class Scenario:
                 f"{join(path, 'cluster.train_gpus')}: {cluster.train_gpus}; in synchronous training all GPUs take turns: "
                 "set it to 0, or mode: async"
             )
+        num_requests = self.batch.num_requests * (training.num_steps if training.mode == "async" else 1)
+        if num_requests > MOST_REQUESTS:
+            raise ConfigError(
+                f"{join(path, 'batch.num_prompts')}: {self.batch.num_prompts} of {self.batch.num_samples} samples make "
+                f"{num_requests} requests to simulate; {MOST_REQUESTS} at most: lower one of them, or training.num_steps"
+            )
         if self.costs.kind == "roofline":
             self._check_memory(path)
 
@@ -95,9 +103,9 @@ def read_scenario(name: str, overrides: list[str]) -> Scenario:
     return scenario_of(load_config(FOLDER / f"{name}.yaml", overrides))
 
 
-def scenario_of(tree: Mapping[str, object]) -> Scenario:
-    """From a tree of plain values. Raises ConfigError."""
-    return build(Scenario, tree, "")
+def scenario_of(tree: Mapping[str, object], path: str = "") -> Scenario:
+    """From a tree of plain values, which is at `path` of what the user wrote. Raises ConfigError."""
+    return build(Scenario, tree, path)
 
 
 def is_scenario(tree: Mapping[str, object]) -> bool:

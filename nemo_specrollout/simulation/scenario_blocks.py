@@ -173,7 +173,7 @@ class TrainingConfig:
     mode: str = choice("sync", "async", default="sync")
     """`sync`: generate, then train. `async`: batches are generated while earlier ones train."""
 
-    lag: int = bounded(0, low=0, high=16)
+    lag: int = bounded(0, low=0, high=64)
     """Of `async`: policy versions by which a batch may be behind when its training begins."""
 
     max_age: int | None = bounded(None, low=0)
@@ -206,9 +206,9 @@ class TrainingConfig:
                 f"{path}.max_age: {self.max_age} throws away what a lag of {self.lag} makes; raise it to the lag, or "
                 "lower that"
             )
-        if self.mode == "async" and self.num_steps < 2 * self.lag + 1:
+        if self.mode == "async" and self.num_steps < 2 * self.lag + 2:
             raise ConfigError(
-                f"{path}.num_steps: {self.num_steps} steps do not settle with a lag of {self.lag}; at least {2 * self.lag + 1}"
+                f"{path}.num_steps: {self.num_steps} steps do not settle with a lag of {self.lag}; at least {2 * self.lag + 2}"
             )
         if self.buffer_batches is not None and self.buffer_batches < self.lag:
             raise ConfigError(

@@ -20,7 +20,7 @@ class Sample:
 
     prompt: int = bounded(low=0)
     sample: int = bounded(low=0)
-    tokens: int = bounded(low=1)
+    tokens: int = bounded(low=1, high=1 << 24)
     step: int = bounded(0, low=0)
 
 
