@@ -77,17 +77,20 @@ class RolloutWorker:
         self.policy_version = 0
         self._runs: dict[int, _Run] = {}
         self._by_engine_id: dict[str, _Run] = {}
+        self._step_s = 0.0  # of the decode steps of late
 
     def turn(self, orders: Orders) -> Report:
         """Stops and begins what `orders` say, steps until their seconds are over or nothing is left to do, and reports."""
         turn, old = _Turn(), [run.name for run in self._runs.values() if run.num_told]
         until = time.perf_counter() + orders.seconds
         self._stop(orders.stops)
-        prefill_s, num_prefilled = self._begin(orders.starts, turn)
+        first_s, num_prefilled = self._begin(orders.starts, turn)
         num_first = turn.num_tokens
-        decode_s, request_s = self._decode(until, turn)
+        decode_s, request_s, num_steps = self._decode(until, turn)
         self._tell_all(turn)
+        prefill_s = max(first_s - self._step_s, 0.0) if num_prefilled else 0.0
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
+        self._step_s = decode_s / num_steps if num_steps else self._step_s
         steady = tuple(name for name in old if name in self._runs)
         return Report(Progress.of(turn.told), turn.finished, work, self.policy_version, steady)
 
@@ -118,8 +121,7 @@ class RolloutWorker:
         self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
     def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int]:
-        """Takes the step that computes the texts of new runs; its seconds, and tokens of the texts that it computed whole.
-        None if it had no room for any of them whole."""
+        """Takes the step that computes the texts of new runs; its seconds, and tokens of the texts that it computed whole."""
         if not starts:
             return 0.0, 0
         started = time.perf_counter()
@@ -129,7 +131,7 @@ class RolloutWorker:
         self._step(turn)
         self._tell_all(turn)
         num_prefilled = num_text_tokens(request for name, request in starts if name in turn.told)
-        return time.perf_counter() - started if num_prefilled else 0.0, num_prefilled
+        return time.perf_counter() - started, num_prefilled
 
     def _put_in(self, runs: Sequence[_Run]) -> None:
         for run, engine_id in zip(runs, self.engine.submit([r.request for r in runs], self._sampling), strict=True):
@@ -141,19 +143,20 @@ class RolloutWorker:
         for run in runs:
             del self._by_engine_id[run.engine_id]
 
-    def _decode(self, until: float, turn: _Turn) -> tuple[float, float]:
-        """Seconds of steps, and the same summed over the requests of each."""
-        decode_s = request_s = 0.0
+    def _decode(self, until: float, turn: _Turn) -> tuple[float, float, int]:
+        """Seconds of steps, the same summed over the requests of each, and how many steps."""
+        decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()
         while self._runs and now < until:
             num_runs = len(self._runs)
             self._step(turn)
             before, now = now, time.perf_counter()
+            num_steps += 1
             decode_s += now - before
             request_s += (now - before) * min(num_runs, self.engine.max_num_seqs)
             if len(self._runs) < num_runs <= FEW_RUNS:
                 break
-        return decode_s, request_s
+        return decode_s, request_s, num_steps
 
     def _step(self, turn: _Turn) -> None:
         for engine_id, rollout in self.engine.step().items():

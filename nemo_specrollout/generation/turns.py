@@ -56,7 +56,7 @@ class Progress:
 @dataclass(frozen=True)
 class Work:
     """Of the decode steps of a turn: seconds of steps, the same summed over the requests of each, tokens that they made; and
-    seconds and tokens of the steps that computed texts."""
+    seconds that computing texts took beyond such a step, and tokens of those texts."""
 
     decode_s: float = 0.0
     request_s: float = 0.0
