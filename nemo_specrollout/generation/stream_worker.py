@@ -2,7 +2,6 @@
 """A rollout worker over an engine that steps by itself: a turn is a while, after which it tells what its runs have made."""
 
 import asyncio
-import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +13,7 @@ from nemo_specrollout.generation.exchange_messages import Starts
 from nemo_specrollout.generation.hosted_engine import text_and_params
 from nemo_specrollout.generation.rollout_worker import FEW_RUNS, num_text_tokens
 from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.timeline import covered
 from nemo_specrollout.generation.turns import Orders, Progress, Report, Work
 
 # Remembered of stops for runs that are not there: mostly they have ended, seldom they are yet to begin.
@@ -140,15 +140,6 @@ def _work(decoding: list[_Run], runs: list[_Run], since_s: float, now_s: float) 
         max(request_s, default=0.0),
         sum(request_s),
         sum(len(run.tokens) for run in decoding),
-        _covered_s([(run.began_s, first_s) for run, first_s in begun]),
+        covered([(run.began_s, first_s) for run, first_s in begun]),
         num_text_tokens(run.request for run, _ in begun),
     )
-
-
-def _covered_s(spans: list[tuple[float, float]]) -> float:
-    """Seconds in at least one of the spans."""
-    covered_s, until = 0.0, -math.inf
-    for start, end in sorted(spans):
-        covered_s += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered_s

@@ -65,7 +65,7 @@ class Timeline:
         """Of the workers' seconds in the rollout, those in which they had no request."""
         end_s = max((s.end_s for s in self.spans), default=0.0)
         busy_s = sum(
-            _covered([(s.start_s, s.end_s) for s in self.spans if s.worker == w]) for w in range(self.num_workers)
+            covered([(s.start_s, s.end_s) for s in self.spans if s.worker == w]) for w in range(self.num_workers)
         )
         return 1.0 - busy_s / (self.num_workers * end_s) if end_s else 0.0
 
@@ -133,8 +133,8 @@ def in_words(figures: Mapping[str, Any]) -> str:
     return f"{', '.join(parts)}{saved}; workers idle for {figures['idle_share']:.0%} of their time"
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals, which begin at 0 or later."""
     total = reached = 0.0
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)
