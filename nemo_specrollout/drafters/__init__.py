@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who proposes: one file per method, one interface (`base.py`)."""
+"""Who proposes: one class a method that reads text (`text.py`), and the board on which all proposals meet (`board.py`)."""
+
+from typing import TYPE_CHECKING
 
 from nemo_specrollout.config.block import DrafterConfig
-from nemo_specrollout.drafters.base import Drafter
+
+if TYPE_CHECKING:
+    import torch
+
+    from nemo_specrollout.drafters.text import TextDrafter
 
 
-def build_drafter(config: DrafterConfig, num_lanes: int, vocab_size: int) -> Drafter:
-    """The drafter that `config` names, for at most `num_lanes` requests at a time."""
-    if config.type == "ngram":
-        from nemo_specrollout.drafters.ngram import NgramDrafter
+def build_text_drafter(
+    config: DrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: "torch.device"
+) -> "TextDrafter":
+    """The drafter on the engine's device that `config` names, for `num_slots` requests at a time."""
+    from nemo_specrollout.drafters.device_index import context_orders, slots_for
+    from nemo_specrollout.drafters.text import NgramLookup, RandomTokens, SuffixLookup
 
-        return NgramDrafter(num_lanes, config.max_order, config.num_slots)
-    if config.type == "suffix":
-        from nemo_specrollout.drafters.suffix import SuffixDrafter
-
-        return SuffixDrafter(num_lanes, config.max_order, config.num_slots)
     if config.type == "random":
-        from nemo_specrollout.drafters.random_tokens import RandomDrafter
-
-        return RandomDrafter(vocab_size)
-    raise ValueError(f"unknown drafter {config.type!r}")
+        return RandomTokens(vocab_size)
+    cls = {"suffix": SuffixLookup, "ngram": NgramLookup}[config.type]
+    index_slots = config.num_slots or slots_for(
+        num_slots, max_model_len, context_orders(cls.shortest_context, config.max_order)
+    )
+    return cls(num_slots, config.max_order, index_slots, device)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of the draft board for a GPU: one program a request. What they compute is said in `board.py`.
+
+Two launches learn from a step, since the tables fade before anyone adds to them; a third chooses. Programs share only the
+tables and counts, to which they add atomically: the result does not depend on their order, but for the rounding of sums.
+
+Shapes: as in `board_numba.py`; a block's D and K are rounded up to powers of two.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nemo_specrollout.drafters.base import LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
+
+_LEVEL_DECAY = tl.constexpr(LEVEL_DECAY)
+_LOG2_REQUEST_DECAY = tl.constexpr(math.log2(REQUEST_DECAY))
+_MAX_RATE = tl.constexpr(MAX_RATE)
+_PRIOR_STRENGTH = tl.constexpr(PRIOR_STRENGTH)
+
+
+@triton.jit
+def _fade(table_ptr, rows, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets hits and trials fade, unless few are left; returns the hits per trial."""
+    mask = rows < num_rows
+    hits = tl.load(table_ptr + 2 * rows, mask=mask, other=0.0)
+    trials = tl.load(table_ptr + 2 * rows + 1, mask=mask, other=1.0)
+    left = tl.where(trials > _PRIOR_STRENGTH, _LEVEL_DECAY, 1.0)
+    tl.store(table_ptr + 2 * rows, hits * left, mask=mask)
+    tl.store(table_ptr + 2 * rows + 1, trials * left, mask=mask)
+    return hits / trials
+
+
+@triton.jit(do_not_specialize_on_alignment=["step_ptr"])
+def _begin_step(  # type: ignore[no-untyped-def]
+    level_ptr, position_ptr, step_ptr, rates_ptr,
+    DE: tl.constexpr, DK: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, BLOCK)
+    rates = _fade(level_ptr, rows, DE)
+    tl.store(rates_ptr + rows, rates, mask=rows < DE)
+    _fade(position_ptr, rows, DK)
+    tl.store(step_ptr + rows, tl.zeros([BLOCK], tl.int32), mask=rows < D2)
+
+
+@triton.jit
+def _count_verified(  # type: ignore[no-untyped-def]
+    slot, num_sampled, num_rejected, total_len, chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr, step_ptr,
+    K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Adds the drafts that the step verified, and those of them that it accepted, to all counts."""
+    drafter = tl.minimum(tl.maximum(tl.load(chosen_ptr + slot), 0), D - 1)
+    submitted = tl.minimum(tl.load(submitted_ptr + slot), K)
+    num_verified = tl.minimum(num_sampled - 1 + num_rejected, submitted)
+    num_accepted = tl.minimum(num_sampled - 1, num_verified)
+    c = tl.arange(0, BLOCK_C)
+    edges = tl.load(edges_ptr + c, mask=c < C, other=0)
+    length_class = tl.sum(((c < C) & (total_len - num_sampled >= edges)).to(tl.int32), axis=0)
+    k = tl.arange(0, BLOCK_K)
+    counts_ptr = verified_ptr + 2 * ((drafter * (C + 1) + length_class) * K + k)
+    one = tl.full([BLOCK_K], 1, tl.int64)
+    tl.atomic_add(counts_ptr, one, mask=k < num_verified, sem="relaxed")
+    tl.atomic_add(counts_ptr + 1, one, mask=k < num_accepted, sem="relaxed")
+    if num_verified > 0:
+        tl.atomic_add(step_ptr + 2 * drafter, num_verified, sem="relaxed")
+        tl.atomic_add(step_ptr + 2 * drafter + 1, num_accepted, sem="relaxed")
+        tl.store(request_ptr + 2 * slot, tl.load(request_ptr + 2 * slot) + num_verified)
+        tl.store(request_ptr + 2 * slot + 1, tl.load(request_ptr + 2 * slot + 1) + num_accepted)
+    tl.store(submitted_ptr + slot, 0)
+
+
+@triton.jit
+def _judge(  # type: ignore[no-untyped-def]
+    slot, total_len, text_ptr, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
+    rates_ptr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compares the proposals of a request with its text, up to the first miss of each or the end of the text."""
+    d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)[None, :]
+    row, mask_D = slot * D + d, d < D
+    length = tl.minimum(tl.load(length_ptr + row, mask=mask_D, other=0), K)
+    base = tl.load(base_ptr + row, mask=mask_D, other=0)
+    checked = tl.load(checked_ptr + row, mask=mask_D, other=0)
+    position = base[:, None] + k
+    is_known = (k >= checked[:, None]) & (k < length[:, None]) & (position < total_len)
+    token = tl.load(text_ptr + position, mask=is_known, other=0)
+    is_hit = tl.load(tokens_ptr + row[:, None] * K + k, mask=is_known, other=-1) == token
+    first_miss = tl.min(tl.where(is_known & (is_hit == 0), k, BLOCK_K), axis=1)
+    judged = is_known & (k <= first_miss[:, None])
+    hit = judged & is_hit
+    level = tl.load(levels_ptr + row[:, None] * K + k, mask=judged, other=0).to(tl.int32)
+    level = d[:, None] * E + tl.minimum(tl.maximum(level, 0), E - 1)
+    rate = tl.load(rates_ptr + level, mask=judged, other=0.0)
+
+    num_judged = tl.sum(judged.to(tl.int32), axis=1)
+    end = checked + num_judged
+    weight = tl.where(judged, tl.exp2((end[:, None] - 1 - k).to(tl.float32) * _LOG2_REQUEST_DECAY), 0.0)
+    left = tl.exp2(num_judged.to(tl.float32) * _LOG2_REQUEST_DECAY)
+    any_D = num_judged > 0
+    hits = tl.load(factor_ptr + 2 * row, mask=any_D, other=0.0) * left + tl.sum(tl.where(hit, weight, 0.0), axis=1)
+    promised = tl.load(factor_ptr + 2 * row + 1, mask=any_D, other=0.0) * left + tl.sum(weight * rate, axis=1)
+    tl.store(factor_ptr + 2 * row, hits, mask=any_D)
+    tl.store(factor_ptr + 2 * row + 1, promised, mask=any_D)
+    tl.store(checked_ptr + row, end, mask=any_D)
+    tl.store(length_ptr + row, tl.zeros([BLOCK_D], tl.int32), mask=any_D & ((first_miss < BLOCK_K) | (end == length)))
+
+    one = tl.full([BLOCK_D, BLOCK_K], 1.0, tl.float32)
+    tl.atomic_add(level_ptr + 2 * level, one, mask=hit, sem="relaxed")
+    tl.atomic_add(level_ptr + 2 * level + 1, one, mask=judged, sem="relaxed")
+    place_ptr = position_ptr + 2 * (d[:, None] * K + k)
+    tl.atomic_add(place_ptr, one, mask=hit, sem="relaxed")
+    tl.atomic_add(place_ptr + 1, one, mask=judged, sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["step_ptr"])
+def _observe(  # type: ignore[no-untyped-def]
+    slots_ptr, num_sampled_ptr, num_rejected_ptr, total_len_ptr, text_ptr, text_stride,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
+    chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr, step_ptr, rates_ptr,
+    D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    num_sampled = tl.load(num_sampled_ptr + request)
+    if (slot >= 0) & (num_sampled > 0):
+        total_len = tl.load(total_len_ptr + slot)
+        num_rejected = tl.load(num_rejected_ptr + request)
+        _count_verified(
+            slot, num_sampled, num_rejected, total_len, chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr,
+            step_ptr, K, C, D, BLOCK_K, BLOCK_C,
+        )  # fmt: skip
+        _judge(
+            slot, total_len, text_ptr + slot * text_stride, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr,
+            factor_ptr, level_ptr, position_ptr, rates_ptr, D, K, E, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    slots_ptr, total_len_ptr, limit_ptr, new_tokens_ptr, new_levels_ptr, found_ptr, new_stride, found_stride,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
+    chosen_ptr, submitted_ptr, drafts_ptr, rates_ptr, outlook_ptr,
+    MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    out = request * K + k
+    if slot < 0:
+        tl.store(drafts_ptr + out, tl.zeros([BLOCK_K], tl.int64), mask=k < K)
+        tl.store(rates_ptr + out, tl.zeros([BLOCK_K], tl.float32), mask=k < K)
+    else:
+        row, mask_D = slot * D + d, d < D
+        total_len = tl.load(total_len_ptr + slot)
+        room = tl.minimum(tl.maximum(tl.load(limit_ptr + slot) - total_len - 1, 0), K)
+        count = tl.minimum(tl.load(found_ptr + d * found_stride + request, mask=mask_D, other=0), room)
+        is_draft = k[None, :] < count[:, None]
+        source = d[:, None] * new_stride + out[None, :]
+        token = tl.load(new_tokens_ptr + source, mask=is_draft, other=0)
+        level = tl.load(new_levels_ptr + source, mask=is_draft, other=0)
+        entry = 2 * (d[:, None] * E + tl.minimum(tl.maximum(level.to(tl.int32), 0), E - 1))
+        hits = tl.load(factor_ptr + 2 * row, mask=mask_D, other=0.0) + _PRIOR_STRENGTH
+        factor = hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask_D, other=0.0) + _PRIOR_STRENGTH)
+        level_hits = tl.load(level_ptr + entry, mask=is_draft, other=0.0)
+        level_rate = level_hits / tl.load(level_ptr + entry + 1, mask=is_draft, other=1.0)
+        rate = tl.minimum(level_rate * factor[:, None], _MAX_RATE)
+        expected = tl.sum(tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0), axis=1)
+        most, best = tl.max(expected, axis=0, return_indices=True)
+        is_best = (d == best) & (expected > 0.0)
+        of_text = tl.where(d == MODEL, 0.0, expected)
+        _, best_text = tl.max(of_text, axis=0, return_indices=True)
+        is_of_text = is_draft & ((d == best_text) & (of_text > 0.0))[:, None]
+        outlook = slot * 2 * K + k
+        tl.store(outlook_ptr + outlook, tl.sum(tl.where(is_of_text, rate, 0.0), axis=0), mask=k < K)
+        if MODEL >= 0:
+            place = 2 * (MODEL * K + k)
+            place_hits = tl.load(position_ptr + place, mask=k < room, other=0.0)
+            place_rate = place_hits / tl.load(position_ptr + place + 1, mask=k < room, other=1.0)
+            forecast = tl.minimum(place_rate * tl.sum(tl.where(d == MODEL, factor, 0.0), axis=0), _MAX_RATE)
+            tl.store(outlook_ptr + outlook + K, forecast, mask=k < K)
+
+        is_kept = (count > 0) & (is_best | (tl.load(length_ptr + row, mask=mask_D, other=0) == 0))
+        tl.store(length_ptr + row, count, mask=is_kept)
+        tl.store(base_ptr + row, tl.zeros([BLOCK_D], tl.int32) + total_len, mask=is_kept)
+        tl.store(checked_ptr + row, tl.zeros([BLOCK_D], tl.int32), mask=is_kept)
+        kept = is_draft & is_kept[:, None]
+        tl.store(tokens_ptr + row[:, None] * K + k[None, :], token, mask=kept)
+        tl.store(levels_ptr + row[:, None] * K + k[None, :], level, mask=kept)
+
+        is_submitted = is_draft & is_best[:, None]
+        drafts = tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64)
+        tl.store(drafts_ptr + out, drafts, mask=k < K)
+        tl.store(rates_ptr + out, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
+        tl.store(submitted_ptr + slot, tl.sum(tl.where(is_best, count, 0), axis=0))
+        if most > 0.0:
+            tl.store(chosen_ptr + slot, best)
+
+
+def observe(*tensors: torch.Tensor) -> None:
+    """See `board.DraftBoard.observe`."""
+    (
+        slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2,
+    ) = tensors  # fmt: skip
+    sizes = _sizes(tokens_SDK, level_DE2)
+    rates_DE = level_DE2.new_empty(level_DE2.shape[:2])
+    num_levels, num_positions = rates_DE.numel(), position_DK2.numel() // 2
+    _begin_step[(1,)](
+        level_DE2, position_DK2, step_D2, rates_DE, DE=num_levels, DK=num_positions, D2=step_D2.numel(),
+        BLOCK=triton.next_power_of_2(max(num_levels, num_positions)), num_warps=1,
+    )  # fmt: skip
+    _observe[(len(slots_B),)](
+        slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL, token_ids_SL.stride(0),
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, rates_DE,
+        C=len(edges_C), BLOCK_C=triton.next_power_of_2(len(edges_C) + 1), num_warps=1, **sizes,
+    )  # fmt: skip
+
+
+def choose(*arguments: Any) -> None:
+    """See `board.DraftBoard.choose`; the last argument is a number, the drafter that has weights, or -1."""
+    (
+        slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model,
+    ) = arguments  # fmt: skip
+    _choose[(len(slots_B),)](
+        slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB, tokens_DBK.stride(0), found_DB.stride(0),
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, MODEL=model, num_warps=1, **_sizes(tokens_SDK, level_DE2),
+    )  # fmt: skip
+
+
+def _sizes(tokens_SDK: torch.Tensor, level_DE2: torch.Tensor) -> dict[str, Any]:
+    _, num_drafters, num_positions = tokens_SDK.shape
+    return {
+        "D": num_drafters,
+        "K": num_positions,
+        "E": level_DE2.shape[1],
+        "BLOCK_D": triton.next_power_of_2(num_drafters),
+        "BLOCK_K": triton.next_power_of_2(num_positions),
+    }

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares a body of `cpu_kernels` with vLLM's kernel, which Triton's interpreter runs. Imported before vllm.
+
+Modules here run in a process of their own: what this sets must hold before triton is imported.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.backends
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
+
+# vLLM asks Triton for a backend that is active, and for nothing else.
+triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+
+def _take_any_mask(method: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Triton's interpreter computes some masks as integers, and then does not take them."""
+
+    def masked(self: Any, *args: Any) -> Any:
+        args[index].data = args[index].data.astype(bool)
+        return method(self, *args)
+
+    return masked
+
+
+InterpreterBuilder.create_masked_load = _take_any_mask(InterpreterBuilder.create_masked_load, 1)
+InterpreterBuilder.create_masked_store = _take_any_mask(InterpreterBuilder.create_masked_store, 2)
+
+
+@dataclass
+class Launch:
+    """A launch of a kernel. `outputs` are what is compared: all tensors, unless a launch says otherwise."""
+
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any] = field(default_factory=dict)
+    outputs: Callable[[], Iterable[Tensor]] | None = None
+
+    def results(self) -> list[Tensor]:
+        tensors = self.outputs() if self.outputs else [a for a in self.args if isinstance(a, Tensor)]
+        return list(tensors)
+
+
+def compare(name: str, body: Callable[..., None], make: Callable[[], Launch], tolerance: float, label: str) -> bool:
+    """Launches kernel and body on inputs that `make` makes alike each time, and asserts equal results.
+
+    Returns whether the kernel changed anything.
+    """
+    module, attribute = name.rsplit(".", 1)
+    theirs, ours, untouched = make(), make(), make()
+    getattr(importlib.import_module(module), attribute)[theirs.grid](*theirs.args, **theirs.constexprs)
+    body(*ours.args, **ours.constexprs)
+    for i, (expected, got) in enumerate(zip(theirs.results(), ours.results(), strict=True)):
+        torch.testing.assert_close(
+            got, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, i=i: f"{label}, {i}: {text}"
+        )
+    return not all(map(torch.equal, theirs.results(), untouched.results()))

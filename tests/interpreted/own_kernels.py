@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own Triton kernels, interpreted, do what their numba bodies do, and sample what vLLM's kernel samples.
+
+Shapes: B requests, S request slots, R rows, D drafters, K draft positions, V vocabulary, L longest text, T steps.
+"""
+
+import interpreter
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from nemo_specrollout.drafters import board_numba, board_triton
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
+from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.generation import draft_sampling_triton
+from nemo_specrollout.generation.cpu_kernels.noise import row_state
+from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, _best_two, sample_with_margin
+from nemo_specrollout.sampling.equality import accept_by_equality
+from nemo_specrollout.sampling.equality_triton import accept_rows
+
+assert interpreter.torch is torch  # imported before vllm
+CPU = torch.device("cpu")
+LONGEST = 60
+
+
+@pytest.mark.parametrize("num_positions", [1, 3, 8])
+def test_equality(num_positions: int) -> None:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(num_positions)
+    counts_B = rng.integers(1, num_positions + 2, 40)
+    starts_B1 = torch.from_numpy(np.concatenate([[0], np.cumsum(counts_B)])).int()
+    sampled_R = torch.from_numpy(rng.integers(0, 2, counts_B.sum()))
+    inputs_R = torch.where(torch.rand(len(sampled_R)) < 0.8, sampled_R.roll(1), -1).int()
+    emitted_BK, counts = accept_by_equality(sampled_R, inputs_R, starts_B1, num_positions)
+    got_BK, got_B = torch.empty_like(emitted_BK), torch.empty_like(counts)
+    accept_rows(sampled_R, inputs_R, starts_B1, got_BK, got_B)
+    assert torch.equal(got_BK, emitted_BK)
+    assert torch.equal(got_B, counts)
+    assert 1 in counts
+    assert num_positions + 1 in counts
+
+
+class BoardWorld:
+    """A draft board, a text for each slot, and drafters at random; the same for the same sizes."""
+
+    def __init__(self, num_drafters: int, num_positions: int, num_edges: int, model: int | None) -> None:
+        self.rng = np.random.default_rng(num_drafters + 10 * num_positions)
+        self.num_slots, self.K = 9, num_positions
+        edges, priors_DE = [20, 33][:num_edges], np.tile(LEVEL_PRIORS, (num_drafters, 1))
+        names = [str(d) for d in range(num_drafters)]
+        self.board = DraftBoard(names, priors_DE, self.num_slots, num_positions, edges, CPU, model)
+        self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
+        self.board.level_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 1.6, self.board.level_DE2.shape)).float()
+        self.total_len_S = self.ints(self.num_slots, low=10, high=20)
+        self.wide_SL = self.ints(self.num_slots, LONGEST + 20, high=2)
+        self.token_ids_SL = self.wide_SL[:, :LONGEST]
+
+    def ints(self, *shape: int, low: int = 0, high: int = 9, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.from_numpy(self.rng.integers(low, high, shape)).to(dtype)
+
+    def step(self, number: int) -> dict[str, Tensor]:
+        """A step of the batch by numba's bodies; everything that it left."""
+        board = self.board
+        slots_B = torch.from_numpy(self.rng.permutation(self.num_slots)[:7])
+        slots_B[self.rng.integers(7)] = -1
+        num_sampled_B = self.ints(7, high=self.K + 2)
+        self.total_len_S[slots_B[slots_B >= 0]] += num_sampled_B[slots_B >= 0]
+        self.total_len_S.clamp_(max=LONGEST)
+        board.observe(
+            slots_B, num_sampled_B, self.ints(7, high=self.K + 1), self.total_len_S, self.token_ids_SL, number
+        )
+        observed = self.state()
+        board.tokens_DBK.copy_(self.ints(*board.tokens_DBK.shape, high=2))
+        board.levels_DBK.copy_(self.ints(*board.levels_DBK.shape, high=NUM_LEVELS))
+        board.found_DB.copy_(self.ints(*board.found_DB.shape, high=self.K + 1))
+        board.choose(slots_B, self.total_len_S)
+        return {f"observed.{name}": value for name, value in observed.items()} | self.state()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in vars(self.board).items() if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize(("sizes"), [(1, 1, 0, None), (2, 8, 1, None), (3, 5, 2, 1), (5, 3, 1, 4)], ids=str)
+def test_board(sizes: tuple[int, int, int, int | None]) -> None:
+    """Step by step, each from the same state: what was rounded differently must not add up to another choice."""
+    ours, theirs = BoardWorld(*sizes), BoardWorld(*sizes)
+    ours.board._kernels = board_triton
+    assert theirs.board._kernels is board_numba
+    for number in range(12):
+        got, expected = ours.step(number), theirs.step(number)
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=2e-6, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+        for name in vars(ours.board):
+            if isinstance(value := getattr(ours.board, name), Tensor):
+                value.copy_(getattr(theirs.board, name))
+    board = theirs.board
+    assert board.verified_DCK2.flatten(0, 2).sum(dim=0).tolist() == board.request_S2.sum(dim=0).tolist()
+    assert board.request_S2[:, 0].all(), "nothing was verified"
+    assert board.request_S2[:, 1].any()
+    assert sizes[3] is None or board.outlook_S2K.any()
+
+
+@pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])
+def test_drafts(num_vocab: int, dtype: torch.dtype) -> None:
+    """The token is vLLM's own, bit for bit; the level is the numba body's, unless the margin lies on an edge."""
+    rng = np.random.default_rng(num_vocab)
+    num_rows, num_slots = 12, 9
+    logits_RV = torch.from_numpy(rng.standard_normal((num_rows, num_vocab + 3)) * 3).to(dtype)[:, :num_vocab]
+    logits_RV[3, num_vocab // 2 :] = logits_RV[3, 0]  # ties
+    slots_R = torch.from_numpy(rng.integers(0, num_slots, num_rows))
+    slots_R[2] = -1
+    temperature_S = torch.tensor([0.0, 0.7, 1.0, 1.3, 1.0, 0.0, 0.5, 2.0, 1.0])
+    seeds_S = torch.from_numpy(rng.integers(-(1 << 63), (1 << 63) - 1, num_slots))
+    positions_R = torch.from_numpy(rng.integers(0, 1 << 17, num_rows))
+    column = torch.tensor(2)
+    arguments = (logits_RV, slots_R, temperature_S, seeds_S, positions_R)
+    levels_RK, expected_RK = (torch.full((num_rows, 4), 99, dtype=torch.int8) for _ in range(2))
+    tokens_R = torch.empty(num_rows, dtype=torch.int64)
+    draft_sampling_triton.sample_rows(*arguments, tokens_R, levels_RK, column)
+    assert torch.equal(tokens_R, gumbel_sample(*arguments, apply_temperature=True, is_drafting=False))
+    assert torch.equal(tokens_R, sample_with_margin(*arguments, expected_RK, column))
+    assert (levels_RK[:, [0, 1, 3]] == 99).all()
+    if num_vocab > 1:
+        near_R = is_near_an_edge(*arguments)
+        assert torch.equal(levels_RK[~near_R], expected_RK[~near_R])
+        assert near_R.sum() < 3
+        assert len(set(levels_RK[:, 2].tolist())) > 2
+
+
+def is_near_an_edge(
+    logits_RV: Tensor, slots_R: Tensor, temperature_S: Tensor, seeds_S: Tensor, positions_R: Tensor
+) -> Tensor:
+    """Whether a row's margin is so close to an edge that a last bit decides."""
+    values_RV, scores_N, edges = logits_RV.float().numpy(), np.empty(1024, np.float32), np.array(MARGIN_EDGES)
+    near = []
+    for r, slot in enumerate(slots_R.tolist()):
+        temperature = np.float32(temperature_S[slot] if slot >= 0 else 0)
+        state = row_state(np.int64(seeds_S[slot]), np.int64(positions_R[r]))
+        margin = _best_two(values_RV[r], temperature, state, scores_N)[1]
+        near.append(bool((abs(edges - margin) < 1e-5).any()))
+    return torch.tensor(near)

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft board on a CPU: what is learned of drafters, who drafts, what is counted. For a GPU: `test_own_kernels.py`.
+
+Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, C classes of context
+length.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, tensor
+
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, MAX_RATE, NUM_LEVELS, PRIOR_RATE, TRACED_STEPS
+from nemo_specrollout.drafters.board import DraftBoard
+
+pytestmark = pytest.mark.unit
+
+LONGEST, K = 400, 3
+Proposals = dict[int, dict[int, list[int]]]
+"""Of each drafter, by slot, the tokens that it proposes."""
+
+
+class World:
+    """A board, and requests whose whole texts are known from the start: what the policy will sample."""
+
+    def __init__(
+        self, num_drafters: int = 1, num_slots: int = 2, edges: tuple[int, ...] = (), model: int | None = None
+    ) -> None:
+        names = [f"drafter {d}" for d in range(num_drafters)]
+        priors_DE = np.tile(LEVEL_PRIORS, (num_drafters, 1))
+        self.board = DraftBoard(names, priors_DE, num_slots, K, edges, torch.device("cpu"), model)
+        self.text_SL = torch.arange(LONGEST, dtype=torch.int32).repeat(num_slots, 1) % 50
+        self.total_len_S = torch.full((num_slots,), 10, dtype=torch.int32)
+        self.num_steps = 0
+        self.open(*range(num_slots))
+
+    def open(self, *slots: int, limit: int = LONGEST) -> None:
+        self.board.open(tensor(slots), torch.full((len(slots),), limit, dtype=torch.int32))
+
+    def next_tokens(self, slot: int, num: int = K) -> list[int]:
+        """What the policy will sample of a request."""
+        length = int(self.total_len_S[slot])
+        return self.text_SL[slot, length : length + num].tolist()
+
+    def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0) -> Tensor:
+        """The drafters propose; the rates of what is submitted, [B, K]."""
+        board = self.board
+        board.found_DB.zero_()
+        board.levels_DBK.fill_(level)
+        for d, of_slot in (proposals or {}).items():
+            for slot, tokens in of_slot.items():
+                board.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
+                board.found_DB[d, slots.index(slot)] = len(tokens)
+        board.choose(tensor(slots), self.total_len_S)
+        return board.rates_BK[: len(slots)].clone()
+
+    def drafts(self, row: int) -> list[int]:
+        """What was submitted for a row of the batch."""
+        return self.board.drafts_BK[row, self.board.rates_BK[row] > 0].tolist()
+
+    def verify(self, *slots: int, most: int = K) -> tuple[Counter, Counter]:
+        """The policy samples, with at most so many of each request's drafts verified; drafts verified, and accepted, by slot.
+        Slot -1 stands for a row of nobody."""
+        num_sampled, num_rejected = [], []
+        verified, accepted = Counter(), Counter()
+        for row, slot in enumerate(slots):
+            drafts = self.drafts(row)[:most] if slot >= 0 else []
+            right = self.next_tokens(slot)
+            num_right = next((k for k, draft in enumerate(drafts) if draft != right[k]), len(drafts))
+            num_sampled.append(num_right + 1)
+            num_rejected.append(len(drafts) - num_right)
+            if slot >= 0:
+                self.total_len_S[slot] += num_right + 1
+                verified[slot], accepted[slot] = len(drafts), num_right
+        counts = (tensor(numbers, dtype=torch.int32) for numbers in (num_sampled, num_rejected))
+        self.board.observe(tensor(slots), *counts, self.total_len_S, self.text_SL, self.num_steps)
+        self.num_steps += 1
+        return verified, accepted
+
+
+# What is learned
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("is_submitted", [True, False])
+def test_estimates_follow_what_came_true_whether_submitted_or_not(is_submitted: bool, is_right: bool) -> None:
+    """Drafter 0 is always right three tokens deep. Drafter 1 is alone, or proposes one token, which is never submitted."""
+    world = World(num_drafters=2)
+    for _ in range(90):
+        right = world.next_tokens(0)
+        proposal = {0: right[:1] if is_right else [99]}
+        world.choose(0, proposals={1: proposal} if is_submitted else {0: {0: right}, 1: proposal})
+        world.verify(0)
+    rate = world.board.level_rates_DE[1, 0].item()
+    assert rate > 0.95 if is_right else rate < 0.05
+    assert (world.board.verified_DCK2[1].sum() > 0) == is_submitted
+    rates_BK = world.choose(0, proposals={1: {0: [1, 2]}})
+    assert (rates_BK[0, :2] > 0.9).all() == is_right and rates_BK[0, 2] == 0.0
+    assert rates_BK.max() <= np.float32(MAX_RATE)
+
+
+def test_levels_are_learned_apart() -> None:
+    world = World()
+    for n in range(100):
+        is_even = n % 2 == 0
+        world.choose(0, proposals={0: {0: world.next_tokens(0) if is_even else [99]}}, level=7 if is_even else 2)
+        world.verify(0)
+    rates_E = world.board.level_rates_DE[0]
+    assert rates_E[7] > 0.95 and rates_E[2] < 0.1
+    assert rates_E[3].item() == pytest.approx(LEVEL_PRIORS[3])
+
+
+def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:
+    world = World()
+    for _ in range(30):
+        world.choose(0, 1, proposals={0: {0: world.next_tokens(0), 1: [99, 99, 99]}})
+        world.verify(0, 1)
+    easy, hard = world.choose(0, 1, proposals={0: {0: [1], 1: [1]}})[:, 0].tolist()
+    assert easy > 0.8 and hard < 0.3
+
+
+def test_a_proposal_that_is_not_submitted_waits_until_it_is_refuted_or_used_up() -> None:
+    world = World(num_drafters=2)
+    board, right = world.board, world.next_tokens(0)
+    waiting = []
+    for proposal in ([right[0], 99, right[2]], [77], [78], [79], world.next_tokens(0, 6)[4:], [80], [81]):
+        world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: proposal}})
+        assert board.chosen_S[0] == 0 and board.length_SD[0, 0] == 3, "who is submitted proposes anew"
+        waiting.append((board.tokens_SDK[0, 1, 0].item(), board.checked_SD[0, 1].item()))
+        world.verify(0, most=0)  # one token is sampled
+    fifth = world.text_SL[0, 14].item()
+    assert waiting == [(right[0], 0), (right[0], 1), (78, 0), (79, 0), (fifth, 0), (fifth, 1), (81, 0)]
+    hits, trials = board.position_DK2[1].T.tolist()
+    assert trials == pytest.approx([9, 6, 4], rel=0.05) and hits == pytest.approx([4.4, 3.4, 2.4], rel=0.05)
+
+
+def test_a_proposal_that_is_submitted_replaces_what_waited() -> None:
+    world = World(num_drafters=2)
+    world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: world.next_tokens(0, 2)}})
+    world.choose(0, proposals={1: {0: [99]}})
+    assert world.drafts(0) == [99] and world.board.tokens_SDK[0, 1, 0] == 99
+
+
+def test_a_new_request_does_not_inherit_its_slot_s_past() -> None:
+    world = World()
+    for _ in range(20):
+        world.choose(0, proposals={0: {0: [99]}})
+        world.verify(0)
+    world.choose(0, proposals={0: {0: [99, 99]}})
+    world.open(0)
+    learned, verified = world.board.level_DE2[0, 0].tolist(), int(world.board.verified_DCK2.sum())
+    world.board.rates_BK.zero_()
+    world.verify(0)
+    assert world.board.level_DE2[0, 0, 1] <= learned[1] and world.board.verified_DCK2.sum() == verified
+    assert world.board.request_S2[0].tolist() == [0, 0]
+    rates_BK = world.choose(0, 1, proposals={0: {0: [1], 1: [1]}})
+    assert rates_BK[0, 0] == rates_BK[1, 0] < LEVEL_PRIORS[0]
+
+
+def test_a_drafter_with_new_weights_is_judged_anew() -> None:
+    world, never_used = World(num_drafters=2, model=1), World(num_drafters=2, model=1)
+    for d in (0, 1) * 20:
+        world.choose(0, proposals={d: {0: [99]}})
+        world.verify(0)
+    other = world.board.level_DE2[0].clone()
+    world.choose(0, proposals={1: {0: [99]}})
+    world.board.forget_drafter(1)
+    for name in ("level_DE2", "position_DK2"):
+        assert torch.equal(getattr(world.board, name)[1], getattr(never_used.board, name)[1])
+    assert torch.equal(world.board.level_DE2[0], other)
+    assert not world.board.factor_SD2[:, 1].any() and not world.board.length_SD[:, 1].any()
+    assert world.choose(0, proposals={1: {0: [1]}})[0, 0].item() == pytest.approx(LEVEL_PRIORS[0])
+
+
+# Who drafts
+
+
+def test_the_better_drafter_is_chosen_for_each_request() -> None:
+    world = World(num_drafters=2)
+    board = world.board
+    world.choose(1, 0, proposals={0: {1: [1, 2, 3], 0: [4, 5, 6]}, 1: {1: [7, 8, 9], 0: [10, 11]}})
+    board.levels_DBK[0, 0], board.levels_DBK[1, 1] = 3, 3  # each has strong evidence for one of the requests
+    board.choose(tensor([1, 0]), world.total_len_S)
+    assert board.drafts_BK.tolist() == [[1, 2, 3], [10, 11, 0]]
+    assert board.chosen_S.tolist() == [1, 0] and board.submitted_S.tolist() == [2, 3]
+    assert board.rates_BK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 1], [1, 1, 0]]))
+
+
+def test_a_longer_proposal_beats_a_surer_one_if_more_of_it_is_expected() -> None:
+    """Rates of 0.3, 0.45, 0.6 and 0.8: three tokens at 0.6 are worth 1.176, one at 0.8 is worth 0.8, three at 0.45 0.74."""
+    world = World(num_drafters=2)
+    board = world.board
+    for level, drafts in ((2, [1, 2, 3]), (1, [7, 0, 0])):
+        world.choose(0, proposals={0: {0: [1, 2, 3]}, 1: {0: [7]}}, level=level)
+        board.levels_DBK[1] = 3
+        board.choose(tensor([0]), world.total_len_S)
+        assert board.drafts_BK[0].tolist() == drafts
+
+
+def test_no_draft_goes_beyond_a_request_s_room() -> None:
+    """A request of 10 tokens that may get `limit` long has room for its next token and `limit` - 11 drafts."""
+    world = World(num_slots=5)
+    for slot, limit in enumerate((0, 11, 12, 13, LONGEST)):
+        world.open(slot, limit=limit)
+    world.choose(*range(5), proposals={0: {slot: [7, 8, 9] for slot in range(5)}})
+    assert [world.drafts(row) for row in range(5)] == [[], [], [7], [7, 8], [7, 8, 9]]
+    assert world.board.submitted_S.tolist() == [0, 0, 1, 2, 3]
+
+
+def test_without_a_proposal_nothing_is_drafted() -> None:
+    world = World(num_drafters=2)
+    world.choose(0, 1, proposals={0: {0: [1, 2, 3]}})
+    world.choose(1, 0)
+    assert not world.board.drafts_BK.any() and not world.board.rates_BK.any()
+    assert world.board.submitted_S.tolist() == [0, 0]
+
+
+def test_what_drafts_are_expected() -> None:
+    """Of those that cost nothing more, the best proposal's rates; of the model, by position, as far as there is room."""
+    world = World(num_drafters=3, model=2)
+    world.open(1, limit=13)
+    world.choose(0, 1, proposals={0: {0: [1, 2]}, 1: {0: [1]}, 2: {0: [1, 2, 3]}}, level=1)
+    text_K = LEVEL_PRIORS[1] * np.array([1, 1, 0])
+    assert world.board.outlook_S2K[0].numpy() == pytest.approx(np.stack([text_K, np.full(3, PRIOR_RATE)]))
+    assert world.board.outlook_S2K[1].numpy() == pytest.approx(np.array([[0, 0, 0], [PRIOR_RATE, PRIOR_RATE, 0]]))
+    for _ in range(60):
+        right = world.next_tokens(0)
+        world.choose(0, proposals={2: {0: [right[0], 99]}})
+        world.verify(0)
+    world.choose(0)
+    first, second, third = world.board.outlook_S2K[0, 1].tolist()
+    assert first > 0.9 and second < 0.1 and third > second
+
+
+# What is counted
+
+
+def test_outcomes_are_counted_by_drafter_context_position_request_and_step() -> None:
+    world = World(num_drafters=2, edges=(12, 20))
+    right = world.next_tokens(0)
+    world.choose(0, 1, proposals={0: {0: right}, 1: {1: [*world.next_tokens(1, 2), 99]}})
+    world.verify(0, 1)  # at 10 tokens of context: three of three, and two of three
+    world.choose(1, 0, proposals={1: {0: [99, 99]}})
+    world.verify(1, 0)  # at 14: none of two
+    expected_DCK2 = torch.zeros(2, 3, K, 2, dtype=torch.int64)
+    expected_DCK2[0, 0] = 1
+    expected_DCK2[1, 0] = tensor([[1, 1], [1, 1], [1, 0]])
+    expected_DCK2[1, 1] = tensor([[1, 0], [1, 0], [0, 0]])
+    assert torch.equal(world.board.verified_DCK2, expected_DCK2)
+    assert world.board.request_S2.tolist() == [[5, 3], [3, 2]]
+    assert world.board.steps_TD2[:3].tolist() == [[[3, 3], [3, 2]], [[0, 0], [2, 0]], [[0, 0], [0, 0]]]
+
+
+def test_drafts_that_did_not_fit_into_the_budget_are_not_counted() -> None:
+    world = World()
+    world.choose(0, proposals={0: {0: world.next_tokens(0)}})
+    world.verify(0, most=1)
+    assert world.board.request_S2[0].tolist() == [1, 1]
+    assert world.board.verified_DCK2[0, 0].tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_a_prompt_s_chunk_refutes_nothing() -> None:
+    """A step that samples nothing of a request leaves it as it was."""
+    world = World()
+    world.choose(0, proposals={0: {0: [99]}})
+    none = tensor([0], dtype=torch.int32)
+    world.board.observe(tensor([0]), none, none, world.total_len_S, world.text_SL, 0)
+    assert world.board.submitted_S[0] == 1 and not world.board.request_S2.any()
+
+
+def test_steps_are_counted_in_a_ring() -> None:
+    world = World()
+    for world.num_steps in (0, TRACED_STEPS):
+        world.choose(0, proposals={0: {0: world.next_tokens(0, world.num_steps % 2 + 1)}})
+        world.verify(0)
+        assert world.board.steps_TD2[0, 0].tolist() == [1, 1]
+    assert not world.board.steps_TD2[1:].any()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_counts_add_up_whatever_happens(seed: int, num_drafters: int) -> None:
+    """Drafters at random, and requests that come and go, for rows in any order, some of nobody."""
+    rng, world = np.random.default_rng(seed), World(num_drafters, num_slots=4, edges=(15,))
+    verified, accepted = Counter(), Counter()
+    for _ in range(12):
+        slots = [int(slot) for slot in rng.permutation([*range(4), -1])[: rng.integers(1, 5)]]
+        proposals: Proposals = {
+            d: {slot: [t + int(rng.random() < 0.3) for t in world.next_tokens(slot, int(rng.integers(0, K + 1)))]
+                for slot in slots if slot >= 0}
+            for d in range(num_drafters)
+        }  # fmt: skip
+        rates_BK = world.choose(*slots, proposals=proposals, level=int(rng.integers(NUM_LEVELS)))
+        assert (rates_BK <= np.float32(MAX_RATE)).all()
+        for row, slot in enumerate(slots):
+            assert world.drafts(row) in [[], *(of_slot.get(slot) for of_slot in proposals.values())]
+        for total, more in zip(
+            (verified, accepted), world.verify(*slots, most=int(rng.integers(0, K + 1))), strict=True
+        ):
+            total.update(more)
+        if rng.random() < 0.2:
+            gone = int(rng.integers(4))
+            world.open(gone)
+            verified[gone] = accepted[gone] = 0
+    board = world.board
+    assert board.request_S2.tolist() == [[verified[slot], accepted[slot]] for slot in range(4)]
+    assert torch.equal(board.verified_DCK2.sum(dim=(1, 2)), board.steps_TD2.sum(dim=0))
+    assert (board.verified_DCK2[..., 0] >= board.verified_DCK2[..., 1]).all()
+
+
+def test_a_row_of_nobody_leaves_no_trace() -> None:
+    world = World()
+    world.choose(-1, 0, proposals={0: {0: [1]}})
+    world.board.found_DB[0] = 1
+    before = {name: value.clone() for name, value in vars(world.board).items() if isinstance(value, Tensor)}
+    world.choose(-1)
+    world.verify(-1)
+    changed = {name for name, value in before.items() if not torch.equal(value, getattr(world.board, name))}
+    assert not world.board.drafts_BK[0].any() and not world.board.rates_BK[0].any()
+    assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK", "rates_BK"}, changed
