@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure policies: budgets, step times, acceptance estimates, pacing, the counterfactual."""
+"""The pure policies: budgets, step times, the counterfactual."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.drafters.base import LEVEL_PRIORS
-from nemo_specrollout.scheduling.acceptance import AcceptanceEstimator
 from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
 from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
-from nemo_specrollout.scheduling.pacing import MAX_REST_STEPS, PATIENCE, AdaptivePacer
-from nemo_specrollout.scheduling.run_ahead import windows
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
 
 pytestmark = pytest.mark.unit
@@ -142,7 +138,7 @@ def test_one_stall_does_not_move_the_table() -> None:
 def test_a_step_without_drafts_is_learned_where_it_repeats_the_one_before() -> None:
     table = StepTimeTable(MAX_ROWS)
     table.observe(8, 8, 0.5, 20)
-    assert table.costs() is None and table.num_plain_samples(8) == 0
+    assert table.costs() is None
     table.observe(8, 8, 0.01, 8)
     learned = table.costs()
     assert learned is not None and learned.plain_s[8] == pytest.approx(0.01)
@@ -168,121 +164,6 @@ def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off() -> None:
         assert learned is not None
         observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)
         assert AutoBudget(0.03).allocate(observed).counts_B.sum() > 0
-
-
-def propose(estimator: AcceptanceEstimator, text: np.ndarray, length: int, tokens: list[int], submitted: bool) -> None:
-    lanes, lengths, chosen = np.array([0]), np.array([length]), np.array([0])
-    estimator.score(lanes, text, lengths)
-    proposals = (np.array([[tokens]], np.int32), np.zeros((1, 1, len(tokens)), np.int8), np.array([[len(tokens)]]))
-    estimator.remember(lanes, lengths, proposals, chosen, np.array([len(tokens) * submitted]))
-
-
-@pytest.mark.parametrize("submitted", [True, False])
-@pytest.mark.parametrize("is_right", [True, False])
-def test_estimates_follow_what_came_true_submitted_or_not(submitted: bool, is_right: bool) -> None:
-    estimator = AcceptanceEstimator(1, max_tokens=2, level_priors=LEVEL_PRIORS[None])
-    text = np.arange(400, dtype=np.int32)[None, :] % 50
-    for length in range(10, 300):
-        draft = [int(text[0, length]), int(text[0, length + 1])] if is_right else [99, 99]
-        propose(estimator, text, length, draft, submitted)
-    _, survival_BK = estimator.choose(np.array([0]), np.zeros((1, 1, 2), np.int8), np.array([[2]]))
-    assert (survival_BK[0, 0] > 0.9) == is_right
-    assert survival_BK[0, 1] < survival_BK[0, 0]
-    if not is_right:
-        assert survival_BK[0, 0] < 0.05
-
-
-def test_the_better_drafter_is_chosen_for_each_request() -> None:
-    estimator = AcceptanceEstimator(2, max_tokens=3, level_priors=np.tile(LEVEL_PRIORS, (2, 1)))
-    levels_DBK = np.zeros((2, 2, 3), np.int8)
-    levels_DBK[0, 0], levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one of the requests
-    chosen_B, survival_BK = estimator.choose(np.array([1, 0]), levels_DBK, np.array([[3, 3], [3, 2]]))
-    assert chosen_B.tolist() == [0, 1]
-    assert (np.diff(survival_BK) <= 0).all() and survival_BK[1, 2] == 0.0
-
-
-def test_a_new_request_does_not_inherit_its_lane_s_past() -> None:
-    estimator = AcceptanceEstimator(2, max_tokens=1, level_priors=LEVEL_PRIORS[None])
-    text = np.zeros((1, 100), np.int32)
-    for length in range(1, 20):
-        propose(estimator, text, length, [7], True)
-    estimator.reset(0)
-    assert (estimator.hits[0] == 0).all() and (estimator.promised[0] == 0).all()
-
-
-def test_the_pacer_rests_longer_and_longer_and_wakes_when_the_batch_changes() -> None:
-    pacer = AdaptivePacer(max_tokens=8)
-    consulted = []
-    for step in range(200):
-        if pacer.should_consult(64):
-            consulted.append(step)
-            pacer.decided(64, 3, 0, 0.0)
-    gaps = np.diff(consulted)
-    assert (np.diff(gaps) >= 0).all() and gaps[-1] == MAX_REST_STEPS + 1
-    assert not pacer.should_consult(60)
-    assert pacer.should_consult(48)
-
-
-def test_where_drafts_come_by_themselves_a_step_that_finds_none_is_no_refusal_and_all_are_looked_at() -> None:
-    pacer = AdaptivePacer(max_tokens=8, drafts_come=True)
-    for longest_draft in (0, 0, 0, 5, 0, 0, 0):
-        assert pacer.should_consult(8) and pacer.depth == 8
-        pacer.decided(8, longest_draft, longest_draft, 0.5)
-    pacer.decided(8, 5, 0, 0.0)
-    assert not pacer.should_consult(8)
-
-
-def test_where_drafts_never_come_in_time_they_are_seldom_asked_for() -> None:
-    pacer = AdaptivePacer(max_tokens=8, drafts_come=True)
-    num_consulted = 0
-    for _ in range(1000):
-        if pacer.should_consult(8):
-            num_consulted += 1
-            pacer.decided(8, 0, 0, 0.0)
-    assert PATIENCE * 1000 / (MAX_REST_STEPS + PATIENCE) <= num_consulted < 300
-
-
-def test_drafters_run_as_far_ahead_as_drafts_are_likely_to_stand() -> None:
-    rates_B = np.array([0.05, 0.5, 0.8, 0.99])
-    windows_B = windows(rates_B[:, None] ** np.arange(1, 9), most=24)
-    assert windows_B.tolist() == [2, 6, 18, 24] and windows_B.dtype == np.uint8
-    assert windows(np.array([[0.0, 0.0], [1.0, 1.0]]), most=24).tolist() == [1, 24]
-
-
-def test_proposals_are_as_deep_as_they_were_used() -> None:
-    pacer = AdaptivePacer(max_tokens=8)
-    assert pacer.depth == 8
-    pacer.decided(16, 8, 1, 0.4)
-    assert pacer.depth == 3
-    pacer.decided(16, 8, 7, 0.2)
-    assert pacer.depth == 8
-
-
-def test_proposals_are_as_likely_as_they_were_worth_a_row() -> None:
-    pacer = AdaptivePacer(max_tokens=8)
-    assert pacer.floor == 0.0
-    pacer.decided(16, 8, 1, 0.4)
-    assert 0.0 < pacer.floor < 0.4
-    pacer.decided(16, 8, 0, 0.0)
-    assert pacer.floor == 0.0
-
-
-def test_the_pacer_is_consulted_each_step_while_drafts_pay() -> None:
-    pacer = AdaptivePacer(max_tokens=8)
-    for _ in range(50):
-        assert pacer.should_consult(8)
-        pacer.decided(8, 8, 5, 0.3)
-
-
-def test_a_probe_is_two_steps_in_a_row_and_rare_once_enough_are_known() -> None:
-    def probes(num_plain_samples: int) -> list[int]:
-        pacer = AdaptivePacer(max_tokens=8)
-        return [step for step in range(300) if pacer.should_probe(num_plain_samples)]
-
-    few, many = probes(0), probes(1000)
-    for steps in (few, many):
-        assert (np.diff(steps)[::2] == 1).all() and (np.diff(steps)[1::2] > 1).all()
-    assert 2 <= len(many) < len(few) < 300 / 8
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))

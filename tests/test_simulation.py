@@ -176,7 +176,7 @@ def test_tokens_and_gpu_seconds_add_up(tail: FastestOfNConfig | None, seed: int)
 
 
 def test_tails_are_tended() -> None:
-    linear = {"verify_fixed_s": 0.002, "verify_row_s": 0.001, "draft_fixed_s": 0.0005}
+    linear = {"verify_fixed_s": 0.002, "verify_row_s": 0.0001, "draft_fixed_s": 0.0005}
     steps = compare(small(costs={"kind": "linear", "linear": linear})).steps
     moving, racing = steps[-2:]
     assert moving.variant == "moving" and moving.rollout.num_moves > 0 and moving.rollout.num_races == 0

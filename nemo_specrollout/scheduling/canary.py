@@ -195,12 +195,16 @@ class Canary:
                 self._level = _Level(drafted_K, drafted_K * rates_K)
         self._carried = self._evidence.score
 
-    def observe(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth()) -> Alarm | None:
-        """Learns of one engine step's draft tokens, verified and accepted, by position: counts [K], non-increasing."""
+    def observe(
+        self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
+    ) -> Alarm | None:
+        """Learns of the draft tokens of `num_steps` engine steps, verified and accepted, by position: counts [K],
+        non-increasing."""
         num_drafted = float(drafted_K.sum())
         if num_drafted == 0 or self.is_silent:
             return None
         if self._level.is_known:
+            self._num_requests = max(self._num_requests, int(drafted_K[0]) // num_steps)
             alarm = self._collapse(drafted_K, accepted_K, health)
             if alarm is not None:
                 return alarm
@@ -211,7 +215,6 @@ class Canary:
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
         evidence, rates_K = self._evidence, self._level.rates(len(drafted_K))
-        self._num_requests = max(self._num_requests, int(drafted_K[0]))
         most = self._carried + self.threshold / MIN_REQUESTS * self._num_requests
         evidence.score = min(evidence.score + log_likelihood_ratio(drafted_K, accepted_K, rates_K), most)
         if evidence.score <= 0.0:

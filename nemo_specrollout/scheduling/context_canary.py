@@ -67,8 +67,9 @@ class ContextCanary:
         short, *longer = accepted_C[seen] / expected_C[seen]
         return bool(short >= STALE_SHARE and min(longer) <= FALLEN_SHARE * short)
 
-    def observe(self, drafted_CK: np.ndarray, accepted_CK: np.ndarray) -> Alarm | None:
-        """Learns of one engine step's draft tokens, verified and accepted: counts [C, K], non-increasing along K."""
+    def observe(self, drafted_CK: np.ndarray, accepted_CK: np.ndarray, num_steps: int = 1) -> Alarm | None:
+        """Learns of the draft tokens of `num_steps` engine steps, verified and accepted: counts [C, K], non-increasing along
+        K."""
         alarm, seen = None, np.flatnonzero(drafted_CK[:, 0])
         for c in seen:
             canary, drafted_K, accepted_K = self._canaries[c], drafted_CK[c], accepted_CK[c]
@@ -77,7 +78,7 @@ class ContextCanary:
             if canary.knows:
                 self._recent_C3[c] *= np.exp(-drafted_K.sum() / RECENT_DRAFTED)
                 self._recent_C3[c] += drafted_K.sum(), accepted_K.sum(), canary.expected(drafted_K)
-            found = canary.observe(drafted_K, accepted_K)
+            found = canary.observe(drafted_K, accepted_K, num_steps=num_steps)
             alarm = found if c > 0 and found is not None else alarm
         self.is_learning = not all(self._canaries[c].knows for c in seen)
         if alarm is None or self._has_told or not self.fails_in_long_contexts:

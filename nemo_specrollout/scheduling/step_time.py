@@ -139,10 +139,6 @@ class StepTimeTable:
         self._changes += 1
         self._num_samples += 1
 
-    def num_plain_samples(self, num_rows: int) -> int:
-        """How many steps without drafts were seen near `num_rows`."""
-        return self._num_plain[self._bucket_of_row[min(num_rows, self._max_rows)]]
-
     def costs(self) -> StepCosts | None:
         """Predictions for 0 to max_rows rows; None before the first observation. Old by 32 samples at most."""
         if self._cached is None or self._changes >= min(REFRESH, self._num_samples / 8):

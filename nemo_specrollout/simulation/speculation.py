@@ -7,13 +7,13 @@ Shapes: B requests of an engine, K draft positions.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
-from nemo_specrollout.scheduling.draft_plan import ALONE, PlanObservation, build_planner
+from nemo_specrollout.scheduling.draft_plan import PlanObservation, build_planner
 from nemo_specrollout.scheduling.draft_time import DraftCosts
 from nemo_specrollout.scheduling.pipeline import SettledStep, coupled_tokens, settle
 from nemo_specrollout.scheduling.step_time import StepCosts
@@ -23,10 +23,6 @@ from nemo_specrollout.simulation.costs import Costs
 _EXACT_BATCH, _BATCH_STEP, _CONTEXT_STEP, _ACCEPTANCE_STEP = 8, 1.1, 1.25, 0.02
 # Draft lengths that a decoupled pair tries.
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
-# A planner is told that its plan came true so often: one that has run for a while knows what its promises are worth.
-_LESSONS, _SCALE = 64, 1_000_000
-# Rounds in which the going rate and the plan settle.
-_RATES = 4
 
 
 @dataclass(frozen=True)
@@ -100,28 +96,18 @@ class CoupledSpeculation(Speculation):
         costs = self._step_costs(len(p_B), context)
         caps_B = np.full(len(p_B), self.max_k, np.int64)
         survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
-        depth = self._planned_depth(survival_BK, caps_B, costs, context) if self.has_weights else self.max_k
+        depth = self._planned_depth(survival_BK, costs, context) if self.has_weights else self.max_k
         if depth == 0:
             return 0, math.inf
         survival_BK[:, depth:] = 0.0
         decision = self.budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
         return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
 
-    def _planned_depth(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts, context: float) -> int:
-        """Once the going rate is that of the plan itself, as it becomes in a run, and promises have come true for a while."""
-        num = len(caps_B)
-        seen = PlanObservation(
-            np.zeros_like(survival_BK), survival_BK, caps_B, np.ones(num, np.int64), costs, self._draft_costs(num, context),
-            0.0, num / float(costs.plain_s[num]),
-        )  # fmt: skip
-        planner = build_planner(self.config, ALONE)
-        plan = planner.plan(seen)
-        for _ in range(_LESSONS if plan.depth else 0):
-            planner.came_true(plan, round(plan.tokens_per_s * _SCALE), _SCALE)
-        for _ in range(_RATES if plan.depth else 0):
-            seen = replace(seen, going_rate=plan.tokens_per_s)
-            plan = planner.plan(seen)
-        return plan.depth
+    def _planned_depth(self, survival_BK: np.ndarray, costs: StepCosts, context: float) -> int:
+        observed = PlanObservation(
+            np.zeros_like(survival_BK), survival_BK, costs, self._draft_costs(len(survival_BK), context)
+        )
+        return build_planner(self.config).plan(observed).depth
 
     def _step_costs(self, num_requests: int, context: float) -> StepCosts:
         rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)
