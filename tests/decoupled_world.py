@@ -6,15 +6,19 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from nemo_specrollout.decoupled.drafter_side import DrafterSide, DraftModel, MirrorClosing, MirrorOpening, Publication
+from nemo_specrollout.decoupled.drafter_side import DrafterSide
 from nemo_specrollout.decoupled.messages import decode, encode
 from nemo_specrollout.decoupled.mirrors import Drafted
+from nemo_specrollout.decoupled.orders import DraftModel, MirrorClosing, MirrorOpening, Publication
+from nemo_specrollout.decoupled.peers import PolicyModel, Sampling
 from nemo_specrollout.decoupled.prefix_hash import of_text
-from nemo_specrollout.decoupled.verifier_side import PolicyModel, Sampling, VerifierSide
+from nemo_specrollout.decoupled.stream import DraftStream
+from nemo_specrollout.decoupled.verifier_side import VerifierSide
 from nemo_specrollout.sampling.seeds import combine
 
-VOCAB, MAX_LEN, LANES, MOST_AHEAD, MIRRORS = 41, 96, 4, 6, 16
+VOCAB, MAX_LEN, LANES, MOST_AHEAD, MIRRORS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
 STOP, ACCEPTANCE = 0, 0.8
 
 
@@ -113,12 +117,11 @@ class FakeDrafter:
         for peer, frame in network.arrived(self.name, now_s):
             self.side.receive(peer, decode(frame), now_s)
         self._obey()
-        wanting, burst = self.side.wanting(self.rng.choice([1, 4]))
-        wanting = wanting[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
-        rows = [self._draft(int(m)) for m in wanting for _ in range(burst)]
+        wanting = self.side.wanting()[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
+        rows = [self._draft(int(m)) for m in wanting]
         if rows:
             positions, tokens = (np.array(c) for c in zip(*rows, strict=True))
-            new = (np.repeat(wanting, burst), positions.astype(np.int64), tokens.astype(np.int32))
+            new = (wanting, positions.astype(np.int64), tokens.astype(np.int32))
             self.side.drafted(Drafted(*new, np.zeros(len(rows), np.int8)), 0.001)
         self.side.forget_silent(now_s)
         for peer, reply in self.side.outgoing(now_s):
@@ -145,7 +148,10 @@ class FakeDrafter:
 
 
 class FakeVerifier:
-    """An engine that decodes `policy_token`s, with the drafts of its tails. `done` holds what it made of its requests."""
+    """An engine that decodes `policy_token`s, with the drafts of its stream. `done` holds what it made of its requests.
+
+    The protocol learns of tokens up to two steps after the engine has them, as with asynchronous scheduling.
+    """
 
     def __init__(self, name: object, rng: random.Random, num_drafters: int, requests: list[Request]) -> None:
         self.name, self.rng, self.num_drafters = name, rng, num_drafters
@@ -153,7 +159,6 @@ class FakeVerifier:
         self.done: list[Request] = []
         self.num_accepted = 0
         self.running: dict[int, Request] = {}
-        self.token_ids = np.zeros((LANES, MAX_LEN), np.int32)
         self.runs = 0
         self.restart()
 
@@ -166,6 +171,10 @@ class FakeVerifier:
         self.side = VerifierSide(
             combine(hash(self.name) & 0xFFFF, self.runs) >> 1, LANES, self.num_drafters, MOST_AHEAD, model, 1
         )
+        table_SX = np.zeros((LANES, DraftStream.columns(MOST_AHEAD)), np.int32)
+        self.stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
+        self.token_ids_SL, self.known_SL = np.zeros((2, LANES, MAX_LEN), np.int32)
+        self.known_S = np.zeros(LANES, np.int64)
 
     @property
     def is_done(self) -> bool:
@@ -176,20 +185,22 @@ class FakeVerifier:
         self._admit()
         for drafter, frame in network.arrived((self.name, self.runs), now_s):
             self.side.receive(drafter, decode(frame), now_s)
-        lanes_B = np.array(sorted(self.running, key=lambda lane: self.rng.random()), np.int64)
-        self.token_ids[:] = -1
-        lengths_B = np.zeros(len(lanes_B), np.int64)
-        for row, lane in enumerate(lanes_B.tolist()):
-            text = self.running[lane].text
-            self.token_ids[row, : len(text)] = text
-            lengths_B[row] = len(text)
-        if self.rng.random() < 0.2:
-            windows_B = [self.rng.randint(1, MOST_AHEAD) for _ in lanes_B]
-            self.side.limit(lanes_B, np.array(windows_B, np.uint8))
-        self.side.follow(lanes_B, self.token_ids, lengths_B, now_s)
+        if self.rng.random() < 0.8:
+            self.side.follow(self.known_SL, self.known_S, now_s)
         for drafter, message in self.side.outgoing():
             network.send((self.name, self.runs), drafter, encode(message), now_s)
-        self._decode(lanes_B)
+        self.side.tails.write(self.stream.table_SX)
+        if self.rng.random() < 0.7:
+            self._learn()
+        self._decode(np.array(sorted(self.running, key=lambda lane: self.rng.random()), np.int64))
+        if self.rng.random() < 0.3:
+            self._learn()
+
+    def _learn(self) -> None:
+        """The host gets to know the texts."""
+        for lane, request in self.running.items():
+            self.known_SL[lane, : len(request.text)] = request.text
+            self.known_S[lane] = len(request.text)
 
     def _admit(self) -> None:
         for lane in range(LANES):
@@ -197,15 +208,26 @@ class FakeVerifier:
                 request = self.waiting.pop(0)
                 request.text = list(request.prompt)
                 self.running[lane] = request
+                self._learn()
                 self.side.open(lane, request.seed, Sampling(1.0, 0, 1.0), request.limit)
 
     def _decode(self, lanes_B: np.ndarray) -> None:
-        tokens_BK, levels_BK = np.zeros((LANES, 4), np.int32), np.zeros((LANES, 4), np.int8)
-        lengths_B = np.zeros(LANES, np.int64)
-        self.side.tails.read(lanes_B, tokens_BK, levels_BK, lengths_B)
+        tokens_BK = torch.zeros(LANES, MOST_DRAFTS, dtype=torch.int32)
+        found_B, total_len_S = torch.zeros(2, LANES, dtype=torch.int32)
+        for lane, request in self.running.items():
+            self.token_ids_SL[lane, : len(request.text)] = request.text
+            total_len_S[lane] = len(request.text)
+        self.stream.propose(
+            torch.from_numpy(lanes_B),
+            total_len_S,
+            torch.from_numpy(self.token_ids_SL),
+            tokens_BK,
+            tokens_BK.char(),
+            found_B,
+        )
         for row, lane in enumerate(lanes_B.tolist()):
             request = self.running[lane]
-            drafts = tokens_BK[row, : lengths_B[row]].tolist()
+            drafts = tokens_BK[row, : found_B[row]].tolist()
             self._check(request, drafts)
             for draft in [*drafts, None]:
                 token = policy_token(request.seed, request.text)

@@ -15,15 +15,15 @@ import pytest
 import zmq
 from conftest import STEP_ADDER
 from test_equality import assert_equal, requests
-from test_model_drafters import router_of
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.messages import MAX_FRAME_BYTES
+from nemo_specrollout.decoupled.peers import PeerState
 from nemo_specrollout.decoupled.publishing import publish
+from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter
 from nemo_specrollout.decoupled.transport import VerifierSocket
-from nemo_specrollout.decoupled.verifier_side import PeerState
 from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
 
@@ -81,9 +81,14 @@ def expected(start_engine: Callable[..., RolloutEngine]) -> dict[str, list[Rollo
     return {name: plain.generate(requests(8, 4), **sampling) for name, sampling in SAMPLINGS.items()}
 
 
+def remote_of(engine: RolloutEngine) -> RemoteDrafter:
+    core = engine._llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.specrollout_drafting.remote
+
+
 def wait_until_ready(engine: RolloutEngine, count: int = 2) -> None:
     """Rolls out until so many drafters answer."""
-    remote, deadline = router_of(engine).remote, time.monotonic() + 90
+    remote, deadline = remote_of(engine), time.monotonic() + 90
     while sum(p.state is PeerState.READY for p in remote.side.peers) < count:
         assert time.monotonic() < deadline, [(p.state, p.reason) for p in remote.side.peers]
         engine.generate(requests(1, 1))
@@ -137,7 +142,7 @@ def test_requests_are_spread_over_drafters(engine: RolloutEngine) -> None:
     wait_until_ready(engine)
     under_way = Generation(engine, requests(8, 4))
     under_way.advance(seconds=0.3)
-    assert [p.num_own > 8 for p in router_of(engine).remote.side.peers] == [True, True]
+    assert [p.num_own > 8 for p in remote_of(engine).side.peers] == [True, True]
     under_way.advance()
 
 
@@ -181,7 +186,7 @@ def struck(pool: DrafterPool, engine: RolloutEngine, blow: signal.Signals) -> tu
 
 def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
     wait_until_ready(engine)
-    peer = router_of(engine).remote.side.peers[0]
+    peer = remote_of(engine).side.peers[0]
     known, (victim, found) = peer.drafter, struck(pool, engine, signal.SIGKILL)
     assert_equal(found, expected["T=1"])
     roll_out_until(engine, expected, lambda: peer.drafter != known)  # the process that replaces it has been greeted
@@ -193,7 +198,7 @@ def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected:
 
 
 def test_a_drafter_hangs(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
-    peer = router_of(engine).remote.side.peers[0]
+    peer = remote_of(engine).side.peers[0]
     victim, found = struck(pool, engine, signal.SIGSTOP)
     assert_equal(found, expected["T=1"])
     roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
@@ -238,7 +243,7 @@ def test_draft_weights_are_published_amid_a_rollout(
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
     proposed, accepted = proposed_and_accepted(engine) - before
     assert 0 < proposed == accepted
-    assert {p.draft_version for p in router_of(engine).remote.side.peers} == {5}
+    assert {p.draft_version for p in remote_of(engine).side.peers} == {5}
     refusals = publish(pool.addresses(), b"", str(tmp_path), 6)
     assert all("not a checkpoint like" in refusals[a] for a in pool.addresses())
     assert publish(pool.addresses(), b"", str(similar_model), 7) == {}
@@ -277,7 +282,7 @@ def test_a_drafter_that_talks_nonsense_is_dropped(
         liar.send_multipart([peer, os.urandom(200)])
     under_way.advance()
     assert_equal(under_way.rollouts, expected["T=1"])
-    side = router_of(engine).remote.side
+    side = remote_of(engine).side
     assert side.peers[0].num_failures > 0
     assert "secret" in side.peers[0].reason
     liar.close()
@@ -289,7 +294,7 @@ def test_drafters_may_move_and_be_nowhere(
     """As in NeMo-RL, where Ray places them, and may start one elsewhere."""
     wait_until_ready(engine)
     first, second = pool.addresses()
-    failures = [p.num_failures for p in router_of(engine).remote.side.peers]
+    failures = [p.num_failures for p in remote_of(engine).side.peers]
     for addresses, states in (
         (["", ""], [PeerState.AWAY] * 2),
         ([second, ""], [PeerState.READY, PeerState.AWAY]),
@@ -298,8 +303,8 @@ def test_drafters_may_move_and_be_nowhere(
         engine._llm.collective_rpc("specrollout_drafters_at", args=(addresses, ""))
         wait_until_ready(engine, states.count(PeerState.READY))
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
-        assert [p.state for p in router_of(engine).remote.side.peers] == states
-    assert [p.num_failures for p in router_of(engine).remote.side.peers] == failures, "to move is no failure"
+        assert [p.state for p in remote_of(engine).side.peers] == states
+    assert [p.num_failures for p in remote_of(engine).side.peers] == failures, "to move is no failure"
 
 
 def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
@@ -324,7 +329,7 @@ def test_a_drafter_of_another_vocabulary_is_refused(
     engine = start_engine(folder, served_by(pool, folder))
     plain = start_engine(folder, SpecrolloutConfig(drafters=()))
     deadline = time.monotonic() + 20
-    peer = router_of(engine).remote.side.peers[0]
+    peer = remote_of(engine).side.peers[0]
     while peer.state is not PeerState.REFUSED and time.monotonic() < deadline:
         found = engine.generate(requests(2, 2))
     assert "tokenizer" in peer.reason

@@ -61,7 +61,7 @@ def test_output_is_plain_decodings_in_every_schedule(
     assert_plain(run_world(seed, faults, num_verifiers, num_drafters, disasters))
 
 
-@pytest.mark.parametrize(("faults", "least"), [(Faults(), 0.2), (Faults(loss=0.05), 0.1), (Faults(delay_s=0.02), 0.1)])
+@pytest.mark.parametrize(("faults", "least"), [(Faults(), 0.15), (Faults(loss=0.05), 0.1), (Faults(delay_s=0.02), 0.1)])
 def test_drafts_are_used(faults: Faults, least: float) -> None:
     num_accepted = num_tokens = 0
     for seed in range(20):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nemo_specrollout.decoupled.drafter_side import MirrorClosing, MirrorOpening
 from nemo_specrollout.decoupled.mirrors import Correction
+from nemo_specrollout.decoupled.orders import MirrorClosing, MirrorOpening
 from nemo_specrollout.generation.drafter_engine import DrafterEngine
 
 pytestmark = pytest.mark.integration
@@ -130,77 +130,37 @@ def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model:
     shutil.copytree(tiny_model, other)
     tensors = load_file(tiny_model / "model.safetensors")
     save_file(
-        {n: t * 1.1 if t.ndim == 2 else t for n, t in tensors.items()}, other / "model.safetensors", {"format": "pt"}
+        {n: t * 1.3 if t.ndim == 2 else t for n, t in tensors.items()}, other / "model.safetensors", {"format": "pt"}
     )
     carry_out(engine, [opening(m, m, PROMPT) for m in (0, 1)])
     drafts = run_ahead(engine, [0, 1], 4)[0]
-    old = fresh(engine, 0, [*PROMPT, *drafts], 6)
+    old = fresh(engine, 0, [*PROMPT, *drafts], 16)
     engine.load_weights(other)
-    new = run_ahead(engine, [0, 1], 6)[0]
-    assert new == fresh(engine, 0, [*PROMPT, *drafts], 6) != old
+    new = run_ahead(engine, [0, 1], 16)[0]
+    assert new == fresh(engine, 0, [*PROMPT, *drafts], 16) != old
     with pytest.raises(ValueError, match="not a checkpoint like"):
         engine.load_weights(tmp_path)
     engine.load_weights(tiny_model)
-    assert fresh(engine, 0, [*PROMPT, *drafts], 6) == old
+    assert fresh(engine, 0, [*PROMPT, *drafts], 16) == old
     carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
 
 
-def run_ahead_in_bursts(engine: DrafterEngine, mirrors: Sequence[int], count: int, most: int) -> dict[int, list[int]]:
-    """As `run_ahead`, up to `most` tokens a step, and at least `count`; positions follow one another."""
-    rows: dict[int, list[tuple[int, int]]] = {m: [] for m in mirrors}
-    while wanting := [m for m in mirrors if len(rows[m]) < count]:
-        drafted = engine.draft(np.array(wanting), most)
-        for m, position, token in zip(drafted.mirrors_M, drafted.positions_M, drafted.tokens_M, strict=True):
-            rows[int(m)].append((int(position), int(token)))
-    for of_mirror in rows.values():
-        assert (np.diff([position for position, _ in of_mirror]) == 1).all()
-    return {m: [token for _, token in of_mirror] for m, of_mirror in rows.items()}
+@pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9)])
+def test_drafts_are_what_vllm_samples_itself(engine: DrafterEngine, sampling: tuple[float, int, float]) -> None:
+    """That is what a policy samples which has the drafter's weights: nothing but the evidence is ours."""
+    carry_out(engine, [MirrorOpening(0, 11, *sampling, np.array(PROMPT, np.int32))])
+    drafts = run_ahead(engine, [0], 40)[0]
+    core = engine._llm.llm_engine.engine_core.engine_core
+    sampler = core.model_executor.driver_worker.worker.model_runner.sampler
+    ours = vars(sampler).pop("sample")
+    carry_out(engine, [MirrorClosing(0), MirrorOpening(1, 11, *sampling, np.array(PROMPT, np.int32))])
+    assert run_ahead(engine, [1], 40)[1] == drafts
+    sampler.sample = ours
+    carry_out(engine, [MirrorClosing(1)])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("most", [2, 3, 4])
-def test_bursts_draft_what_single_steps_draft(engine: DrafterEngine, most: int, temperature: float) -> None:
-    """Over the end of a KV block, which has 128 tokens on a CPU."""
-    prompts = {0: PROMPT, 1: PROMPT[:7], 2: PROMPT * 6}
-    expected = {m: fresh(engine, m, prompt, 40, temperature) for m, prompt in prompts.items()}
-    carry_out(engine, [opening(m, m, prompt, temperature) for m, prompt in prompts.items()])
-    drafts = run_ahead_in_bursts(engine, [0, 1, 2], 40, most)
-    assert {m: tokens[:40] for m, tokens in drafts.items()} == expected
-    carry_out(engine, [MirrorClosing(m) for m in prompts])
-
-
-def test_a_mirror_is_corrected_within_a_burst_that_was(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 3, PROMPT), opening(1, 4, PROMPT)])
-    texts = run_ahead_in_bursts(engine, [0, 1], 8, 4)
-    for kept in (7, 6, 5, 1):
-        corrected = [*PROMPT, *texts[0][:kept], 33]
-        carry_out(engine, [Correction(0, len(corrected) - 1, [33])])
-        drafts = run_ahead_in_bursts(engine, [0], 8, 4)[0]
-        assert drafts == fresh(engine, 3, corrected, len(drafts))
-        texts[0] = [*corrected[len(PROMPT) :], *drafts]
-    drafts = run_ahead_in_bursts(engine, [1], 8, 3)[1]
-    assert drafts == fresh(engine, 4, [*PROMPT, *texts[1]], len(drafts))
-    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
-
-
-def test_a_burst_ends_when_it_is_told_to_and_none_is_lost(engine: DrafterEngine) -> None:
-    expected = fresh(engine, 5, PROMPT, 12)
-    carry_out(engine, [opening(0, 5, PROMPT)])
-    answers, tokens = iter([True, False, False, True, True, True, True, False] * 9), []
-    while len(tokens) < 12:
-        drafted = engine.draft(np.array([0]), 4, lambda: next(answers))
-        tokens += drafted.tokens_M.tolist()
-        assert len(drafted.tokens_M) <= 4
-    assert tokens[:12] == expected
-    carry_out(engine, [MirrorClosing(0)])
-
-
-def test_texts_that_are_being_read_make_a_burst_a_step(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 6, PROMPT)])
-    first = run_ahead_in_bursts(engine, [0], 4, 4)[0]
-    carry_out(engine, [opening(1, 7, PROMPT)])
-    drafted = engine.draft(np.array([0, 1]), 4)
-    assert sorted(drafted.mirrors_M.tolist()) == [0, 1]
-    drafts = [*first, *drafted.tokens_M[drafted.mirrors_M == 0].tolist()]
-    assert len(drafts) == len(first) + 1 and drafts == fresh(engine, 6, PROMPT, len(drafts))
-    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+def test_evidence_has_many_levels(engine: DrafterEngine) -> None:
+    carry_out(engine, [opening(m, m, PROMPT) for m in range(8)])
+    levels = np.concatenate([engine.draft(np.arange(8)).levels_M for _ in range(50)])
+    carry_out(engine, [MirrorClosing(m) for m in range(8)])
+    assert len(np.unique(levels)) > 8

@@ -24,52 +24,13 @@ from nemo_specrollout.decoupled.messages import (
     Welcome,
     column,
 )
-from nemo_specrollout.decoupled.mirrors import Correction, Drafted, DraftRows, Mirrors
+from nemo_specrollout.decoupled.mirrors import Drafted, DraftRows, Mirrors
+from nemo_specrollout.decoupled.orders import DraftModel, MirrorClosing, MirrorOpening, Order, Publication
 from nemo_specrollout.decoupled.tails import LANE_MASK
 
 SESSION_TIMEOUT_S = 120.0
 """A verifier that says nothing for so long is forgotten; if it comes back it tells all anew."""
 MOST_SESSIONS = 1024
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """What a verifier must know of a drafter's model."""
-
-    vocab_size: int
-    tokenizer: str
-    max_model_len: int
-
-
-@dataclass(frozen=True)
-class MirrorOpening:
-    """The engine is to open a request for `mirror`, with int32 `text`."""
-
-    mirror: int
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    text: np.ndarray
-
-
-@dataclass(frozen=True)
-class MirrorClosing:
-    """The engine is to forget the request of `mirror`."""
-
-    mirror: int
-
-
-@dataclass(frozen=True)
-class Publication:
-    """The engine is to draft with the weights in `folder`; `DrafterSide.published` is to be told how it went."""
-
-    folder: str
-    draft_version: int
-    peer: Hashable
-
-
-Order = MirrorOpening | MirrorClosing | Correction | Publication
 
 
 @dataclass
@@ -128,9 +89,9 @@ class DrafterSide:
             else:
                 self._follow(session, message, now_s)
 
-    def wanting(self, most: int = 1) -> tuple[np.ndarray, int]:
-        """The mirrors that may draft, most urgent first, int64 [M], and how many tokens each, 1 to `most`."""
-        return self.mirrors.wanting(most)
+    def wanting(self) -> np.ndarray:
+        """The mirrors that may draft, most urgent first, int64 [M]."""
+        return self.mirrors.wanting()
 
     def take_orders(self) -> list[Order]:
         """What the engine is to do before its next step, one after the other; since last asked."""

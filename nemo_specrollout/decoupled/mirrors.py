@@ -4,7 +4,6 @@
 Shapes: N rows of a message, M mirrors of a step, S how much of a mirror's text is remembered here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +12,6 @@ from numba import njit
 from nemo_specrollout.decoupled.prefix_hash import extend, of_text
 
 FINE, CORRECT, LACKING = 0, 1, 2
-MOST_IN_BURST = 4
-"""Tokens that a mirror may get in one step of the engine: the more, the less a step's own cost matters, and the later what a
-verifier says is heard."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +23,10 @@ class Correction:
     tokens: list[int]
 
 
-def always() -> bool:
-    """What goes on until it is done."""
-    return True
-
-
-@dataclass(frozen=True)
-class Burst:
-    """How many tokens each mirror of a step gets at most, and whether to go on, asked before each but the first."""
-
-    most: int = 1
-    goes_on: Callable[[], bool] = always
-
-
 @dataclass(frozen=True)
 class Drafted:
-    """What an engine drafted in a step: mirror int64, position int64, token int32, evidence level int8; each [M]. M counts
-    tokens here."""
+    """What an engine drafted in a step, a token for each mirror: mirror int64, position int64, token int32, evidence level
+    int8; each [M]."""
 
     mirrors_M: np.ndarray
     positions_M: np.ndarray
@@ -124,22 +107,16 @@ class Mirrors:
         ]
         return corrections, outcome_N == LACKING
 
-    def wanting(self, most: int) -> tuple[np.ndarray, int]:
-        """The mirrors that may draft, those with the shortest run-ahead first, int64 [M], and how many tokens each, 1 to
-        `most`: as many as the first has room for. Those with less room are not so urgent: they wait."""
+    def wanting(self) -> np.ndarray:
+        """The mirrors that may draft, those with the shortest run-ahead first, int64 [M]."""
         ahead = self._ends - self._committed
-        room = np.minimum(self._windows - ahead, self._limits - self._ends)
-        room[self._stopped >= self._committed] = 0
-        mirrors_M = np.flatnonzero(room > 0)
-        if len(mirrors_M) == 0:
-            return mirrors_M, 0
-        mirrors_M = mirrors_M[np.lexsort((room[mirrors_M], ahead[mirrors_M]))]
-        burst = min(most, int(room[mirrors_M[0]]))
-        return mirrors_M[room[mirrors_M] >= burst], burst
+        may_draft = (ahead < self._windows) & (self._ends < self._limits) & (self._stopped < self._committed)
+        mirrors_M = np.flatnonzero(may_draft)
+        return mirrors_M[np.argsort(ahead[mirrors_M], kind="stable")]
 
     def drafted(self, new: Drafted, stop_token_ids: np.ndarray) -> DraftRows:
-        """The engine has drafted for some mirrors, the tokens of each in order; returns the rows to tell. Beyond a token that
-        ends the text nothing more is drafted."""
+        """The engine has drafted for some mirrors; returns the rows to tell. Beyond a token that ends the text nothing more
+        is drafted."""
         hashes_M = np.empty(len(new.mirrors_M), np.uint64)
         _append(
             new.mirrors_M, new.positions_M, new.tokens_M, new.levels_M, self._ends, self._hashes, self._tokens, self._levels,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's tail buffers: of each request, what was drafted beyond the text that it has committed.
 
-Shapes: B requests of the batch, b some of them, N rows of a message, L longest sequence, K draft positions, S room of a tail.
+Shapes: S lanes, b some of them, N rows of a message, L longest sequence.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,19 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.decoupled.prefix_hash import extend, of_text
+from nemo_specrollout.drafters.base import PRIOR_STRENGTH, REQUEST_DECAY
 
 NO_REQUEST = -1
 LANE_BITS = 16
 """A request's number holds its lane in so many low bits, so that no table is needed to find it."""
 LANE_MASK = (1 << LANE_BITS) - 1
+LEAST_SURVIVAL = 0.02
+"""A draft token that is less likely to be reached is not worth a drafter's while, whose step is for all of its requests."""
+FIRST_RATE = 0.9
+"""What is believed of a request's drafts at first: the share that is right, where all before were."""
+
+BASE, COUNT, TOKENS = 0, 1, 2
+"""Columns of a draft stream's table (`stream.py`): how long the text was, how many tokens follow it, the first of them."""
 
 
 @dataclass
@@ -50,8 +58,9 @@ class TailBuffers:
         self._tokens = np.zeros((num_lanes, size), np.int32)
         self._levels = np.zeros((num_lanes, size), np.int8)
         self._lost = np.zeros(num_lanes, np.bool_)
+        self._judged = np.zeros((num_lanes, 2))  # hits and trials, which fade
         self._counts = np.zeros(5, np.int64)
-        self._vocab_size, self._num_levels = vocab_size, num_levels
+        self._most_ahead, self._vocab_size, self._num_levels = most_ahead, vocab_size, num_levels
 
     @property
     def counts(self) -> TailCounts:
@@ -63,6 +72,7 @@ class TailBuffers:
         self._committed[lane] = self._ends[lane] = len(text)
         self._hashes[lane, len(text) % self._hashes.shape[1]] = of_text(seed, text)
         self._lost[lane] = False
+        self._judged[lane] = 0.0
 
     def close(self, lanes: np.ndarray) -> None:
         """The requests of `lanes` are gone, or nobody drafts for them: their tails are, too, until a lane is opened again."""
@@ -71,16 +81,27 @@ class TailBuffers:
         self._ends[lanes] = self._committed[lanes]
 
     def commit(
-        self, lanes_b: np.ndarray, token_ids_BL: np.ndarray, rows_b: np.ndarray, lengths_b: np.ndarray
+        self, lanes_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The text of each lane's request, in row `rows_b` of the batch, is now `lengths_b` tokens long. Returns its length
-        before, int64 [b], and the hash of that much, uint64 [b]."""
+        """The text of each lane's request is now `lengths_b` tokens long. Returns its length before, int64 [b], and the hash
+        of that much, uint64 [b]."""
         bases_b, hashes_b = self._committed[lanes_b], np.empty(len(lanes_b), np.uint64)
         _commit(
-            lanes_b, token_ids_BL, rows_b, lengths_b, self._committed, self._ends, self._hashes, self._tokens, hashes_b,
-            self._counts,
+            lanes_b, token_ids_SL, lengths_b, self._committed, self._ends, self._hashes, self._tokens, self._judged,
+            hashes_b, self._counts,
         )  # fmt: skip
         return bases_b, hashes_b
+
+    def windows(self, lanes_b: np.ndarray) -> np.ndarray:
+        """Draft tokens that each request's drafter may be ahead of it, uint8 [b]: as far as there is a chance that they stand.
+
+        The rate of a token's being right, where all before were, is the request's own of late. Source: the per-request windows
+        of SpecActor's Algorithm 2 (arXiv 2511.16193); here nobody waits for a window to be full.
+        """
+        hits_b, trials_b = self._judged[lanes_b].T
+        rates_b = (hits_b + FIRST_RATE * PRIOR_STRENGTH) / (trials_b + PRIOR_STRENGTH)
+        lengths_b = np.ceil(np.log(LEAST_SURVIVAL) / np.log(np.clip(rates_b, 1e-9, 1 - 1e-9)))
+        return np.clip(lengths_b, 1, self._most_ahead).astype(np.uint8)
 
     def lose(self, lanes_B: np.ndarray) -> None:
         """Something drafted for these lanes may have been lost on the way."""
@@ -106,17 +127,25 @@ class TailBuffers:
             self._tokens, self._levels, self._counts, self._vocab_size, self._num_levels,
         )  # fmt: skip
 
-    def read(self, lanes_B: np.ndarray, tokens_BK: np.ndarray, levels_BK: np.ndarray, lengths_B: np.ndarray) -> None:
-        """Writes the first K tokens of each tail, their levels, and how many they are."""
-        _read(lanes_B, self._committed, self._ends, self._tokens, self._levels, tokens_BK, levels_BK, lengths_B)
+    def write(self, table_SX: np.ndarray) -> None:
+        """Writes all tails to the table of a draft stream (`stream.py`), a row for each lane."""
+        _write(self._committed, self._ends, self._tokens, self._levels, table_SX)
+
+
+def gather(token_ids_SL: np.ndarray, lanes_b: np.ndarray, starts_b: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
+    """The `counts_b` tokens of each lane from `starts_b` on, one lane after the other, int32."""
+    lanes = np.repeat(lanes_b, counts_b)
+    ends = np.cumsum(counts_b)
+    offsets = np.arange(len(lanes)) - np.repeat(ends - counts_b, counts_b)
+    return token_ids_SL[lanes, np.repeat(starts_b, counts_b) + offsets].astype(np.int32)
 
 
 @njit(
-    "void(int64[:], int32[:,:], int64[:], int64[:], int64[:], int64[:], uint64[:,:], int32[:,:], uint64[:], int64[:])",
+    "void(int64[:], int32[:,:], int64[:], int64[:], int64[:], uint64[:,:], int32[:,:], float64[:,:], uint64[:], int64[:])",
     cache=True,
 )
 def _commit(  # type: ignore[no-untyped-def]
-    lanes_b, token_ids_BL, rows_b, lengths_b, committed, ends, hashes, tokens, hashes_b, counts
+    lanes_b, token_ids_SL, lengths_b, committed, ends, hashes, tokens, judged, hashes_b, counts
 ):
     mask = tokens.shape[1] - 1
     for b in range(len(lanes_b)):
@@ -124,10 +153,14 @@ def _commit(  # type: ignore[no-untyped-def]
         prefix_hash = hashes[lane, committed[lane] & mask]
         hashes_b[b] = prefix_hash
         for p in range(committed[lane], lengths_b[b]):
-            token = token_ids_BL[rows_b[b], p]
-            if p < ends[lane] and tokens[lane, p & mask] != token:
-                counts[4] += ends[lane] - p
-                ends[lane] = p
+            token = token_ids_SL[lane, p]
+            if p < ends[lane]:
+                is_hit = tokens[lane, p & mask] == token
+                judged[lane, 0] = judged[lane, 0] * REQUEST_DECAY + is_hit
+                judged[lane, 1] = judged[lane, 1] * REQUEST_DECAY + 1.0
+                if not is_hit:
+                    counts[4] += ends[lane] - p
+                    ends[lane] = p
             prefix_hash = extend(prefix_hash, token)
             hashes[lane, (p + 1) & mask] = prefix_hash
         committed[lane] = lengths_b[b]
@@ -166,13 +199,14 @@ def _add(  # type: ignore[no-untyped-def]
             ends[lane] = p + 1
 
 
-@njit("void(int64[:], int64[:], int64[:], int32[:,:], int8[:,:], int32[:,:], int8[:,:], int64[:])", cache=True)
-def _read(lanes_B, committed, ends, tokens, levels, tokens_BK, levels_BK, lengths_B):  # type: ignore[no-untyped-def]
-    mask = tokens.shape[1] - 1
-    for b in range(len(lanes_B)):
-        lane = lanes_B[b]
-        lengths_B[b] = min(ends[lane] - committed[lane], tokens_BK.shape[1])
-        for k in range(lengths_B[b]):
-            p = (committed[lane] + k) & mask
-            tokens_BK[b, k] = tokens[lane, p]
-            levels_BK[b, k] = levels[lane, p]
+@njit("void(int64[:], int64[:], int32[:,:], int8[:,:], int32[:,:])", cache=True)
+def _write(committed, ends, tokens, levels, table_SX):  # type: ignore[no-untyped-def]
+    mask, room = tokens.shape[1] - 1, (table_SX.shape[1] - TOKENS) // 2
+    for lane in range(len(committed)):
+        count = min(ends[lane] - committed[lane], room)
+        for i in range(count):
+            p = (committed[lane] + i) & mask
+            table_SX[lane, TOKENS + i] = tokens[lane, p]
+            table_SX[lane, TOKENS + room + i] = levels[lane, p]
+        table_SX[lane, BASE] = committed[lane]
+        table_SX[lane, COUNT] = count

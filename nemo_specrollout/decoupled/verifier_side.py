@@ -2,82 +2,25 @@
 """The verifier's half of the protocol: its requests and what drafters say in, messages and draft tokens out. No socket, no
 engine, no clock of its own.
 
-Shapes: B requests of the batch, L longest sequence, K draft positions.
+Shapes: S lanes, B those with a request, b and t some of these, L longest sequence.
 """
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from nemo_specrollout.decoupled.messages import PROTOCOL, Drafts, Hello, Message, Open, Refuse, Step, Welcome, column
-from nemo_specrollout.decoupled.tails import LANE_BITS, LANE_MASK, NO_REQUEST, TailBuffers
+from nemo_specrollout.decoupled.peers import FIRST_PAUSE_S, Peer, PeerState, PolicyModel, Sampling
+from nemo_specrollout.decoupled.tails import LANE_BITS, LANE_MASK, NO_REQUEST, TailBuffers, gather
 
 NO_DRAFTER = -1
 # A drafter is dropped if it answers nothing for so long, or says more than so many times what it was asked for; it is greeted
 # again after a pause, that doubles each time it fails.
 ANSWER_DEADLINE_S, FLOOD_FACTOR, FLOOD_ALLOWANCE = 2.0, 4, 4096
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LONGEST_PAUSE_S = 30.0
 HEARTBEAT_S = 0.2
 """A drafter without requests of ours is told so as often: its answer says that it lives, and how much room it has."""
-
-
-class PeerState(Enum):
-    """Where a verifier stands with a drafter."""
-
-    AWAY = "away"  # to be greeted when the pause is over
-    GREETED = "greeted"  # said hello, no answer yet
-    READY = "ready"
-    REFUSED = "refused"  # it said that it does not fit: never asked again
-
-
-@dataclass(frozen=True)
-class PolicyModel:
-    """What a drafter must know of the policy: its ids, a fingerprint of its tokenizer (empty: not known), what ends a text."""
-
-    vocab_size: int
-    tokenizer: str = ""
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request is sampled."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-
-
-@dataclass
-class Peer:
-    """What a verifier knows of one drafter. States: see `PeerState`."""
-
-    state: PeerState = PeerState.AWAY
-    reason: str = ""
-    drafter: int = 0
-    draft_version: int = 0
-    max_model_len: int = 0
-    num_mirrors: int = 0
-    num_open_there: int = 0
-    num_own: int = 0
-    token_s: float = 0.0
-    answer_s: float = 0.0
-    resume_at_s: float = 0.0
-    pause_s: float = FIRST_PAUSE_S
-    waiting_since_s: float | None = None
-    told_s: float = 0.0
-    last_number: int = -1
-    last_answered: int = -1
-    num_rows: int = 0
-    num_asked: int = 0
-    num_failures: int = 0
-
-    @property
-    def load(self) -> int:
-        """Requests that it drafts for, ours and, as far as it told, those of others."""
-        return max(self.num_own, self.num_open_there)
 
 
 @dataclass
@@ -88,8 +31,8 @@ class _Lane:
 
 
 class VerifierSide:
-    """Owns lanes, their tails, and where we stand with each drafter. After each step `follow` takes the batch as it is; then
-    `outgoing` is sent; whatever comes goes to `receive`; `read` gives the draft tokens at hand.
+    """Owns lanes, their tails, and where we stand with each drafter. `follow` takes the texts whenever they have grown; then
+    `outgoing` is sent; whatever comes goes to `receive`; `tails` are the draft tokens at hand.
 
     Invariants: nothing here ever waits. A lane has one drafter or none; what any other says of it is dropped. A drafter that
     failed is told all anew if it comes back, as if it had never been there.
@@ -108,7 +51,6 @@ class VerifierSide:
         self.most_ahead = most_ahead
         self.peers = [Peer() for _ in range(num_drafters)]
         self.tails = TailBuffers(num_lanes, most_ahead, model.vocab_size, num_levels)
-        self._windows = np.full(num_lanes, most_ahead, np.uint8)
         self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, list(model.stop_token_ids))
         self._lanes: dict[int, _Lane] = {}
         self._drafter_of = np.full(num_lanes, NO_DRAFTER, np.int64)
@@ -125,11 +67,6 @@ class VerifierSide:
         self._lanes[lane] = _Lane(seed, sampling, limit)
         self._requests[lane] = (self._num_requests << LANE_BITS) | lane
         self._drafter_of[lane], self._is_told[lane] = NO_DRAFTER, False
-        self._windows[lane] = self.most_ahead
-
-    def limit(self, lanes_B: np.ndarray, windows_B: np.ndarray) -> None:
-        """From the next message on, drafters may be so many tokens ahead of these lanes' requests, uint8 [B]."""
-        self._windows[lanes_B] = windows_B
 
     def close(self, lane: int) -> None:
         """The request of `lane`, if there is one, ended or was put aside."""
@@ -143,20 +80,19 @@ class VerifierSide:
         self._requests[lane] = NO_REQUEST
         self._drafter_of[lane] = NO_DRAFTER
 
-    def follow(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray, lengths_B: np.ndarray, now_s: float) -> None:
-        """The batch's texts as they are now. Says what is new to each drafter, and greets those that are to be greeted."""
+    def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> None:
+        """The lanes' texts as they are now, int32 and int64. Says what is new to each drafter, and greets those that are to
+        be greeted."""
         self._greet(now_s)
-        self._place(lanes_B, lengths_B)
-        drafters_B = self._drafter_of[lanes_B]
+        self._place(lengths_S)
         self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
-            rows_b = np.flatnonzero(drafters_B == drafter)
-            is_due = len(rows_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
+            lanes_b = np.flatnonzero(self._drafter_of == drafter)
+            is_due = len(lanes_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
                 peer.told_s = now_s
-                step = self._step(drafter, lanes_B[rows_b], token_ids_BL, rows_b, lengths_B[rows_b], now_s)
-                self._outbox.append((drafter, step))
-                peer.num_asked += len(rows_b)
+                self._outbox.append((drafter, self._step(drafter, lanes_b, token_ids_SL, lengths_S[lanes_b], now_s)))
+                peer.num_asked += len(lanes_b)
                 if peer.waiting_since_s is None:
                     peer.waiting_since_s = now_s
                 elif now_s - peer.waiting_since_s > ANSWER_DEADLINE_S:
@@ -243,15 +179,15 @@ class VerifierSide:
         peer.num_own = peer.num_rows = peer.num_asked = 0
         peer.waiting_since_s = None
 
-    def _place(self, lanes_B: np.ndarray, lengths_B: np.ndarray) -> None:
+    def _place(self, lengths_S: np.ndarray) -> None:
         """Gives lanes without a drafter to the least loaded that is ready."""
-        is_homeless_B = (self._drafter_of[lanes_B] == NO_DRAFTER) & (self._requests[lanes_B] != NO_REQUEST)
-        for row in np.flatnonzero(is_homeless_B).tolist():
-            lane, length = int(lanes_B[row]), int(lengths_B[row])
+        for lane in np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist():
             ready = [
                 d
                 for d, peer in enumerate(self.peers)
-                if peer.state is PeerState.READY and peer.load < peer.num_mirrors and length < peer.max_model_len
+                if peer.state is PeerState.READY
+                and peer.load < peer.num_mirrors
+                and lengths_S[lane] < peer.max_model_len
             ]
             if not ready:
                 return
@@ -260,23 +196,17 @@ class VerifierSide:
             self.peers[drafter].num_own += 1
 
     def _step(
-        self,
-        drafter: int,
-        lanes_b: np.ndarray,
-        token_ids_BL: np.ndarray,
-        rows_b: np.ndarray,
-        lengths_b: np.ndarray,
-        now_s: float,
+        self, drafter: int, lanes_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray, now_s: float
     ) -> Step:
         is_told_b = self._is_told[lanes_b]
         new = [
-            self._open_message(int(lanes_b[i]), token_ids_BL[rows_b[i], : lengths_b[i]])
+            self._open_message(int(lanes_b[i]), token_ids_SL[lanes_b[i], : lengths_b[i]])
             for i in np.flatnonzero(~is_told_b)
         ]
-        lanes_t, rows_t, lengths_t = lanes_b[is_told_b], rows_b[is_told_b], lengths_b[is_told_b]
-        bases_t, hashes_t = self.tails.commit(lanes_t, token_ids_BL, rows_t, lengths_t)
+        lanes_t, lengths_t = lanes_b[is_told_b], lengths_b[is_told_b]
+        bases_t, hashes_t = self.tails.commit(lanes_t, token_ids_SL, lengths_t)
         counts_t = lengths_t - bases_t
-        tokens = gather(token_ids_BL, rows_t, bases_t, counts_t)
+        tokens = gather(token_ids_SL, lanes_t, bases_t, counts_t)
         closes, self._closes[drafter] = self._closes[drafter], []
         return Step(
             self.session,
@@ -288,7 +218,7 @@ class VerifierSide:
             bases_t.tobytes(),
             hashes_t.tobytes(),
             counts_t.tobytes(),
-            self._windows[lanes_t].tobytes(),
+            self.tails.windows(lanes_t).tobytes(),
             self.tails.take_lost(lanes_t).tobytes(),
             tokens.tobytes(),
         )
@@ -305,7 +235,7 @@ class VerifierSide:
             s.top_k,
             s.top_p,
             entry.limit,
-            int(self._windows[lane]),
+            self.most_ahead,
             text.tobytes(),
         )
 
@@ -335,11 +265,3 @@ class VerifierSide:
             lane = request & LANE_MASK
             if lane in self._lanes and self._requests[lane] == request and self._drafter_of[lane] == drafter:
                 self._retell(drafter, lane)
-
-
-def gather(token_ids_BL: np.ndarray, rows_b: np.ndarray, starts_b: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
-    """The `counts_b` tokens of each row from `starts_b` on, one row after the other, int32."""
-    rows = np.repeat(rows_b, counts_b)
-    ends = np.cumsum(counts_b)
-    offsets = np.arange(len(rows)) - np.repeat(ends - counts_b, counts_b)
-    return token_ids_BL[rows, np.repeat(starts_b, counts_b) + offsets].astype(np.int32)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: vLLM with our sampler, whose requests are mirrors of other engines' requests."""
+"""A drafter's engine: vLLM on its V2 model runner, whose requests are mirrors of other engines' requests."""
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from safetensors.torch import load_file
 
 from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.drafter_side import DraftModel, MirrorOpening
-from nemo_specrollout.decoupled.mirrors import Burst, Correction, Drafted, always
+from nemo_specrollout.decoupled.mirrors import Correction, Drafted
+from nemo_specrollout.decoupled.orders import DraftModel, MirrorOpening
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
-from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 
 WORKERS = {
-    "cpu": "nemo_specrollout.generation.mirror_worker.MirrorCPUWorker",
-    "cuda": "nemo_specrollout.generation.mirror_worker.MirrorGPUWorker",
+    "cpu": "nemo_specrollout.generation.mirror_cpu_worker.MirrorCPUWorker",
+    "cuda": "nemo_specrollout.generation.mirror_gpu_worker.MirrorGPUWorker",
 }
 SCHEDULER = "nemo_specrollout.generation.mirror_scheduler.MirrorScheduler"
 
@@ -36,7 +34,6 @@ class DrafterEngine:
         from nemo_specrollout.generation.mirror_scheduler import MirrorScheduler
 
         compat.check_version()
-        compat.allow_several_engines()
         arguments = {
             **QUIET_START,
             **vllm_kwargs,
@@ -48,7 +45,6 @@ class DrafterEngine:
             "async_scheduling": False,
             # A mirror's text is not final: what is cached of it would be another text's.
             "enable_prefix_caching": False,
-            "additional_config": {"specrollout": {"drafters": []}},
         }
         compat.check_arguments(arguments)
         try:
@@ -86,7 +82,7 @@ class DrafterEngine:
             max_tokens=None,
             ignore_eos=True,
             detokenize=False,
-            extra_args={EXTRA_ARGS_KEY: {"seed": opening.seed}},
+            seed=opening.seed,
         )
         self._llm.llm_engine.add_request(str(opening.mirror), {"prompt_token_ids": opening.text.tolist()}, params)
 
@@ -101,13 +97,12 @@ class DrafterEngine:
     def load_weights(self, folder: Path) -> None:
         """Drafts with the weights in `folder` from now on; mirrors are read anew. Raises ValueError, and goes on with the old
         ones, if they are not those of a model like the one that it was started with."""
-        self._llm.collective_rpc("specrollout_reload", args=(read_like(folder, self._folder),))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": read_like(folder, self._folder)})
         self._scheduler.read_anew()
 
-    def draft(self, mirrors_M: np.ndarray, most: int = 1, goes_on: Callable[[], bool] = always) -> Drafted:
-        """Up to `most` tokens for each of these mirrors, as long as `goes_on`; one while any text is still being read, none
-        for that mirror."""
-        self._scheduler.awake, self._scheduler.burst = mirrors_M.tolist(), Burst(most, goes_on)
+    def draft(self, mirrors_M: np.ndarray) -> Drafted:
+        """A token for each of these mirrors; none for one whose text is still being read."""
+        self._scheduler.awake = mirrors_M.tolist()
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
 

@@ -4,60 +4,60 @@
 A corrected mirror keeps its KV up to the token that was wrong: nothing of its text is computed again.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
-from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Burst, Correction, Drafted
+from nemo_specrollout.decoupled.mirrors import Correction, Drafted
+
+
+@dataclass(frozen=True)
+class TextChange:
+    """A worker's text of a request is another from index `start` on, where it ends with `tokens`; of that text
+    `num_computed` tokens are in the KV cache."""
+
+    start: int
+    tokens: list[int]
+    num_computed: int
 
 
 class MirrorScheduler(Scheduler):
     """Runs only the mirrors that are `awake`, in that order, beside texts that are yet to be read.
 
     Invariant: of a mirror's text, exactly its first `num_computed_tokens` are in its KV. Nobody but `take_drafted` learns of
-    what was sampled.
+    what was sampled. `_changed` says from where on a worker's text may differ from the request's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.awake: list[int] = []
-        self.burst = Burst()
-        self.num_lookahead_tokens = MOST_IN_BURST - 1
         self._mirrors: dict[int, Any] = {}
-        self._corrections: dict[str, tuple[int, list[int]]] = {}
+        self._changed: dict[str, int] = {}
         self._drafted: list[tuple[int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
         """vLLM's; the request's id is its mirror's number, to which vLLM may have added something."""
         self._mirrors[_mirror_of(request.request_id)] = request
+        self._changed.pop(request.request_id, None)
         super().add_request(request)
 
     def correct(self, correction: Correction) -> None:
         """A mirror keeps its first tokens, and goes on with others."""
-        request, tokens = self._mirrors[correction.mirror], list(correction.tokens)
-        if request.status == RequestStatus.WAITING:  # nothing was drafted yet, and no worker knows of it
-            request.prompt_token_ids.extend(tokens)
-            request._all_token_ids.extend(tokens)
-            request.num_prompt_tokens += len(tokens)
-            return
-        num_outputs = correction.num_kept - request.num_prompt_tokens
-        del request._output_token_ids[num_outputs:]
+        request = self._mirrors[correction.mirror]
+        del request._output_token_ids[correction.num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[correction.num_kept :]
-        request.append_output_token_ids(tokens)
-        request.num_computed_tokens = min(request.num_computed_tokens, correction.num_kept)
-        first, corrected = self._corrections.get(request.request_id, (num_outputs, []))
-        first, corrected = min(first, num_outputs), corrected[: max(num_outputs - first, 0)] + tokens
-        self._corrections[request.request_id] = first, corrected
+        request.append_output_token_ids(list(correction.tokens))
+        self._changes(request, correction.num_kept, correction.num_kept)
 
     def read_anew(self) -> None:
         """The weights are others: the KV of all texts is computed again, in place, when a mirror is awake."""
         for request in self.requests.values():
-            request.num_computed_tokens = 0
+            self._changes(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, with a word to the workers about corrected texts."""
+        """vLLM's, with a word to the workers about changed texts."""
         running, awake = self.running, [self._mirrors[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}
         may_run = {r.request_id for r in running}
@@ -65,23 +65,24 @@ class MirrorScheduler(Scheduler):
         asleep = [r for r in running if r.request_id not in is_awake]
         output: Any = super().schedule(*args, **kwargs)
         self.running = self.running + asleep
-        output.specrollout_corrections, self._corrections = self._corrections, {}
-        is_decode = output.total_num_scheduled_tokens == len(output.scheduled_cached_reqs.req_ids)
-        is_decode &= self.parallel_config.world_size == 1  # what goes on is asked in this process
-        output.specrollout_burst = self.burst if is_decode else Burst()
+        for new in output.scheduled_new_reqs:  # workers are given all of their texts
+            self._changed.pop(new.req_id, None)
+        cached = output.scheduled_cached_reqs
+        output.specrollout_changes = {
+            req_id: TextChange(start, self.requests[req_id]._all_token_ids[start:], num_computed)
+            for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if (start := self._changed.pop(req_id, None)) is not None
+        }
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; what was sampled goes nowhere else."""
         super().update_from_output(scheduler_output, model_runner_output)
-        sampled, levels = model_runner_output.sampled_token_ids, model_runner_output.specrollout_levels
-        for req_id, row in model_runner_output.req_id_to_index.items():
-            if sampled and sampled[row] and req_id in self.requests:
-                request, tokens = self.requests[req_id], sampled[row]
-                request.num_computed_tokens += len(tokens) - 1
-                first = request.num_tokens - len(tokens)
-                for i, token in enumerate(tokens):
-                    self._drafted.append((_mirror_of(req_id), first + i, token, int(levels[row, i])))
+        for row, req_id in enumerate(model_runner_output.req_ids):
+            tokens = model_runner_output.sampled_token_ids[row]
+            if tokens and req_id in self.requests:
+                position, level = self.requests[req_id].num_tokens - 1, model_runner_output.specrollout_levels[row]
+                self._drafted.append((_mirror_of(req_id), position, tokens[0], level))
         return {}
 
     def take_drafted(self) -> Drafted:
@@ -89,6 +90,10 @@ class MirrorScheduler(Scheduler):
         rows_M4 = np.array(self._drafted, np.int64).reshape(-1, 4)
         self._drafted = []
         return Drafted(rows_M4[:, 0], rows_M4[:, 1], rows_M4[:, 2].astype(np.int32), rows_M4[:, 3].astype(np.int8))
+
+    def _changes(self, request: Any, start: int, most_computed: int) -> None:
+        request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
+        self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 
 
 def _mirror_of(request_id: str) -> int:

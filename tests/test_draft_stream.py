@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft stream: what the host wrote for a text that it knew, aligned with the text that the device has now."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from nemo_specrollout.decoupled.prefix_hash import of_text
+from nemo_specrollout.decoupled.stream import BASE, COUNT, TOKENS, DraftStream
+from nemo_specrollout.decoupled.tails import TailBuffers
+
+pytestmark = pytest.mark.unit
+
+NUM_SLOTS, LONGEST, ROOM, K = 6, 40, 5, 3
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+class World:
+    """A stream, and texts of which a token is its position."""
+
+    def __init__(self) -> None:
+        self.table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(ROOM)), np.int32)
+        self.stream = DraftStream(self.table_SX, lambda: torch.from_numpy(self.table_SX))
+        self.total_len_S = torch.full((NUM_SLOTS,), 20, dtype=torch.int32)
+        self.token_ids_SL = torch.arange(LONGEST, dtype=torch.int32).repeat(NUM_SLOTS, 1)
+
+    def write(self, slot: int, base: int, tokens: list[int]) -> None:
+        row = self.table_SX[slot]
+        row[BASE], row[COUNT] = base, len(tokens)
+        row[TOKENS : TOKENS + len(tokens)] = tokens
+        row[TOKENS + ROOM : TOKENS + ROOM + len(tokens)] = [t % 16 for t in tokens]
+
+    def propose(self, *slots: int) -> list[list[int]]:
+        """The drafts of each; evidence goes with its token."""
+        tokens_BK = torch.full((len(slots), K), -7, dtype=torch.int32)
+        levels_BK, found_B = torch.full((len(slots), K), -7, dtype=torch.int8), torch.full((len(slots),), -7).int()
+        self.stream.propose(torch.tensor(slots), self.total_len_S, self.token_ids_SL, tokens_BK, levels_BK, found_B)
+        drafts = [row[:n] for row, n in zip(tokens_BK.tolist(), found_B.tolist(), strict=True)]
+        levels = [row[:n] for row, n in zip(levels_BK.tolist(), found_B.tolist(), strict=True)]
+        assert levels == [[t % 16 for t in row] for row in drafts]
+        assert (tokens_BK.numpy()[np.arange(K) >= found_B.numpy()[:, None]] == -7).all()
+        return drafts
+
+
+def test_drafts_go_on_from_where_the_text_has_got_to() -> None:
+    world = World()
+    world.write(0, 20, [20, 21, 22, 23, 24])  # no token behind
+    world.write(1, 18, [18, 19, 30, 31])  # two behind, both as drafted
+    world.write(2, 16, [16, 17, 18, 19])  # used up
+    world.write(3, 18, [18, 9, 20, 21])  # the policy went another way
+    world.write(4, 21, [21, 22])  # of a text that is longer than the device's
+    assert world.propose(0, 1, 2, 3, 4, 5) == [[20, 21, 22], [30, 31], [], [], [], []]
+    assert world.stream.counts_3.tolist() == [6, 2, 5]
+    assert world.propose(4, 1, -1) == [[], [30, 31], []]
+    assert world.stream.counts_3.tolist() == [8, 3, 7]
+
+
+def test_a_row_that_makes_no_sense_is_no_draft() -> None:
+    world = World()
+    for base, count in ((-1, 3), (0, 1 << 30), (20, -5), (1 << 30, 3), (-(1 << 31), 1 << 30)):
+        world.table_SX[0, BASE], world.table_SX[0, COUNT] = base, count
+        assert world.propose(0) == [[]]
+    world.table_SX[0, BASE], world.table_SX[0, COUNT] = 18, 99  # more than there is room for
+    world.table_SX[0, TOKENS:] = [18, 19, 1, 2, 3, *[t % 16 for t in (18, 19, 1, 2, 3)]]
+    assert world.propose(0) == [[1, 2, 3]]
+
+
+def test_a_request_whose_drafts_are_wrong_gets_a_short_window() -> None:
+    tails, lanes = TailBuffers(2, 24, vocab_size=50, num_levels=1), np.array([0, 1])
+    for lane in (0, 1):
+        tails.open(lane, lane, 7, np.zeros(1, np.int32))
+    assert tails.windows(lanes).tolist() == [24, 24]
+    token_ids_SL = np.zeros((2, 200), np.int32)
+    for position in range(1, 60):
+        tails.commit(lanes, token_ids_SL, np.array([position, position]))
+        drafts = np.array([0, position % 2], np.int32)  # of the second request every other one is wrong
+        prefix = np.array([of_text(7, token_ids_SL[lane, :position]) for lane in (0, 1)], np.uint64)
+        tails.add(lanes, np.array([position, position]), prefix, drafts, np.zeros(2, np.int8))
+    assert tails.windows(lanes).tolist() == [24, 8]
+    assert tails.counts.wrong == 29
+
+
+INTERPRETED = """
+import numpy as np
+import torch
+from nemo_specrollout.decoupled import stream, stream_triton
+
+rng, seen = np.random.default_rng(0), 0
+for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
+    num_slots, longest = num_requests + 3, 60
+    for _ in range(8):
+        ints = lambda low, high, *shape: torch.from_numpy(rng.integers(low, high, shape)).int()
+        token_ids_SL = ints(0, 2, num_slots, longest + 9)[:, :longest]
+        total_len_S = ints(1, longest, num_slots)
+        table_SX = ints(0, 2, num_slots, stream.DraftStream.columns(room))
+        table_SX[:, 0] = total_len_S - ints(-2, 5, num_slots)
+        table_SX[:, 1] = ints(-1, room + 3, num_slots)
+        for s in range(num_slots):
+            base, room_left = int(table_SX[s, 0]), max(0, min(room, longest - int(table_SX[s, 0])))
+            if rng.random() < 0.7 and base >= 0:
+                table_SX[s, 2 : 2 + room_left] = token_ids_SL[s, base : base + room_left]
+        slots_B = torch.from_numpy(rng.permutation(num_slots)[:num_requests])
+        slots_B[rng.random(num_requests) < 0.1] = -1
+        results = []
+        for align in (stream._align, stream_triton.align):
+            out = [torch.full((num_requests, width + 2), 77, dtype=t) for t in (torch.int32, torch.int8)]
+            found_B, counts_3 = torch.full((num_requests,), 77).int(), torch.zeros(3, dtype=torch.int64)
+            align(slots_B, total_len_S, token_ids_SL, table_SX, out[0][:, :width], out[1][:, :width], found_B, counts_3)
+            results.append([*out, found_B, counts_3])
+        assert all(map(torch.equal, *results)), results
+        seen += int(results[0][3][1])
+assert seen > 30
+"""
+
+
+@needs_triton
+def test_the_interpreted_triton_kernel_does_the_same() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr

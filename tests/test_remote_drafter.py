@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verifier's end as an engine uses it: tokens reach the host steps late and in another thread, slots change hands."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from decoupled_world import MAX_LEN, MOST_AHEAD, VOCAB, FakeDrafter, policy_token
+
+from nemo_specrollout.decoupled.messages import decode, encode
+from nemo_specrollout.decoupled.peers import PeerState, PolicyModel, Sampling
+from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter, StreamRequest
+from nemo_specrollout.decoupled.stream import DraftStream
+from nemo_specrollout.decoupled.transport import DrafterSocket
+
+pytestmark = pytest.mark.unit
+
+NUM_SLOTS, K, PROMPT = 3, 3, [1, 2, 3]
+
+
+class Wire:
+    """A drafter's socket, as `FakeDrafter` takes a network."""
+
+    def __init__(self) -> None:
+        self.socket = DrafterSocket("tcp://127.0.0.1:0", b"")
+
+    def arrived(self, target: object, now_s: float) -> list[tuple[object, bytes]]:
+        return [(peer, encode(message)) for peer, message in self.socket.receive()]
+
+    def send(self, source: object, target: object, frame: bytes, now_s: float) -> None:
+        self.socket.send(target, decode(frame))  # type: ignore[arg-type]
+
+
+class Engine:
+    """A policy with a remote drafter. Its texts are on the "device"; the host is told of them `lag` steps later."""
+
+    def __init__(self, lag: int) -> None:
+        self.wire, self.lag = Wire(), lag
+        self.drafter = FakeDrafter("d", random.Random(0), {})
+        table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(MOST_AHEAD)), np.int32)
+        stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
+        address = self.wire.socket.address
+        self.remote = RemoteDrafter([address], b"", NUM_SLOTS, MAX_LEN, MOST_AHEAD, PolicyModel(VOCAB), stream)
+        self.texts: dict[int, tuple[int, list[int]]] = {}
+        self.under_way: deque[tuple[Callable[..., None], list[list[int]]]] = deque()
+        self.num_accepted = self.num_proposed = 0
+
+    def open(self, slot: int, seed: int, text: list[int]) -> None:
+        self.texts[slot] = (seed, list(text))
+        self.remote.open([StreamRequest(slot, seed, Sampling(1.0, 0, 1.0), MAX_LEN, text)])
+
+    def step(self) -> None:
+        """Verifies what is proposed, as vLLM's worker does it; the drafter has some time."""
+        slots = list(self.texts)
+        tokens_BK = torch.zeros(len(slots), K, dtype=torch.int32)
+        found_B, total_len_S = torch.zeros(len(slots)).int(), torch.zeros(NUM_SLOTS).int()
+        token_ids_SL = torch.zeros(NUM_SLOTS, MAX_LEN, dtype=torch.int32)
+        for slot, (_, text) in self.texts.items():
+            token_ids_SL[slot, : len(text)] = torch.tensor(text)
+            total_len_S[slot] = len(text)
+        self.remote.propose(torch.tensor(slots), total_len_S, token_ids_SL, tokens_BK, tokens_BK.char(), found_B)
+        sampled = []
+        for row, slot in enumerate(slots):
+            seed, text = self.texts[slot]
+            drafts, new = tokens_BK[row, : int(found_B[row])].tolist(), []
+            while not new or (len(new) <= len(drafts) and drafts[len(new) - 1] == new[-1]):
+                new.append(policy_token(seed, text))
+                text.append(new[-1])
+            sampled.append(new)
+            self.num_accepted += len(new) - 1
+            self.num_proposed += len(drafts)
+        self.under_way.append((self.remote.awaits(np.array(slots)), sampled))
+        while len(self.under_way) > self.lag:
+            tell, tokens = self.under_way.popleft()
+            thread = Thread(target=tell, args=(tokens,))
+            thread.start()
+            thread.join()
+        for _ in range(4):
+            self.drafter.step(self.wire, time.monotonic())  # type: ignore[arg-type]
+            time.sleep(0.001)
+
+    def drafter_text(self, seed: int) -> list[int]:
+        """What the drafter has of the request with that seed."""
+        return next((text for known, text in self.drafter.texts.values() if known == seed), [])
+
+
+@pytest.fixture(params=[0, 1, 2])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = Engine(request.param)
+    yield made
+    made.remote.listen_to([""], b"")
+    made.wire.socket.close()
+
+
+def test_drafts_are_used_however_late_tokens_reach_the_host(engine: Engine) -> None:
+    for seed in range(40):
+        engine.open(seed % NUM_SLOTS, seed, PROMPT)
+        for _ in range(8):
+            engine.step()
+    assert engine.remote.side.peers[0].state is PeerState.READY
+    assert engine.num_accepted > 100
+    assert engine.num_accepted > 0.6 * engine.num_proposed
+    supply = engine.remote.supply()
+    assert supply.num_at_hand == engine.num_proposed and supply.num_ready == 1
+
+
+def test_tokens_of_one_that_left_its_slot_are_nobody_elses(engine: Engine) -> None:
+    engine.open(0, 7, PROMPT)
+    for _ in range(6):
+        engine.step()
+    engine.remote.close([0])
+    engine.open(0, 8, [4, 5, 6, 7])
+    for _ in range(12):
+        engine.step()
+    for _ in range(20):
+        engine.drafter.step(engine.wire, time.monotonic())  # type: ignore[arg-type]
+    seed, text = engine.texts[0]
+    known = len(text) - 2 * (K + 1)
+    assert engine.drafter_text(seed)[:known] == text[:known]
+    assert engine.drafter_text(7) == []
+
+
+def test_a_request_that_must_be_decoded_plainly_is_told_to_nobody(engine: Engine) -> None:
+    engine.open(1, 9, PROMPT)
+    engine.texts[0] = (10, list(PROMPT))
+    engine.remote.open([StreamRequest(0, 10, Sampling(1.0, 0, 1.0), 0, PROMPT)])
+    for _ in range(10):
+        engine.step()
+    assert engine.drafter_text(9)[:5] == engine.texts[1][1][:5]
+    assert engine.drafter_text(10) == []
