@@ -16,6 +16,10 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
+from nemo_specrollout.generation.arguments import set_process_environment
+
+set_process_environment()  # before any test imports vllm
+
 # The first call of a compiled kernel takes seconds.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")

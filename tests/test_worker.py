@@ -4,6 +4,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngin
 
 pytestmark = pytest.mark.integration
 
-NUM_DRAFTS, LENGTH = 4, 60
+NUM_DRAFTS, LENGTH = 3, 60
 DRAFTERS = tuple(DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"))
-FIXED = SpecrolloutConfig(num_speculative_tokens=NUM_DRAFTS, drafters=DRAFTERS, budget=BudgetConfig("fixed", k=3))
+FIXED = SpecrolloutConfig(num_speculative_tokens=8, drafters=DRAFTERS, budget=BudgetConfig("fixed", k=NUM_DRAFTS))
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +55,65 @@ def test_a_disabled_block_changes_no_argument() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_enabled_block_names_worker_and_router(device: str) -> None:
+def test_an_enabled_block_names_the_worker_and_what_it_is_told(device: str) -> None:
     result = with_specrollout({"max_num_seqs": 8, "additional_config": {"theirs": 1}}, FIXED, device)
     assert result["worker_cls"] == arguments.WORKER_CLASSES[device] and result["max_num_seqs"] == 8
-    assert result["speculative_config"] == {
-        "method": "custom_class", "model": arguments.ROUTER_CLASS, "num_speculative_tokens": NUM_DRAFTS,
-    }  # fmt: skip
     assert result["additional_config"]["theirs"] == 1
     assert [d["type"] for d in result["additional_config"]["specrollout"]["drafters"]] == ["suffix", "ngram"]
-    assert result["async_scheduling"] is False
+    assert "async_scheduling" not in result
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "adapts"),
+    [
+        ("cpu", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"enforce_eager": True}, False),
+        ("cuda", {"enforce_eager": False}, True),
+    ],
+)
+def test_drafters_without_weights_go_by_a_method_that_asks_for_none(
+    device: str, given: dict[str, Any], adapts: bool
+) -> None:
+    """Drafts that are chosen on the device need CUDA graphs that are prepared for it."""
+    adaptive = {"enable_adaptive_verification": True} if adapts else {}
+    expected = {"method": "ngram_gpu", "num_speculative_tokens": NUM_DRAFTS, **adaptive}
+    assert with_specrollout(given, FIXED, device)["speculative_config"] == expected
+
+
+def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
+    def config(*drafters: DrafterConfig, **block: Any) -> dict[str, Any]:
+        return with_specrollout({}, SpecrolloutConfig(drafters=drafters, **block), "cpu")["speculative_config"]
+
+    head = DrafterConfig("eagle3", model="/heads/3")
+    assert config(DRAFTERS[0], head) == {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
+    assert config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def test_a_budget_of_no_drafts_is_no_speculation() -> None:
+    block = SpecrolloutConfig(drafters=DRAFTERS, budget=BudgetConfig("fixed", k=0))
+    result = with_specrollout({"max_num_seqs": 4096, "max_num_batched_tokens": 4096}, block, "cuda")
+    assert "speculative_config" not in result and result["max_num_batched_tokens"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "given", "expected"),
+    [
+        (512, None, None),
+        (513, None, 8192),
+        (4096, None, 16384),
+        (None, None, None),
+        (512, 2048, 2048),
+        (512, 9999, 9999),
+    ],
+)
+def test_a_step_has_room_for_all_requests_with_all_their_drafts(
+    max_num_seqs: int | None, given: int | None, expected: int | None
+) -> None:
+    """A request takes 1 + 3 rows."""
+    kwargs = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": given}
+    result = with_specrollout({name: value for name, value in kwargs.items() if value}, FIXED, "cpu")
+    assert result.get("max_num_batched_tokens") == expected
 
 
 def test_without_drafters_a_users_own_speculation_stays() -> None:
@@ -76,8 +127,11 @@ def test_without_drafters_a_users_own_speculation_stays() -> None:
     ("given", "words"),
     [
         ({"worker_cls": "mine.Worker"}, r"vllm_kwargs\.worker_cls"),
-        ({"async_scheduling": True}, r"vllm_kwargs\.async_scheduling"),
         ({"speculative_config": {"method": "ngram"}}, r"vllm_kwargs\.speculative_config"),
+        (
+            {"max_num_seqs": 512, "max_num_batched_tokens": 2047},
+            r"vllm_kwargs\.max_num_batched_tokens: 2047; 512 requests with 3 drafts each need 2048: raise it",
+        ),
     ],
 )
 def test_arguments_that_contradict_the_block_are_refused(given: dict[str, Any], words: str) -> None:
@@ -85,8 +139,15 @@ def test_arguments_that_contradict_the_block_are_refused(given: dict[str, Any], 
         with_specrollout(given, FIXED, "cpu")
 
 
-def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path) -> None:
-    """In a process of its own: this one has loaded the worker."""
+@pytest.mark.parametrize(("sampling", "refused"), [("shared_noise", True), ("greedy", False)])
+def test_the_policy_s_noise_must_be_the_drafter_s(sampling: str, refused: bool) -> None:
+    head = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model="folder", sampling=sampling),))
+    with pytest.raises(ValueError, match=r"vllm_kwargs\.use_fp64_gumbel: true") if refused else nullcontext():
+        with_specrollout({"use_fp64_gumbel": True}, head, "cpu")
+
+
+def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path, sampler_only: RolloutEngine) -> None:
+    """In a process of its own: this one has loaded the worker. Of vLLM's seeds it makes the tokens that ours makes."""
     code = f"""
 import sys
 from pathlib import Path
@@ -96,18 +157,23 @@ from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
 generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
 engine = RolloutEngine(Path({str(tiny_model)!r}), generation, seed=7)
-assert len(engine.generate([RolloutRequest([20, 30, 31], 0, 0)])[0].token_ids) > 0
+tokens = engine.generate([RolloutRequest([20, 30, 31], 0, 0)])[0].token_ids
 worker = engine._llm.llm_engine.model_executor.driver_worker.worker
-parts = type(worker), type(worker.model_runner), type(worker.model_runner.sampler), worker.model_runner._sample.__func__
+runner = worker.model_runner
+bound = [getattr(runner, name).__func__ for name in ("add_requests", "finish_requests", "sample_tokens")]
+parts = [type(worker), type(runner), type(runner.sampler), *bound]
 assert all(part.__module__.startswith("vllm.") for part in parts), parts
-ours = {{"worker", "router", "sampler", "lanes", "trace"}}
+ours = {{"engine_worker", "drafting", "runner_binding", "verification", "stamps", "step_accounts", "trace"}}
 loaded = {{m for m in sys.modules if m.startswith("nemo_specrollout.")}}
 assert not loaded & {{f"nemo_specrollout.generation.{{name}}" for name in ours}}, loaded
-assert not any(m.startswith(("nemo_specrollout.drafters", "nemo_specrollout.sampling.cpu")) for m in loaded), loaded
+assert not any(m.startswith("nemo_specrollout.drafters") for m in loaded), loaded
 engine.close()
+print("tokens", *tokens)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    ours = sampler_only.generate([RolloutRequest([20, 30, 31], 0, 0)], max_tokens=8)[0].token_ids
+    assert done.stdout.splitlines()[-1].split() == ["tokens", *map(str, ours)]
 
 
 # What is verified at start, on a real worker that is then tampered with.
@@ -118,47 +184,39 @@ def test_a_sound_worker_passes(engine: RolloutEngine, sampler_only: RolloutEngin
     worker_of(sampler_only)._verify_in_force()
 
 
-def test_a_replaced_sampler_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_verification_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
     worker = worker_of(engine)
-    monkeypatch.setattr(worker.model_runner, "_sample", type(worker.model_runner)._sample.__get__(worker.model_runner))
-    with pytest.raises(RuntimeError, match="sampler is not in force"):
+    runner = worker.model_runner
+    theirs = RejectionSampler(runner.sampler, runner.speculative_config, runner.device)
+    monkeypatch.setattr(runner, "rejection_sampler", theirs)
+    with pytest.raises(RuntimeError, match="verification is not in force"):
         worker._verify_in_force()
-    monkeypatch.setattr(worker.model_runner, "_sample", lambda logits, metadata: None)
-    with pytest.raises(RuntimeError, match="sampler is not in force"):
+
+
+def test_another_drafter_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = worker_of(engine)
+    speculator = worker.model_runner.speculator
+    monkeypatch.setattr(speculator, "propose", type(speculator).propose.__get__(speculator))
+    with pytest.raises(RuntimeError, match=r"drafting is not in force.*with_specrollout"):
         worker._verify_in_force()
 
 
 def test_another_speculative_config_is_refused(sampler_only: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block names drafters, but vLLM was not told to speculate."""
     worker = worker_of(sampler_only)
-    block = {**worker.vllm_config.additional_config["specrollout"], "drafters": [{"type": "suffix"}]}
-    monkeypatch.setitem(worker.vllm_config.additional_config, "specrollout", block)
-    with pytest.raises(RuntimeError, match=r"router is not in force.*with_specrollout"):
+    monkeypatch.setattr(worker, "specrollout_config", FIXED)
+    with pytest.raises(RuntimeError, match=r"drafting is not in force.*with_specrollout"):
         worker._verify_in_force()
 
 
-def test_a_kernel_that_is_wrong_in_one_bit_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from nemo_specrollout.generation import worker as module
-
-    noise = module.gumbel_noise
-
-    def wrong(keys_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        noise_RV = noise(keys_R, vocab_size)
-        noise_RV[3, 1234] = torch.nextafter(noise_RV[3, 1234], torch.tensor(-torch.inf))
-        return noise_RV
-
-    monkeypatch.setattr(module, "gumbel_noise", wrong)
-    with pytest.raises(RuntimeError, match="kernel for cpu disagrees"):
-        worker_of(engine)._verify_in_force()
-
-
 def test_vllms_other_model_runner_is_refused() -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from nemo_specrollout.generation import compat
 
-    with pytest.raises(RuntimeError, match=r"worker\.gpu\.model_runner.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(RuntimeError, match=r"gpu_model_runner\.GPUModelRunner; remove VLLM_USE_V2_MODEL_RUNNER=0"):
         compat.verify_model_runner(GPUModelRunner.__new__(GPUModelRunner))
 
 
@@ -167,11 +225,9 @@ def test_a_runner_without_what_is_bound_is_refused(engine: RolloutEngine, monkey
 
     runner = worker_of(engine).model_runner
     compat.verify_model_runner(runner)
-    monkeypatch.setattr(runner, "use_async_scheduling", True)
-    with pytest.raises(RuntimeError, match="async_scheduling: false"):
-        compat.verify_model_runner(runner)
-    monkeypatch.delattr(runner, "query_start_loc")
-    with pytest.raises(RuntimeError, match="has no query_start_loc"):
+    for name in ("speculator", "req_states"):
+        monkeypatch.delattr(runner, name)
+    with pytest.raises(RuntimeError, match="has no req_states, speculator; this version is not supported"):
         compat.verify_model_runner(runner)
 
 
@@ -179,8 +235,8 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     from nemo_specrollout.generation import compat
 
     compat.check_version()
-    monkeypatch.setattr(compat, "VLLM_VERSION", "0.33.0")
-    with pytest.raises(ValueError, match=r"vLLM 0\.33\.0 is not supported"):
+    monkeypatch.setattr(compat, "VLLM_VERSION", "0.34.0")
+    with pytest.raises(ValueError, match=r"vLLM 0\.34\.0 is not supported"):
         compat.check_version()
 
 
@@ -231,19 +287,19 @@ def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) 
     proposed_DK, accepted_DK = np.array(after["proposed"]), np.array(after["accepted"])
     assert (accepted_DK <= proposed_DK).all() and accepted_DK.sum() > 0
     assert (np.diff(proposed_DK) <= 0).all() and (np.diff(accepted_DK) <= 0).all()
-    assert (proposed_DK[:, 3:] == 0).all(), "the budget is three"
 
 
 def test_every_token_is_accounted_for(accounted: Accounted) -> None:
+    """With asynchronous scheduling a step more may run after a request has ended, of which nobody hears."""
     rollouts, before, after = accounted
     assert [len(r.token_ids) for r in rollouts] == [LENGTH] * len(rollouts)
     drafted, accepted = (
         sum(column(after, f"{kind}_{d}") for d in after["drafters"]) for kind in ("drafted", "accepted")
     )
     num_requests = column(after, "num_requests")
-    assert (num_requests + accepted).sum() == LENGTH * len(rollouts)
+    assert 0 <= (num_requests + accepted).sum() - LENGTH * len(rollouts) <= len(rollouts)
     assert (column(after, "num_rows") == num_requests + drafted).all() and drafted.sum() > 200
-    assert (accepted <= drafted).all() and (drafted <= 3 * num_requests).all()
+    assert (accepted <= drafted).all() and (drafted <= NUM_DRAFTS * num_requests).all()
     for name, counts in (("proposed", drafted), ("accepted", accepted)):
         assert np.sum(after[name]) - np.sum(before[name]) == counts.sum()
 

@@ -7,25 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
 
 WORKER_CLASSES = {
-    "cpu": "nemo_specrollout.generation.worker.SpecrolloutCPUWorker",
-    "cuda": "nemo_specrollout.generation.worker.SpecrolloutGPUWorker",
+    "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",
+    "cuda": "nemo_specrollout.generation.gpu_worker.SpecrolloutGPUWorker",
 }
-ROUTER_CLASS = "nemo_specrollout.generation.router.Router"
-# vLLM's V2 model runner samples in another place; see docs/exactness.md.
-ENGINE_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-# What keeps a CPU engine inside this process, quick to start and quiet. Whoever sets a variable keeps it.
+TEXT_METHOD = "ngram_gpu"
+"""vLLM's method for drafters without weights: it asks for nothing, and goes with asynchronous scheduling. Ours draft in the
+place of its own."""
+# What keeps a CPU engine inside this process, on vLLM's V2 model runner, quick to start and quiet. A variable that is set
+# already stays.
 _PROCESS_ENVIRONMENT = {
-    **ENGINE_ENVIRONMENT,
+    V2_ON_CPU: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+# vLLM's defaults of `max_num_batched_tokens`, by device and use.
+SMALLEST_DEFAULT, USUAL_DEFAULT = 2048, 8192
 QUIET_START = {
     "use_tqdm_on_load": False,
     "disable_log_stats": True,
@@ -34,9 +37,16 @@ QUIET_START = {
 }
 
 
+# torch.compile takes minutes on a CPU; on a GPU vLLM's graphs of parts of the model need it.
+_CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+
+
 def set_process_environment() -> None:
     """For an engine in this process, before vllm is imported."""
-    for name, value in _PROCESS_ENVIRONMENT.items():
+    import torch
+
+    environment = _PROCESS_ENVIRONMENT if torch.version.cuda else _PROCESS_ENVIRONMENT | _CPU_ENVIRONMENT
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
 
 
@@ -50,10 +60,7 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
     if not block.enabled:
         return result
     _refuse(result, "worker_cls", "specrollout names the worker itself; remove it")
-    if result.get("async_scheduling"):
-        raise ValueError("vllm_kwargs.async_scheduling: true; drafts are chosen on the host: set it to false")
     result["worker_cls"] = WORKER_CLASSES[device]
-    result["async_scheduling"] = False
     additional = dict(result.get("additional_config") or {})
     block_dict = dataclasses.asdict(block)
     block_dict["drafters"] = list(block_dict["drafters"])
@@ -62,24 +69,55 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
             raise ValueError(
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
             )
-    elif block.drafters:
-        result["speculative_config"] = _speculative_config(block)
+    elif block.drafters and block.most_drafts:
+        _refuse_other_noise(result, block)
+        result["speculative_config"] = _speculative_config(
+            block, adapts=device == "cuda" and not result.get("enforce_eager")
+        )
+        _make_room_for_drafts(result, block.most_drafts)
     result["additional_config"] = {**additional, "specrollout": block_dict}
     return result
 
 
-def _speculative_config(block: SpecrolloutConfig) -> dict[str, Any]:
-    """vLLM's own method for a drafter with weights, else our router as its proposer."""
-    drafter, count = block.model_drafter, block.num_speculative_tokens
-    if drafter is None:
-        return {"method": "custom_class", "model": ROUTER_CLASS, "num_speculative_tokens": count}
-    return native_config(drafter, count)
+def _speculative_config(block: SpecrolloutConfig, *, adapts: bool) -> dict[str, Any]:
+    """vLLM's own method for a drafter with weights, else one that needs none. `adapts`: vLLM prepares CUDA graphs and
+    attention for drafts that are chosen on the device."""
+    drafter, count = block.model_drafter, block.most_drafts
+    method = {"method": TEXT_METHOD} if drafter is None else native_config(drafter, count)
+    adaptive = {"enable_adaptive_verification": True} if adapts else {}
+    return {**method, "num_speculative_tokens": count, **adaptive}
+
+
+def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
+    """Raises `max_num_batched_tokens` where a step would not hold all requests with their drafts.
+
+    vLLM schedules a row for each draft that a request may have, before the drafts that do not pay are dropped.
+    """
+    rows = (1 + most_drafts) * int(arguments.get("max_num_seqs") or 0)
+    given = arguments.get("max_num_batched_tokens")
+    if given is None and rows > SMALLEST_DEFAULT:
+        arguments["max_num_batched_tokens"] = max(rows, USUAL_DEFAULT)
+    elif given is not None and rows > given:
+        raise ValueError(
+            f"vllm_kwargs.max_num_batched_tokens: {given}; {arguments['max_num_seqs']} requests with {most_drafts} drafts "
+            f"each need {rows}: raise it, or lower max_num_seqs or num_speculative_tokens"
+        )
 
 
 def native_config(drafter: DrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter with weights."""
     weights = {} if drafter.model is None else {"model": drafter.model}
     return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
+
+
+def _refuse_other_noise(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
+    """Raises ValueError where the policy draws float64 noise and its drafter float32 noise: few drafts would come true."""
+    drafter = block.model_drafter
+    if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
+        raise ValueError(
+            f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
+            "the drafter `sampling: greedy`"
+        )
 
 
 def _refuse(arguments: Mapping[str, Any], name: str, fix: str) -> None:

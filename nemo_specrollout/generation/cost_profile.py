@@ -20,7 +20,6 @@ import numpy as np
 from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build
-from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST
 from nemo_specrollout.generation.drafter_pool import drafter_spec
 
 if TYPE_CHECKING:
@@ -205,8 +204,8 @@ def _report(engine: "RolloutEngine", first: int = 0) -> dict[str, Any]:
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
-    """Seconds in which a drafter makes one token for each of `batch` mirrors, in bursts as it does for a verifier."""
-    from nemo_specrollout.decoupled.drafter_side import MirrorOpening
+    """Seconds in which a drafter makes one token for each of `batch` mirrors."""
+    from nemo_specrollout.decoupled.orders import MirrorOpening
 
     text = np.array(_prompt(spec), np.int32)
     for mirror in range(batch):
@@ -223,12 +222,12 @@ def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) 
     """Seconds a token, of each of `num_steps` steps that drafted for all mirrors; fewer, if their texts have no room for
     more than `room` tokens."""
     seconds: list[float] = []
-    for _ in range(room // MOST_IN_BURST):
+    for _ in range(room):
         started = time.perf_counter()
-        drafted = engine.draft(np.arange(batch), MOST_IN_BURST)
+        drafted = engine.draft(np.arange(batch))
         spent_s = time.perf_counter() - started
-        if len(np.unique(drafted.mirrors_M)) == batch:
-            seconds.append(spent_s * batch / len(drafted.mirrors_M))
+        if len(drafted.mirrors_M) == batch:
+            seconds.append(spent_s)
         if len(seconds) == num_steps:
             break
     return seconds

@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 
 from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.drafter_side import DrafterSide, MirrorClosing, MirrorOpening, Order, Publication
-from nemo_specrollout.decoupled.mirrors import MOST_IN_BURST, Correction
+from nemo_specrollout.decoupled.drafter_side import DrafterSide
+from nemo_specrollout.decoupled.mirrors import Correction
+from nemo_specrollout.decoupled.orders import MirrorClosing, MirrorOpening, Order, Publication
 from nemo_specrollout.decoupled.transport import DrafterSocket
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ class DrafterService:
         self._refused = set()
         for order in side.take_orders():
             self._carry_out(order)
-        mirrors_M, burst = side.wanting(MOST_IN_BURST)
+        mirrors_M = side.wanting()
         if len(mirrors_M):
-            self._draft(mirrors_M, burst)
+            self._draft(mirrors_M)
         for verifier, reply in side.outgoing(time.monotonic()):
             self._socket.send(verifier, reply)
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
@@ -144,14 +145,11 @@ class DrafterService:
         self._socket.close()
         self._engine.close()
 
-    def _hears_nothing(self) -> bool:
-        return not self._socket.wait(0)
-
-    def _draft(self, mirrors_M: np.ndarray, burst: int) -> None:
+    def _draft(self, mirrors_M: np.ndarray) -> None:
         started = time.perf_counter()
-        new = self._engine.draft(mirrors_M, burst, goes_on=self._hears_nothing)
+        new = self._engine.draft(mirrors_M)
         seconds = time.perf_counter() - started
-        self._side.drafted(new, seconds / max(1.0, len(new.mirrors_M) / len(mirrors_M)))
+        self._side.drafted(new, seconds)
         self.status.num_steps += 1
         self.status.num_drafted += len(new.mirrors_M)
         self.status.busy_s += seconds

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class RolloutRequest:
     """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise.
 
-    `exact_length` makes the response just that long, whatever is sampled: for timing an engine that samples otherwise.
+    `exact_length` makes the response just that long, whatever is sampled: for timing steps.
     `prefix_token_ids` is the beginning of the response, made elsewhere: the engine goes on from there.
     """
 
@@ -65,7 +65,6 @@ class RolloutEngine:
         from nemo_specrollout.generation import compat
 
         compat.check_version()
-        compat.allow_several_engines()
         self.num_steps = 0
         self._num_requests = 0
         self._generation = generation
@@ -99,13 +98,8 @@ class RolloutEngine:
             from nemo_specrollout.generation.drafter_pool import with_addresses
 
             block = with_addresses(block, self.drafters.addresses())
-        arguments = with_specrollout({**generation.vllm_kwargs, **overrides}, block, "cpu")
-        self._has_our_worker = "worker_cls" in arguments
-        self.max_num_seqs = int(arguments.get("max_num_seqs", DEFAULT_MAX_NUM_SEQS))
-        arguments["max_num_seqs"] = self.max_num_seqs
-        compat.check_arguments(arguments)
-        if not self._has_our_worker and arguments.get("speculative_config") is not None:
-            compat.mend_stock_rejection_sampler()
+        arguments = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, **generation.vllm_kwargs, **overrides}
+        self.max_num_seqs = int(arguments["max_num_seqs"])
         arguments |= {
             "model": str(model),
             "dtype": generation.vllm_cfg.precision,
@@ -113,6 +107,9 @@ class RolloutEngine:
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": seed,
         }
+        arguments = with_specrollout(arguments, block, compat.device_type())
+        self._has_our_worker = "worker_cls" in arguments
+        compat.check_arguments(arguments)
         try:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
@@ -186,11 +183,10 @@ class RolloutEngine:
         self._llm.collective_rpc("specrollout_load_head", args=(str(folder), None, expected_length, num_positions))
 
     def take_stamps(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
-        """What is written on the samples of finished requests (`stamps.py`); None where no router looked at one."""
+        """What is written on the samples of finished requests (`stamps.py`); None where no drafter saw one."""
         if not self._has_our_worker:
             return [None] * len(requests)
-        seeds = [request_seed(self._seed, r.prompt_index, r.sample_index, r.policy_version) for r in requests]
-        return self._llm.collective_rpc("specrollout_take_stamps", args=(seeds,))[0]
+        return self._llm.collective_rpc("specrollout_take_stamps", args=([self._seed_of(r) for r in requests],))[0]
 
     def take_features(self) -> list["SequenceFeatures"]:
         """What was captured, since last asked, for the training of a head."""
@@ -203,6 +199,10 @@ class RolloutEngine:
     def take_alarms(self) -> list[dict[str, Any]]:
         """What the canary of a drafter with weights raised since last asked."""
         return self._llm.collective_rpc("specrollout_take_alarms")[0] if self._has_our_worker else []
+
+    def facts(self) -> dict[str, str | bool]:
+        """What is in force in an engine with our worker: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        return self._llm.collective_rpc("specrollout_engine_facts")[0] if self._has_our_worker else {}
 
     def report(self, first_step: int = 0) -> dict[str, Any] | None:
         """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""
@@ -248,7 +248,11 @@ class RolloutEngine:
             "logprobs": 0,
             "detokenize": False,
             "extra_args": identity if self._has_our_worker else None,
+            "seed": None if self._has_our_worker else self._seed_of(request),
         }
+
+    def _seed_of(self, request: RolloutRequest) -> int:
+        return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)
 
 
 class Generation:
@@ -276,6 +280,12 @@ class Generation:
     def rollouts(self) -> list[Rollout]:
         """The responses, in the order of the requests, when all are done."""
         return [self._done[i] for i in self._ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the responses so far."""
+        done = sum(len(r.token_ids) for r in self._done.values())
+        return done + sum(len(self._engine.progress(i)[0]) for i in self._ids if i not in self._done)
 
     def advance(self, seconds: float = math.inf) -> None:
         """Steps until all is done or `seconds` have passed, and at least once."""

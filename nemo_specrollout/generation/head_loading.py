@@ -38,7 +38,7 @@ def load_head(runner: Any, folder: Path) -> None:
     facts = read_head_facts(folder)
     tensors = read_head_tensors(facts)
     check_values(facts, tensors)
-    draft = runner.drafter.model
+    draft = runner.speculator.model
     shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, draft)}
     if LM_HEAD in shared:
         raise ValueError(
@@ -67,7 +67,7 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
 
     A kernel may have repacked a weight, which leaves nothing to see of it in the engine; the files tell then.
     """
-    draft = runner.drafter.model
+    draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}
     own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
     facts = None if folder is None else read_head_facts(folder)

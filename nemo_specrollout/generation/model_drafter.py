@@ -1,239 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with weights: vLLM's own proposer (EAGLE-3, draft model, MTP), under the requests' own noise.
+"""A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP), asked where that pays.
 
-The networks, their weights and their KV cache are vLLM's; ours are what they sample, for whom and how much they draft, and
-that they need not run while nobody asks them. Shapes: B requests of the batch, b of them asked, K draft tokens, R rows of a
-step, N rows of some requests.
+The networks, their weights and their KV cache are vLLM's. Ours are the noise that they sample with, how deep they draft, and
+that they need not run while nobody gains by it.
+
+Shapes: S request slots, B requests of the batch, K draft positions.
 """
 
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.compat import StepOutput
-from nemo_specrollout.generation.row_buffer import RowBuffer, Rows, StepRows
-from nemo_specrollout.generation.sampler import BatchKeys, evidence_levels
-from nemo_specrollout.sampling.sampler import sample_tokens_with_margin
-from nemo_specrollout.scheduling.draft_time import DraftTimes
-
-UNREAD_BYTES = 64 << 20
-"""Room for what a drafter has not read: tokens beyond are read without being asked."""
-
-
-class CoupledDraftSampling:
-    """Stands in for the sampling step of vLLM's proposer: each draft token with the noise of its request and position.
-
-    Bound to one proposer. `begin` before each drafting; margins of the tokens are there after it.
-    """
-
-    def __init__(self, proposer: Any, greedy: bool) -> None:
-        self._proposer = proposer
-        self._always_greedy = greedy
-        self._keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
-        self.margins: list[torch.Tensor] = []
-
-    def begin(self, keys: BatchKeys, rows_b: torch.Tensor, positions_b: torch.Tensor) -> None:
-        """The next drafting is for the batch's requests `rows_b`; `positions_b` are those of the first draft tokens."""
-        greedy_b = keys.greedy_B[rows_b]
-        temperature_b = None if keys.temperature_B is None else keys.temperature_B[rows_b]
-        self._keys = (
-            keys.seeds_B[rows_b],
-            torch.ones_like(greedy_b) if self._always_greedy else greedy_b,
-            temperature_b,
-            positions_b,
-        )
-        self.margins = []
-
-    def __call__(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
-        """vLLM's hook: called once for each draft position in turn."""
-        assert self._keys is not None
-        seeds_b, greedy_b, temperature_b, positions_b = self._keys
-        logits_bV = self._proposer.model.compute_logits(hidden_states).to(torch.float32)
-        if temperature_b is not None:
-            logits_bV = logits_bV / temperature_b.unsqueeze(1)
-        tokens_b, margins_b = sample_tokens_with_margin(logits_bV, seeds_b, positions_b + len(self.margins), greedy_b)
-        self.margins.append(margins_b)
-        return tokens_b, None
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.generation.compat import agreed
+from nemo_specrollout.generation.draft_sampling import share_noise
+from nemo_specrollout.generation.host_copy import HostCopy
+from nemo_specrollout.generation.stage_timer import StageTimer
+from nemo_specrollout.scheduling.draft_plan import DraftPlan, PlanObservation, build_planner
+from nemo_specrollout.scheduling.draft_time import DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.step_time import StepCosts
 
 
 class ModelDrafter:
-    """Drafts with vLLM's proposer for those who are asked; owns what it has not read, and what its drafting costs.
+    """Lets vLLM's speculator draft or only read, by plan; owns the plan, and what drafting takes.
 
-    Invariant: whatever it skipped, its drafts are those of a drafter that read each token in its step. Where vLLM caches
-    prefixes, the full KV blocks of a prompt are read in the step that computes them: requests that share them come and go.
-    A request is followed from its first step, or never: what is decoded of others is not kept, and it cannot draft for them.
+    A request is followed from its first token on, or never: what the speculator has not read leaves a gap in its KV cache.
+    Where no request of the batch is followed, the speculator does not run.
     """
 
-    def __init__(self, runner: Any, proposer: Any, num_lanes: int, *, greedy: bool) -> None:
-        self._runner, self._proposer = runner, proposer
-        self._sampling = CoupledDraftSampling(proposer, greedy)
-        proposer._sample_draft_tokens = self._sampling
-        self._most_rows = proposer.max_num_tokens - num_lanes * proposer.net_num_new_slots_per_request
-        row_bytes = proposer.hidden_size * proposer.dtype.itemsize * (3 if runner.use_aux_hidden_state_outputs else 1)
-        self.unread = RowBuffer(max(2 * self._most_rows, UNREAD_BYTES // row_bytes), num_lanes)
-        self._shares_blocks = bool(runner.cache_config.enable_prefix_caching)
-        self.times = DraftTimes()
-        self._seconds = 0.0
-        self._step: StepOutput | None = None
-        self._follows = True
-        self._is_followed = np.zeros(num_lanes, np.bool_)
-        self._kept_B = np.zeros(0, np.bool_)
-        # Of requests that were put aside: what was unread; None where it has missed some.
-        self._parked: dict[str, Rows | None] = {}
-
-    def take_seconds(self) -> float:
-        """Seconds of drafting and reading since last asked."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+    def __init__(self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, index: int) -> None:
+        """`index`: the drafter's place on the board."""
+        self._board, self._index, self._speculator = board, index, runner.speculator
+        self._propose = runner.speculator.propose
+        self._shares_noise = config.drafters[index].sampling == "shared_noise"
+        self._only_reads = False
+        if self._shares_noise:
+            share_noise(self._speculator, board.levels_DBK[index], lambda: self._only_reads)
+        num_slots, num_positions = board.limit_S.shape[0], board.num_positions
+        self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
+        self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        self._is_followed = np.zeros(num_slots, np.bool_)
+        self._outlook = HostCopy(board.outlook_S2K)
+        self._timer, self.times = StageTimer(runner.device), DraftTimes()
+        self._planner = build_planner(config.budget)
+        self.plan = DraftPlan(0)
+        self.is_allowed = True
+        """Whether it may draft; a canary that finds it dead says no."""
+        self.seconds = 0.0
+        """Of the last drafting of which the time is known."""
 
     @property
-    def follows_any(self) -> bool:
-        """Whether there is a request that it could draft for."""
-        return bool(self._is_followed.any())
+    def is_dormant(self) -> bool:
+        """Whether requests that come get none of its drafts, because they would not pay."""
+        return not self._planner.follows
 
-    def unread_counts(self, lanes_B: np.ndarray) -> np.ndarray:
-        """Tokens that it would have to read before it drafts, int64 [B]; 0 of requests that it does not follow."""
-        return self.unread.counts(lanes_B) * self._is_followed[lanes_B]
+    def open(self, slots: Sequence[int], slots_N: torch.Tensor) -> None:
+        """Requests take `slots`, which are `slots_N` on the device."""
+        follows = self._planner.follows and self.is_allowed
+        self._is_followed[list(slots)] = follows
+        self._follows_S.index_fill_(0, slots_N, follows)
 
-    def follow(self, follows: bool) -> None:
-        """Whether it follows the requests that come from now on; if not, it also leaves those that it followed. What it kept
-        of them stays until they end: a prompt that is half computed may have to be read."""
-        if self._follows and not follows:
-            self._is_followed[:] = False
-            self._parked = dict.fromkeys(self._parked)
-        self._follows = follows
+    def close(self, slots: Sequence[int]) -> None:
+        """The requests of `slots` are done, or put aside."""
+        self._planner.ended(int(self._is_followed[list(slots)].sum()))
 
-    def open(self, lane: int, req_id: str, num_computed: int) -> None:
-        """A request takes `lane`, of which the target has computed so many tokens already; what was unread of them when it
-        was put aside still is."""
-        is_back, rows = req_id in self._parked, self._parked.pop(req_id, None)
-        has_missed = is_back and rows is None and num_computed > 0
-        self._is_followed[lane] = self._follows and not has_missed
-        if rows is not None and (count := int((rows.positions_N < num_computed).sum())) <= self.unread.room:
-            parked = StepRows(np.full(count, lane), rows.positions_N[:count], rows.token_ids_N[:count])
-            self.unread.append([rows.hidden_NF], parked)
+    def replaced(self) -> None:
+        """The speculator has other weights: what was learned of it no longer holds, and it may draft again."""
+        self._board.forget_drafter(self._index)
+        self._planner.model_changed()
+        self.is_allowed = True
 
-    def close(self, lane: int, req_id: str, *, is_parked: bool) -> bool:
-        """The request of `lane` is gone, or put aside: its KV blocks may be found again when it comes back. Returns whether
-        it was followed to its end."""
-        was_followed = bool(self._is_followed[lane])
-        if is_parked and was_followed:
-            rows = self.unread.take(np.array([lane]))
-            self._parked[req_id] = replace(rows, hidden_NF=rows.hidden_NF.clone())
-        elif is_parked:
-            self._parked[req_id] = None
-        self.unread.forget([lane])
-        self._is_followed[lane] = False
-        return was_followed and not is_parked
-
-    def forget_parked(self, is_parked: Callable[[str], bool]) -> None:
-        """Of those that were put aside some are gone for good."""
-        self._parked = {req_id: parked for req_id, parked in self._parked.items() if is_parked(req_id)}
-
-    def skip(self) -> None:
-        """The target's next step has nothing for it: nobody is followed, and no prompt was computed."""
-        self._step = None
-
-    def begin(self, step: StepOutput, lanes_B: np.ndarray) -> bool:
-        """The target's next step; returns whether any of it is to be kept."""
-        self._step = step
-        self._kept_B = self._is_followed[lanes_B]
-        if self._shares_blocks:
-            self._kept_B |= step.is_prompt_B
-        return bool(self._kept_B.any())
-
-    def keep(self, new: StepRows, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        """Keeps the step's accepted tokens until they are read; reads what is there first, if they would not fit or one
-        request's could not be read in one pass."""
-        step = self._step
-        assert step is not None
-        if not self._kept_B.all():
-            new = new.masked(np.repeat(self._kept_B, step.num_rows_B))
-        unread_B = self.unread.counts(lanes_B)
-        if len(new.lanes_R) > self.unread.room:
-            self._read(np.flatnonzero(unread_B), lanes_B, token_ids_BL)
-        elif int(unread_B.max()) + int(step.num_rows_B.max()) > self._most_rows:
-            self._read(np.flatnonzero(unread_B + step.num_rows_B > self._most_rows), lanes_B, token_ids_BL)
-        self.unread.append(step.hidden_parts, new)
-
-    def read_prompts(self, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        """Reads the prompts of this step that filled a KV block, unless drafts were asked for; of requests that are not
-        followed nothing else is wanted."""
-        step, block_size = self._step, self._proposer.block_size
-        if step is None or not self._shares_blocks or not step.is_prompt_B.any():
+    def decide(
+        self, slots_B: np.ndarray, costs: StepCosts | None, draft_costs: DraftCosts | None, now_s: float
+    ) -> None:
+        """Plans for the batch's requests in `slots_B`, where the last plan no longer holds."""
+        self._planner.worked(self.plan, len(slots_B), now_s)
+        if not self._planner.should_plan(len(slots_B)):
             return
-        ends_B = step.first_positions_B + step.num_rows_B
-        fills_block_B = step.is_prompt_B & (ends_B // block_size > step.first_positions_B // block_size)
-        self._read(np.flatnonzero(fills_block_B & (self.unread.counts(lanes_B) > 0)), lanes_B, token_ids_BL)
-        self.unread.forget(lanes_B[step.has_prompt_B & ~self._is_followed[lanes_B]].tolist())
-
-    def draft(
-        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """`depth` draft tokens for the batch's requests `rows_b`: token ids and evidence levels, [b, depth]."""
-        parts = [self._draft(rows, lanes_B, token_ids_BL, keys, depth) for rows in self._groups(rows_b, lanes_B)]
-        tokens, levels = zip(*parts, strict=True)
-        return np.concatenate(tokens), np.concatenate(levels)
-
-    def _draft(
-        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, keys: BatchKeys, depth: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        num_unread = int(self.unread.counts(lanes_B[rows_b]).sum())
-        started = time.perf_counter()
-        tokens_bK = self._run(rows_b, lanes_B, token_ids_BL, depth, keys)
-        margins_bK = torch.stack(self._sampling.margins, dim=1).cpu().numpy()
-        levels_bK = evidence_levels(margins_bK)
-        self.times.observe(num_unread, len(rows_b), depth, time.perf_counter() - started)
-        return tokens_bK, levels_bK
-
-    def _read(self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray) -> None:
-        for rows in self._groups(rows_b, lanes_B):
-            self._run(rows, lanes_B, token_ids_BL, 0, None)
-
-    def _groups(self, rows_b: np.ndarray, lanes_B: np.ndarray) -> list[np.ndarray]:
-        """The requests, parted so that what is unread of each group fits into one pass: usually all in one."""
-        if len(rows_b) == 0:
-            return []
-        ends_b = np.cumsum(self.unread.counts(lanes_B[rows_b]))
-        if ends_b[-1] <= self._most_rows:
-            return [rows_b]
-        groups, start, done = [], 0, 0
-        for i, end in enumerate(ends_b.tolist()):
-            if end - done > self._most_rows:
-                groups.append(rows_b[start:i])
-                start, done = i, int(ends_b[i - 1])
-        return [*groups, rows_b[start:]]
-
-    def _run(
-        self, rows_b: np.ndarray, lanes_B: np.ndarray, token_ids_BL: np.ndarray, depth: int, keys: BatchKeys | None
-    ) -> np.ndarray:
-        """The proposer's passes: one over all unread tokens of the requests, one more for each draft token but the first.
-        Returns the draft tokens, [b, depth]."""
-        assert self._step is not None
-        started = time.perf_counter()
-        rows = self.unread.take(lanes_B[rows_b])
-        ends_b = rows.positions_N[np.cumsum(rows.counts_B) - 1] + 1
-        device = rows.hidden_NF.device
-        positions_N = torch.from_numpy(rows.positions_N).to(device)
-        if keys is not None:
-            self._sampling.begin(keys, torch.from_numpy(rows_b).to(device), torch.from_numpy(ends_b + 1).to(device))
-        tokens_bK = self._proposer.propose(
-            num_speculative_tokens=depth,
-            target_token_ids=torch.from_numpy(rows.token_ids_N).to(device),
-            target_positions=positions_N,
-            target_hidden_states=rows.hidden_NF,
-            next_token_ids=torch.from_numpy(token_ids_BL[rows_b, ends_b]).to(device),
-            token_indices_to_sample=None,
-            common_attn_metadata=compat.attention_of_rows(
-                self._step.attention, rows_b, rows.counts_B, ends_b, positions_N, self._proposer.block_size
-            ),
-            sampling_metadata=self._runner.input_batch.sampling_metadata,
+        rates_B2K = self._outlook.values[slots_B].astype(np.float64)
+        found_BK, forecast_BK = rates_B2K.cumprod(axis=2).transpose(1, 0, 2)
+        forecast_BK = forecast_BK * self._is_followed[slots_B, None]
+        self.plan = agreed(
+            self._planner.plan(PlanObservation(np.ascontiguousarray(found_BK), forecast_BK, costs, draft_costs, now_s))
         )
-        result = tokens_bK.cpu().numpy()
-        self._seconds += time.perf_counter() - started
-        return result
+
+    def propose(self, batch: Any, num_sampled: torch.Tensor, *inputs: Any, **options: Any) -> None:
+        """Drafts as deep as is planned, or only reads; `inputs` and `options` are those of vLLM's `propose`."""
+        found_B = self._board.found_DB[self._index]
+        num_requests, depth = batch.num_reqs, self.plan.depth
+        self.seconds = 0.0
+        if not self.is_allowed:
+            self._is_followed[:] = False
+            self._follows_S.zero_()
+        if not self._is_followed[batch.idx_mapping_np].any():
+            found_B[:num_requests] = 0
+            return
+        options["num_speculative_tokens"] = depth
+        self._timer.start()
+        self._only_reads = depth == 0  # and not outside a step: CUDA graphs are captured with sampling
+        drafts_BK = self._propose(*inputs, **options)
+        self._only_reads = False
+        self._timer.stop((batch.num_tokens, num_requests, depth))
+        self._learn_times()
+        self._board.tokens_DBK[self._index, :num_requests] = drafts_BK
+        if not self._shares_noise:
+            self._board.levels_DBK[self._index, :num_requests] = self._positions_K
+        found_B[:num_requests] = ((num_sampled > 0) & self._follows_S[batch.idx_mapping]) * depth
+
+    def _learn_times(self) -> None:
+        """What the draftings took that the device is done with by now: this one's on a CPU, an earlier one's on a GPU."""
+        for (rows, requests, depth), seconds in self._timer.finished():
+            self.seconds = seconds
+            if depth:
+                self.times.observe(rows, requests, depth, seconds)
+
+    def refresh(self) -> None:
+        """Brings what the next plan is made by to the host; after each choice of the board."""
+        self._outlook.refresh()

@@ -13,6 +13,8 @@ from nemo_specrollout.generation.turns import Orders, Progress, Report, Request,
 
 # With so few runs a turn ends as soon as one of them does: somebody may be racing for it.
 FEW_RUNS = 4
+# Steps in which an engine tells of the first, if it schedules the next before.
+FIRST_STEPS = 2
 
 
 class Steps(Protocol):
@@ -84,11 +86,11 @@ class RolloutWorker:
         turn, old = _Turn(), [run.name for run in self._runs.values() if run.num_told]
         until = time.perf_counter() + orders.seconds
         self._stop(orders.stops)
-        first_s, num_prefilled = self._begin(orders.starts, turn)
+        first_s, num_first_steps, num_prefilled = self._begin(orders.starts, turn)
         num_first = turn.num_tokens
         decode_s, request_s, num_steps = self._decode(until, turn)
         self._tell_all(turn)
-        prefill_s = max(first_s - self._step_s, 0.0) if num_prefilled else 0.0
+        prefill_s = max(first_s - num_first_steps * self._step_s, 0.0) if num_prefilled else 0.0
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
         self._step_s = decode_s / num_steps if num_steps else self._step_s
         steady = tuple(name for name in old if name in self._runs)
@@ -120,18 +122,22 @@ class RolloutWorker:
         """Nobody asks what they have made since they were told of last."""
         self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
-    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int]:
-        """Takes the step that computes the texts of new runs; its seconds, and tokens of the texts that it computed whole."""
+    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int, int]:
+        """Takes the steps that compute the texts of new runs: their seconds, how many they are, and tokens of the texts that
+        were computed whole. An engine that schedules asynchronously tells of a step in the one after it."""
         if not starts:
-            return 0.0, 0
-        started = time.perf_counter()
+            return 0.0, 0, 0
+        started, num_steps, told = time.perf_counter(), 0, set[int]()
         runs = [_Run(name, request) for name, request in starts]
         self._runs |= {run.name: run for run in runs}
         self._put_in(runs)
-        self._step(turn)
-        self._tell_all(turn)
-        num_prefilled = num_text_tokens(request for name, request in starts if name in turn.told)
-        return time.perf_counter() - started, num_prefilled
+        while not told and num_steps < FIRST_STEPS:
+            self._step(turn)
+            self._tell_all(turn)
+            num_steps += 1
+            told = {name for name, _ in starts if name in turn.told}
+        num_prefilled = num_text_tokens(request for name, request in starts if name in told)
+        return time.perf_counter() - started, num_steps, num_prefilled
 
     def _put_in(self, runs: Sequence[_Run]) -> None:
         for run, engine_id in zip(runs, self.engine.submit([r.request for r in runs], self._sampling), strict=True):

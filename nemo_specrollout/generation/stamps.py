@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written on each sample: the weights that made it, the head that drafted for it, and how its drafts fared."""
+"""What is written on each sample: the weights that made it, the head that drafted for it, and how its drafts fared.
+
+Shapes: S request slots; a slot is vLLM's own number for a request.
+"""
 
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-from numba import njit
+import torch
 
 MOST_KEPT = 1 << 16
 
@@ -27,70 +29,84 @@ class Stamp:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Record:
+    """Of a request: its seed, the policies that sampled of it, the head in service when it began. `row`: where the counts of
+    its draft tokens are archived, once it has left its slot."""
+
+    seed: int
+    policy_spans: tuple[tuple[int, int], ...]
+    head_at_start: int
+    row: int = -1
+
+
 class Stamps:
-    """Counts for each request under way, and the stamps of those that ended, by the request's seed, until they are taken.
+    """Owns a record for each request under way and of those that ended, by seed, until they are taken.
 
     `policy_version` counts weight updates of the engine, `head_version` is that of the policy whose features the head in
-    service learned from.
+    service learned from. Counts stay on the device until somebody asks, which costs one copy however many requests there are.
     """
 
-    def __init__(self, num_lanes: int) -> None:
+    def __init__(self, counts_S2: torch.Tensor) -> None:
+        """`counts_S2`: draft tokens verified and accepted of each slot's request, int32, on the device."""
         self.policy_version = self.head_version = 0
-        self._seed_of: dict[int, int] = {}
-        self._spans: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._head_at_start = np.zeros(num_lanes, np.int64)
-        self._drafted = np.zeros(num_lanes, np.int64)
-        self._accepted = np.zeros(num_lanes, np.int64)
-        self._ended: OrderedDict[int, Stamp] = OrderedDict()
+        self._counts_S2 = counts_S2
+        self._archive = torch.zeros(MOST_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
+        self._num_archived = 0
+        self._of_slot: dict[int, _Record] = {}
+        self._ended: OrderedDict[int, _Record] = OrderedDict()
 
-    def open(self, lane: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """A request of so many tokens by now takes `lane`; one that was put aside goes on where it was."""
+    def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
+        """A request of so many tokens takes `slot`; one that was put aside goes on where it was. Its counts in the slot must
+        be zero: `resume` puts those of before in."""
         earlier = self._ended.pop(seed, None)
-        self._seed_of[lane] = seed
         spans = ((self.policy_version, prompt_length),) if earlier is None else earlier.policy_spans
-        is_same = spans[-1][0] == self.policy_version
-        self._spans[lane] = spans if is_same else (*spans, (self.policy_version, num_tokens - 1))
-        self._head_at_start[lane] = self.head_version if earlier is None else earlier.head_versions[0]
-        self._drafted[lane] = 0 if earlier is None else earlier.num_drafted
-        self._accepted[lane] = 0 if earlier is None else earlier.num_accepted
+        if spans[-1][0] != self.policy_version:
+            spans = (*spans, (self.policy_version, num_tokens))
+        if earlier is None:
+            self._of_slot[slot] = _Record(seed, spans, self.head_version)
+        else:
+            self._counts_S2[slot] = self._archive[earlier.row]
+            self._of_slot[slot] = replace(earlier, policy_spans=spans, row=-1)
 
-    def policy_updated(self, version: int, lanes_B: np.ndarray, num_tokens_B: np.ndarray) -> None:
-        """The policy has new weights; the batch's requests have so many tokens by the old ones."""
-        self.policy_version = version
-        for lane, num_tokens in zip(lanes_B.tolist(), num_tokens_B.tolist(), strict=True):
-            if lane in self._seed_of:
-                self._spans[lane] = (*self._spans[lane], (version, num_tokens))
-
-    def count(self, lanes_B: np.ndarray, drafted_B: np.ndarray, emitted_B: np.ndarray) -> None:
-        """A step verified `drafted_B` drafts of each request, which emitted so many tokens, the last of them no draft;
-        int64 [B] each."""
-        _count(lanes_B, drafted_B, emitted_B, self._drafted, self._accepted)
-
-    def close(self, lanes: list[int]) -> None:
-        """The requests of `lanes` are gone, or put aside."""
-        for lane in lanes:
-            self._ended[self._seed_of[lane]] = self._stamp(lane)
-            del self._seed_of[lane]
+    def close(self, slots: list[int]) -> None:
+        """The requests of `slots` are done, or put aside."""
+        known = [slot for slot in slots if slot in self._of_slot]
+        for slot in known:
+            row = self._num_archived % MOST_KEPT
+            self._archive[row] = self._counts_S2[slot]
+            record = self._of_slot.pop(slot)
+            self._ended[record.seed] = replace(record, row=row)
+            self._num_archived += 1
         while len(self._ended) > MOST_KEPT:
             self._ended.popitem(last=False)
 
+    def policy_updated(self, version: int, total_len_S: torch.Tensor) -> None:
+        """The policy has new weights from now on; requests have `total_len_S` tokens by the old ones."""
+        self.policy_version = version
+        lengths_S = total_len_S.cpu()
+        for slot, record in self._of_slot.items():
+            spans = (*record.policy_spans, (version, int(lengths_S[slot])))
+            self._of_slot[slot] = replace(record, policy_spans=spans)
+
     def take(self, seeds: list[int]) -> list[Stamp | None]:
-        """The stamps of requests that ended; None of those that were never seen."""
-        lane_of = {seed: lane for lane, seed in self._seed_of.items()}
-        return [self._stamp(lane_of[s]) if s in lane_of else self._ended.pop(s, None) for s in seeds]
+        """The stamps of requests under way or ended; None of those that were never seen."""
+        archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
+        under_way = {record.seed: (record, counts_S2[slot]) for slot, record in self._of_slot.items()}
+        stamps: list[Stamp | None] = []
+        for seed in seeds:
+            if seed in under_way:
+                stamps.append(self._stamp(*under_way[seed]))
+            else:
+                record = self._ended.pop(seed, None)
+                stamps.append(None if record is None else self._stamp(record, archive[record.row]))
+        return stamps
 
     def take_ended(self) -> list[tuple[int, Stamp]]:
-        """The seed and stamp of each request that ended since last asked. One that is put aside meanwhile begins anew."""
-        ended, self._ended = list(self._ended.items()), OrderedDict()
-        return ended
+        """The seed and stamp of each request that ended since last asked."""
+        ended, self._ended = self._ended, OrderedDict()
+        archive = self._archive.cpu()
+        return [(seed, self._stamp(record, archive[record.row])) for seed, record in ended.items()]
 
-    def _stamp(self, lane: int) -> Stamp:
-        heads = (int(self._head_at_start[lane]), self.head_version)
-        return Stamp(self._spans[lane], heads, int(self._drafted[lane]), int(self._accepted[lane]))
-
-
-@njit("void(int64[:], int64[:], int64[:], int64[:], int64[:])", cache=True)
-def _count(lanes_B, drafted_B, emitted_B, drafted, accepted):  # type: ignore[no-untyped-def]
-    for b in range(len(lanes_B)):
-        drafted[lanes_B[b]] += drafted_B[b]
-        accepted[lanes_B[b]] += min(max(emitted_B[b] - 1, 0), drafted_B[b])
+    def _stamp(self, record: _Record, counts: torch.Tensor) -> Stamp:
+        return Stamp(record.policy_spans, (record.head_at_start, self.head_version), int(counts[0]), int(counts[1]))

@@ -6,26 +6,35 @@ Column names are those of `StepTrace.COLUMNS`; drafters follow as `drafted_<name
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import numpy as np
+
+from nemo_specrollout.drafters.base import TRACED_STEPS
 
 
 class StepTrace:
     """The last `capacity` steps of an engine. Owns the clock: a step lasts from the end of the one before to its own.
 
     A step ends when its drafts for the next are chosen, so what sampling with drafts costs counts for the step that had
-    them. An engine without a router ends its steps where it samples. `seconds` counts only for pure decode steps, i.e.
-    when every row of the forward pass was sampled from and the engine did not wait in between.
+    them. `seconds` counts only for pure decode steps, i.e. when every row of the forward pass was sampled from and the engine
+    did not wait in between. Counts of drafts are asked for when steps are.
     """
 
     COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
 
-    def __init__(self, drafter_names: list[str], capacity: int = 1 << 16) -> None:
+    def __init__(
+        self,
+        drafter_names: list[str],
+        draft_counts: Callable[[int, int], np.ndarray] | None = None,
+        capacity: int = TRACED_STEPS,
+    ) -> None:
+        """`draft_counts(first, n)` tells, of steps from number `first` on, what the drafters' columns hold, [n, columns]."""
         self.columns = list(self.COLUMNS)
         self.columns += [f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted")]
-        self._no_drafts = [0] * (2 * len(drafter_names))
+        self._draft_counts = draft_counts if drafter_names else None
         self._steps: deque[list[float]] = deque(maxlen=capacity)
         self._ended = 0.0
         self._still_s = 0.0
@@ -47,7 +56,7 @@ class StepTrace:
         is_decode = num_rows == num_scheduled and not self._is_afresh and not self._is_open
         if self._is_open:  # vLLM did not ask for drafts, near the context's end: two steps of which neither is whole
             self._close(now)
-        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, 0.0, *self._no_drafts])
+        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, 0.0])
         self._is_open, self._is_afresh = True, False
         self.num_steps += 1
 
@@ -72,11 +81,11 @@ class StepTrace:
         self._steps[-1][1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
         self._ended, self._still_s, self._is_open = now, 0.0, False
 
-    def add_drafts(self, totals_D2: np.ndarray) -> None:
-        """Draft tokens verified in the current step, and how many of them were accepted, by drafter."""
-        self._steps[-1][7:] = totals_D2.ravel().tolist()
-
     def since(self, first_step: int) -> dict[str, Any]:
         """Steps from number `first_step` on, as {"columns": [...], "rows": [[...], ...]}; the oldest may be gone."""
         count = min(max(self.num_steps - first_step, 0), len(self._steps))
-        return {"columns": self.columns, "rows": [list(s) for s in islice(reversed(self._steps), count)][::-1]}
+        rows = [list(s) for s in islice(reversed(self._steps), count)][::-1]
+        if self._draft_counts is not None and rows:
+            counts = self._draft_counts(self.num_steps - count, count).tolist()
+            rows = [row + more for row, more in zip(rows, counts, strict=True)]
+        return {"columns": self.columns, "rows": rows}

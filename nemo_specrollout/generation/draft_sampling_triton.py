@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of `draft_sampling.py` for a GPU: the best two scores of each block of a row, then those of the row.
+
+A score is computed as vLLM's `gumbel_sample` does it, by the same functions in the same order, so that both have the same
+bits on a device, whatever its logarithm is. Two launches where vLLM makes three.
+
+Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
+
+from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES
+
+BLOCK = 1024
+_EDGES = tl.constexpr(MARGIN_EDGES)
+_NUM_EDGES = tl.constexpr(len(MARGIN_EDGES))
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _best_two(scores):  # type: ignore[no-untyped-def]
+    """The best score, where it first is, and the second best."""
+    best, index = tl.max(scores, axis=0, return_indices=True)
+    others = tl.where(tl.arange(0, scores.shape[0]) == index, _NEVER, scores)
+    return best, index, tl.max(others, axis=0)
+
+
+@triton.jit
+def _best_of_block(  # type: ignore[no-untyped-def]
+    logits_ptr, logits_stride, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, best_ptr, second_ptr, token_ptr,
+    num_vocab, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    mask = token < num_vocab
+    scores = tl.load(logits_ptr + row * logits_stride + token, mask=mask, other=float("-inf")).to(tl.float32)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    if temperature != 0.0:  # a branch of its own, so that the quotient is rounded before the noise is added
+        scores = scores / temperature
+    seed, position = tl.load(seeds_ptr + slot, mask=slot >= 0, other=0), tl.load(positions_ptr + row)
+    if temperature != 0.0:
+        noise = -tl.log(-_log1p_neg_stable(murmur3_uniform32(seed, position, token)))
+        scores = tl.where(mask, scores + noise, float("-inf"))
+    best, index, second = _best_two(scores)
+    out = row * tl.num_programs(1) + block
+    tl.store(best_ptr + out, best)
+    tl.store(second_ptr + out, second)
+    tl.store(token_ptr + out, block * BLOCK + index)
+
+
+@triton.jit
+def _best_of_row(  # type: ignore[no-untyped-def]
+    best_ptr, second_ptr, token_ptr, num_blocks, tokens_ptr, levels_ptr, levels_stride, column_ptr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    best, index, second = _best_two(tl.load(best_ptr + row * num_blocks + n, mask=n < num_blocks, other=float("-inf")))
+    second = tl.maximum(second, tl.load(second_ptr + row * num_blocks + index))
+    margin = best - second
+    level = (margin > _EDGES[0]).to(tl.int32)
+    for i in tl.static_range(1, _NUM_EDGES):
+        level += (margin > _EDGES[i]).to(tl.int32)
+    tl.store(tokens_ptr + row, tl.load(token_ptr + row * num_blocks + index).to(tl.int64))
+    tl.store(levels_ptr + row * levels_stride + tl.load(column_ptr), level.to(tl.int8))
+
+
+def sample_rows(
+    logits_RV: torch.Tensor,
+    slots_R: torch.Tensor,
+    temperature_S: torch.Tensor,
+    seeds_S: torch.Tensor,
+    positions_R: torch.Tensor,
+    tokens_R: torch.Tensor,
+    levels_RK: torch.Tensor,
+    column: torch.Tensor,
+) -> None:
+    """Writes what `draft_sampling.sample_with_margin` says."""
+    num_rows, num_vocab = logits_RV.shape
+    num_blocks = triton.cdiv(num_vocab, BLOCK)
+    best_RN, second_RN = logits_RV.new_empty(2, num_rows, num_blocks, dtype=torch.float32)
+    token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
+    _best_of_block[(num_rows, num_blocks)](
+        logits_RV, logits_RV.stride(0), slots_R.contiguous(), temperature_S, seeds_S, positions_R.contiguous(),
+        best_RN, second_RN, token_RN, num_vocab, BLOCK=BLOCK,
+    )  # fmt: skip
+    _best_of_row[(num_rows,)](
+        best_RN, second_RN, token_RN, num_blocks, tokens_R, levels_RK, levels_RK.stride(0), column,
+        BLOCK=triton.next_power_of_2(num_blocks), num_warps=1,
+    )  # fmt: skip
