@@ -17,6 +17,7 @@ from nemo_specrollout.config import known_traps
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_engine import drafter_types
 from nemo_specrollout.config.run import read_run_config
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.simulation.compare import RACING, compare
@@ -207,7 +208,7 @@ def test_traps_are_those_of_the_versions_and_the_config(monkeypatch: pytest.Monk
     for tree in (local(drafters=[]), local(enabled=False)):
         assert not any(uninitialised in str(t) for t in met(monkeypatch, tree, vllm="0.32.0", cpu="0.32.0"))
     assert not any(uninitialised in str(t) for t in met(monkeypatch, local(), vllm="0.25.1", cpu="0.25.1"))
-    assert not any("V2" in t for t in sampled)
+    assert not any("the same noise" in t for t in sampled)
 
 
 def test_native_drafts_without_the_block_are_not_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +217,21 @@ def test_native_drafts_without_the_block_are_not_avoided(monkeypatch: pytest.Mon
     tree["policy"]["generation"]["vllm_kwargs"] = {"speculative_config": native}
     found = {t.trap.text[:20]: t.is_avoided for t in met(monkeypatch, tree, vllm="0.32.0", cpu="0.32.0")}
     assert found["vLLM's own sampler d"] is False
+
+
+def test_what_goes_wrong_on_the_v2_model_runner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = local() | {"runtime": "nemo_rl"}
+    native = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}
+    tree["policy"] |= {"draft": {"enabled": True}}
+    tree["policy"]["generation"]["vllm_kwargs"] = {"speculative_config": native}
+
+    def texts(**here: str) -> str:
+        return "\n".join(map(str, met(monkeypatch, tree, **here)))
+
+    assert "leaves the draft head as it was" in texts(nemo_rl="0.6.0", vllm="0.25.1")
+    assert "from the same noise" in texts(vllm="0.25.1") and "from the same noise" not in texts(vllm="0.29.0")
+    native["num_speculative_tokens"] = 0
+    assert "leaves the draft head as it was" not in texts(nemo_rl="0.6.0", vllm="0.25.1")
 
 
 def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,11 +247,11 @@ def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatc
     )
     assert "here main" in main_here and "lm_head" in main_here and "gradient clip" not in main_here
     assert "gradient clip" in old and "lm_head" in old and "grouped" not in old
-    assert "grouped" in older and "custom_class" in older
+    assert "grouped" in older and "V2 model runner" in older
     assert "lm_head" in texts() and "not installed here" in texts() and "gradient clip" not in texts()
 
 
 def test_every_trap_names_what_is_done_about_it() -> None:
     for trap in TRAPS:
         assert trap.text and trap.remedy and (trap.before is None or trap.since < trap.before), trap
-    assert DrafterConfig("suffix").type in known_traps._types(local())
+    assert DrafterConfig("suffix").type in drafter_types(local())

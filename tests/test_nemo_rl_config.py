@@ -22,12 +22,15 @@ from nemo_specrollout.config import nemo_rl_config, versions
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_traps import SPECULATIVE_CONFIG as SPECULATIVE
+from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG
 from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
 
 RECIPES = sorted((ROOT / "examples" / "configs").glob("*-specrollout.yaml"))
 EAGLE3 = "policy.generation.vllm_kwargs.speculative_config={method: eagle3, model: a/head, num_speculative_tokens: 3}"
+NATIVE = "policy.generation.vllm_kwargs.speculative_config={{{}, num_speculative_tokens: 3}}"
 GENERATION_CACHE = "policy.generation.vllm_cfg.enable_prefix_caching"
 ASYNC = (
     "grpo.async_grpo.enabled=true",
@@ -232,11 +235,22 @@ def test_a_clean_config_has_nothing_to_say() -> None:
         (("async_rl.max_weight_staleness_versions=1",), "async_rl: "),
         (("policy.generation.quant_cfg=NVFP4",), 'policy.generation.quant_cfg: "NVFP4"; '),
         (("policy.generation.vllm_kwargs.worker_cls=a.B",), 'policy.generation.vllm_kwargs.worker_cls: "a.B"; '),
-        (("policy.generation.vllm_kwargs.async_scheduling=true",), "policy.generation.vllm_kwargs.async_scheduling: true"),
+        (("policy.generation.worker_extension_cls_fqn=a.B",), 'policy.generation.worker_extension_cls_fqn: "a.B"; '),
         (("policy.generation.vllm_kwargs.speculative_config=eagle3",), "policy.generation.vllm_kwargs.speculative_config: "),
         (("policy.generation.vllm_kwargs.seed=1",), "policy.generation.vllm_kwargs.seed: NeMo-RL passes it itself"),
-        (("policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER=1",), "policy.generation.vllm_cfg.env_vars."),
-        (("policy.generation.vllm_cfg.pipeline_parallel_size=2",), "policy.generation.vllm_cfg.pipeline_parallel_size: 2"),
+        (("policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER=0",),
+         "policy.generation.vllm_cfg.env_vars.VLLM_USE_V2_MODEL_RUNNER: 0; "),
+        ((NATIVE.format("method: suffix"),), f'{SPECULATIVE}.method: "suffix"; vLLM\'s V2 model runner does not have it: re'),
+        ((NATIVE.format("method: medusa, model: a/b"),), f'{SPECULATIVE}.method: "medusa"; vLLM\'s V2 model runner'),
+        ((NATIVE.format("method: eagle3, parallel_drafting: true"),), f"{SPECULATIVE}.parallel_drafting: true; "),
+        ((NATIVE.format("method: eagle3, disable_padded_drafter_batch: true"),),
+         f"{SPECULATIVE}.disable_padded_drafter_batch: true; "),
+        ((f"{VLLM_CFG}.pipeline_parallel_size=2",), f"{VLLM_CFG}.pipeline_parallel_size: 2 with drafters (suffix, ngram); "),
+        ((f"{VLLM_CFG}.pipeline_parallel_size=2", EAGLE3), f"{VLLM_CFG}.pipeline_parallel_size: 2 with drafters (eagle3); "),
+        ((f"{VLLM_CFG}.pipeline_parallel_size=2", f"{BLOCK_PATH}.drafters=[]"),
+         f"{VLLM_CFG}.pipeline_parallel_size: 2; NeMo-RL needs async_engine: true"),
+        ((f"{VLLM_CFG}.expert_parallel_size=2", f"{BLOCK_PATH}.drafters=[{{type: mtp}}]"),
+         f"{VLLM_CFG}.expert_parallel_size: 2 with tensor_parallel_size 1 and a drafter with weights (mtp); "),
         (("policy.generation.vllm_cfg.expert_parallel_size=3", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
          "policy.generation.vllm_cfg.expert_parallel_size: 3"),
         ((*ASYNC, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false"),
@@ -254,18 +268,39 @@ def test_what_cannot_run_is_an_error(overrides: tuple[str, ...], sentence: str) 
         prepare_nemo_rl(tree(*overrides))
 
 
+def test_what_the_v2_model_runner_can_do_is_allowed() -> None:
+    allowed = (
+        ("policy.generation.vllm_kwargs.async_scheduling=true",),
+        (f"{VLLM_CFG}.env_vars.VLLM_USE_V2_MODEL_RUNNER=1",),
+        (NATIVE.format("method: dflash, model: a/b, parallel_drafting: true"),),
+        (NATIVE.format("method: suffix").replace("tokens: 3", "tokens: 0"),),  # switched off
+        (f"{VLLM_CFG}.expert_parallel_size=2",),
+        (f"{VLLM_CFG}.pipeline_parallel_size=2", f"{VLLM_CFG}.async_engine=true", f"{BLOCK_PATH}.drafters=[]"),
+    )
+    for overrides in allowed:
+        assert found(*overrides)["error"] == [], overrides
+
+
+def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    (error,) = found()["error"]
+    assert error.startswith('VLLM_USE_V2_MODEL_RUNNER: "0" in the environment; ') and error.endswith("remove it")
+    assert found(f"{VLLM_CFG}.env_vars.VLLM_USE_V2_MODEL_RUNNER=1")["error"] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "overrides", "words"),
     [
         ("warning", ("policy.generation.vllm_cfg.max_model_len=32",), "differs from policy.max_total_sequence_length 64"),
         ("warning", (f"{BLOCK_PATH}.verify.requests_per_step=4",), "only the local runner decodes requests again"),
-        ("warning", ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "nobody drafts with it"),
+        ("warning", ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false"), "no engine drafts with it"),
         ("warning", (*DRAFT, "policy.draft.aux_layer_indices=[1,2,3]"), "policy.draft.aux_layer_indices: [1, 2, 3]"),
         ("warning", ("policy.megatron_cfg.tensor_model_parallel_size=4",), "NRL_IGNORE_TP_ACCURACY_CHECK"),
         ("warning", ("policy.router_replay.enabled=true",), "not tried with drafts"),
         ("note", (REMOTE + "}]",), "vLLM's CPU build alone"),
         ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs beside those of `cluster`"),
         ("note", (EAGLE3,), "4 tokens before max_model_len"),
+        ("note", ("policy.generation.vllm_kwargs.async_scheduling=false",), "3 to 5 ms at 256 requests, an estimate"),
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was run only on a CPU"),
@@ -341,7 +376,7 @@ REFRESH = (HEAD, f"{BLOCK_PATH}.draft_refresh={{trigger: auto}}")
         ((REFRESH[1],), "there is no head to refresh; name a drafter of type eagle3"),
         ((REFRESH[1], EAGLE3), "there is no head to refresh"),
         ((*REFRESH, "policy.generation.vllm_cfg.pipeline_parallel_size=2", "policy.generation.vllm_cfg.async_engine=true"),
-         "one pipeline stage: set it to 1"),
+         "engines of one stage: set it to 1"),
         ((HEAD, f"{BLOCK_PATH}.draft_refresh={{trainer_gpus: 2}}"), "trainer_gpus: 2 is out of range"),
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     GENERATION,
     SPECULATIVE_CONFIG,
     VLLM_CFG,
+    VLLM_KWARGS,
     Tree,
     at,
     model_config,
@@ -244,7 +245,8 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     if block is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
-    engine = "vLLM's V1 model runner (specrollout sets VLLM_USE_V2_MODEL_RUNNER=0), scheduling synchronously"
+    scheduling = "synchronously" if at(tree, f"{VLLM_KWARGS}.async_scheduling") is False else "asynchronously"
+    engine = f"vLLM's V2 model runner, scheduling {scheduling}"
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
     return [*_explain_speculation(config, native, by_ray=True), ("engine", engine), *_explain_engines(config, tree)]
 

@@ -41,8 +41,9 @@ class DrafterConfig:
     max_order: int = bounded(6, low=2, high=16)
     """Longest context, in tokens, by which a continuation is looked up."""
 
-    num_slots: int = bounded(1 << 18, low=1 << 10, high=1 << 26)
-    """Contexts remembered, a power of two; 64 bytes each, about five a token. The least used make room."""
+    num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
+    """Contexts remembered, a power of two, 40 bytes each; the least used make room. Absent: by requests and their lengths, up
+    to 1 GiB."""
 
     workers: int = bounded(0, low=0, high=64)
     """Of `remote`: drafter processes that the run starts and looks after, in NeMo-RL through Ray; 0 with `addresses`."""
@@ -86,7 +87,7 @@ class DrafterConfig:
             self._check_remote(path)
         else:
             self._check_in_engine(path)
-        if self.num_slots & (self.num_slots - 1):
+        if self.num_slots is not None and self.num_slots & (self.num_slots - 1):
             rounded = 1 << self.num_slots.bit_length()
             raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
 
@@ -165,6 +166,11 @@ class SpecrolloutConfig:
 
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
+
+    @property
+    def most_drafts(self) -> int:
+        """The most draft tokens that a request gets in a step."""
+        return self.budget.k if self.budget.policy == "fixed" else self.num_speculative_tokens
 
     @property
     def model_drafter(self) -> DrafterConfig | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_engine import block_is_on, engine_findings
 from nemo_specrollout.config.nemo_rl_tail import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
     SPECULATIVE_CONFIG,
@@ -32,7 +33,7 @@ def effective_block(tree: Tree) -> dict[str, Any] | None:
     Beside a `speculative_config` of the user's own it has no drafters: our sampler, with vLLM's drafter. Raises
     ConfigError for a block that is wrong, or that names drafters as well.
     """
-    if not _is_enabled(tree):
+    if not block_is_on(tree):
         return None
     block = at(tree, BLOCK_PATH)
     if native_drafts(tree) and isinstance(block, Mapping) and "drafters" not in block:
@@ -56,8 +57,8 @@ def check_nemo_rl(tree: Tree) -> list[Finding]:
     Without an enabled block the run is NeMo-RL's own, and nothing is said about its options.
     """
     found = list(_sections(tree))
-    if not found and _is_enabled(tree):
-        found = [*_block(tree), *all_findings(tree), *_versions(tree)]
+    if not found and block_is_on(tree):
+        found = [*_block(tree), *all_findings(tree), *engine_findings(tree), *_versions(tree)]
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 
@@ -69,11 +70,6 @@ def prepare_nemo_rl(tree: Tree) -> list[Finding]:
         more = f" ({len(errors) - 1} more: `nemo-specrollout check` lists them)" if len(errors) > 1 else ""
         raise ConfigError(f"{errors[0]}{more}")
     return findings
-
-
-def _is_enabled(tree: Tree) -> bool:
-    block = at(tree, BLOCK_PATH)
-    return block is not None and at(tree, f"{BLOCK_PATH}.enabled", True) is not False
 
 
 def _sections(tree: Tree) -> Iterator[Finding]:
@@ -103,7 +99,7 @@ def _versions(tree: Tree) -> Iterator[Finding]:
         yield Finding("nemo-rl", "not installed here; `check` has read the config, and NeMo-RL has not", "note")
     elif nemo_rl_is_a_release():
         shared = "; its draft head shares one gradient clip with the policy" if at(tree, "policy.draft.enabled") else ""
-        text = f"{nemo_rl}; releases up to v0.7.0 pin a vLLM (0.20 or older) that has no custom_class drafters, and log no "
+        text = f"{nemo_rl}; releases up to v0.7.0 pin a vLLM (0.20 or older) that specrollout does not work with, and log no "
         yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use main of August 2026", "error")
     if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
         yield Finding("vllm", sentence, "warning" if nemo_rl is None else "error")

@@ -59,7 +59,7 @@ def tail_findings(tree: Tree, block: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _sizes(tail: Mapping[str, Any], engines: int) -> Iterator[Finding]:
     if engines < 2:
-        text = "without effect: by the sizes of the cluster there is one engine, and nobody to move to"
+        text = "without effect: by the sizes of the cluster there is one engine, and no other to move to"
         yield Finding(_TAIL, text, "warning")
     elif tail["max_racers"] > engines:
         text = f"{tail['max_racers']} racers for {engines} engines; lower it to their number at most"
@@ -74,7 +74,7 @@ def _in_flight(tree: Tree) -> Iterator[Finding]:
     is_in_flight = at(grpo, "enabled") and at(grpo, "in_flight_weight_updates")
     if is_in_flight and not at(grpo, "recompute_kv_cache_after_weight_updates"):
         text = (
-            "false with in_flight_weight_updates and fastest_of_n; after an update who moved would go on from another KV "
-            "cache than who stayed: set it to true"
+            "false with in_flight_weight_updates and fastest_of_n; after an update a request that moved would go on from "
+            "another KV cache than one that stayed: set it to true"
         )
         yield Finding("grpo.async_grpo.recompute_kv_cache_after_weight_updates", text, "error")

@@ -243,7 +243,12 @@ class BenchConfig:
     num_rounds: int = bounded(5, low=1)
     """Interleaved rounds; figures are medians over them."""
     fixed_k: tuple[int, ...] = bounded((1, 3, 5, 7), low=1, high=64)
-    """Draft lengths of vLLM's own n-gram and suffix methods."""
+    """Draft tokens a step of the rows whose method and number of drafts are fixed."""
+    rows: tuple[str, ...] = ()
+    """The rows to measure, by how their names begin, e.g. [stock, ours]; empty is all. `plain` is always among them."""
+    deepen: int = bounded(1, low=1, high=64)
+    """How many times as many layers the policy gets, the additional ones without effect: a head's cost has the proportions
+    of a deep policy then (`local/deep_policy.py`). 1 leaves the policy as it is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure drafters that are always wrong; empty leaves that out."""
     acceptance_k: int = bounded(0, low=0, high=64)

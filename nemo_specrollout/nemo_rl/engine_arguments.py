@@ -11,16 +11,18 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.worker_blocks import block_of_worker
 
-_WORKERS = "nemo_specrollout.nemo_rl.engine_workers."
+_CPU, _GPU = "nemo_specrollout.nemo_rl.cpu_engine_worker.", "nemo_specrollout.nemo_rl.gpu_engine_workers."
 _WORKER_OF = {
-    ("cpu", "VllmInternalWorkerExtension"): _WORKERS + "NemoRlCPUWorker",
-    ("cuda", "VllmInternalWorkerExtension"): _WORKERS + "NemoRlGPUWorker",
-    ("cuda", "VllmInternalWorkerExtensionWithCheckpointEngine"): _WORKERS + "NemoRlCheckpointEngineGPUWorker",
+    ("cpu", "VllmInternalWorkerExtension"): _CPU + "NemoRlCPUWorker",
+    ("cuda", "VllmInternalWorkerExtension"): _GPU + "NemoRlGPUWorker",
+    ("cuda", "VllmInternalWorkerExtensionWithCheckpointEngine"): _GPU + "NemoRlCheckpointEngineGPUWorker",
 }
+MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
+"""Key of vLLM's `additional_config`: the trainer does not train the native heads, so no refit brings them."""
 
 
 def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """`llm_kwargs`, as NeMo-RL would pass them to vLLM, with our worker, router and block. Raises ConfigError."""
+    """`llm_kwargs`, as NeMo-RL would pass them to vLLM, with our worker, drafters and block. Raises ConfigError."""
     compat.check_version()
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
     if len(block.drafters_of_workers) > 1:
@@ -28,8 +30,10 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
-        # No refit brings a drafter's weights: they come from its folder, as NeMo-RL does it for a drafter of its own.
+        # A drafter's weights come from its folder, as NeMo-RL does it for a drafter of its own that it does not train.
         arguments["load_format"] = "auto"
+    if block.model_drafter is not None and block.model_drafter.type == "mtp":
+        arguments["additional_config"][MTP_FROM_FOLDER] = not generation_config.get("_mtp_weights_from_refit")
     arguments["worker_cls"] = _WORKER_OF[device, llm_kwargs["worker_extension_cls"].rpartition(".")[2]]
     return arguments
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM workers of an engine under NeMo-RL: ours, with NeMo-RL's worker extension as a direct base.
+"""What our vLLM workers change in NeMo-RL's worker extension, on every device.
 
 vLLM refuses an extension whose names a worker class has, unless it is a direct base of it; so overriding it is meant.
 """
@@ -11,13 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from nemo_rl.models.generation.vllm.vllm_backend import (
-    VllmInternalWorkerExtension,
-    VllmInternalWorkerExtensionWithCheckpointEngine,
-)
 
 from nemo_specrollout.generation.shared_tensors import part_from_target
-from nemo_specrollout.generation.worker import SpecrolloutCPUWorker, SpecrolloutGPUWorker
+from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER
 from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, check_holds
 
 logger = logging.getLogger(__name__)
@@ -29,11 +25,12 @@ check_holds(EXTENSION_HOLDS)
 
 
 class ExtensionOverrides:
-    """What changes in NeMo-RL's worker extension: a trainer's draft weights never enter a module of the policy, and the
-    time of a weight update counts as no step."""
+    """A trainer's draft weights reach the drafter of vLLM's V2 model runner, and never enter a module of the policy. The time
+    of a weight update counts as no step."""
 
     model_runner: Any
     vllm_config: Any
+    specrollout_stamps: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """NeMo-RL's and vLLM's; then a drafter whose weights come by refit gets an lm_head of its own.
@@ -43,16 +40,28 @@ class ExtensionOverrides:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = self.vllm_config
         speculative = config.speculative_config
+        if config.additional_config.get(MTP_FROM_FOLDER):
+            self._mtp_drafter_from_disk = True
         comes_by_refit = config.load_config.load_format == "dummy"
         if comes_by_refit and speculative is not None and speculative.method in _TRAINED_HEAD_METHODS:
             self._part_drafter(["lm_head.weight"])
+
+    def specrollout_policy_is(self, version: int) -> None:
+        """Ours; native heads that the trainer trains with the policy are of the policy's version."""
+        super().specrollout_policy_is(version)  # type: ignore[misc]
+        if self.specrollout_stamps is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
+            self.specrollout_stamps.head_version = version
+
+    def _get_drafter_model(self) -> Any:
+        """NeMo-RL's looks for `model_runner.drafter`, which the V2 model runner does not have."""
+        return getattr(self.model_runner.speculator, "model", None)
 
     def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]]) -> None:
         self._part_drafter([name for name, _ in draft_weights])
         super()._load_draft_weights(draft_weights)  # type: ignore[misc]
 
     def _part_drafter(self, weight_names: list[str]) -> None:
-        draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        draft = self._get_drafter_model()
         if draft is None or not weight_names:
             return
         for path in part_from_target(self.model_runner.model, draft, weight_names):
@@ -64,17 +73,3 @@ class ExtensionOverrides:
         with super()._weight_update_lifecycle(transport) as finalize:  # type: ignore[misc]
             yield finalize
         self.specrollout_weights_updated(time.perf_counter() - started)  # type: ignore[attr-defined]
-
-
-class NemoRlCPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutCPUWorker):
-    """On a CPU."""
-
-
-class NemoRlGPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutGPUWorker):
-    """On a GPU."""
-
-
-class NemoRlCheckpointEngineGPUWorker(
-    ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutGPUWorker
-):
-    """On a GPU, refitted through NeMo-RL's checkpoint engine."""

@@ -101,7 +101,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield result
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """NeMo-RL's: engines forget cached prefixes, and sleep, for which whoever was beaten in a race must be gone."""
+        """NeMo-RL's: engines forget cached prefixes, and sleep; requests beaten in a race must be gone by then."""
         with self.new_weights():
             return bool(super().finish_generation(*args, **kwargs))
 
@@ -234,7 +234,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
 
 def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> RemoteDrafters | None:
-    """Of `workers` alone: who named addresses looks after the drafters there."""
+    """Of `workers` alone: a run does not look after drafters at `addresses`."""
     if block.remote is None or not block.remote.workers:
         return None
     from nemo_specrollout.nemo_rl.drafter_actors import start_links

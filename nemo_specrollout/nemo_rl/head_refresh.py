@@ -97,7 +97,7 @@ class HeadRefresh:
         return self._figures()
 
     def close(self) -> None:
-        """The run is over, or nobody refreshes any more."""
+        """The run is over, or heads are refreshed no more."""
         trainer, self._trainer, self._source = self._trainer, None, None
         if trainer is not None:
             trainer.close()
@@ -117,7 +117,7 @@ class HeadRefresh:
             self._find_published()
 
     def _find_published(self) -> None:
-        """What `published.json` names is what the trainer compares its next head with, whoever wrote it."""
+        """What `published.json` names is what the trainer compares its next head with, from whatever run it is."""
         published = self._folder.published()
         if published != self._in_service:
             self._to_load = published

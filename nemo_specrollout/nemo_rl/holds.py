@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole hold on NeMo-RL: every name that this package replaces, overrides or calls. docs/nemo_rl.md has the lines.
 
-`install` checks them all before anything starts. Whoever supports another version of NeMo-RL begins here.
+`install` checks them all before anything starts. Support of another version of NeMo-RL begins here.
 """
 
 import importlib
@@ -158,7 +158,7 @@ HOLDS = (
         "VllmGenerationWorkerImpl._create_engine",
         ("llm_kwargs",),
         "vllm_worker.py:814",
-        "overridden: our vLLM worker, router and block",
+        "overridden: our vLLM worker, drafters and block",
     ),
     Hold(
         _WORKER,
@@ -185,6 +185,20 @@ HOLDS = (
 
 # The engine's process is another: what is overridden there is checked there, when its worker class is made.
 EXTENSION_HOLDS = (
+    Hold(
+        "nemo_rl.models.generation.vllm.vllm_backend",
+        "VllmInternalWorkerExtension._get_drafter_model",
+        (),
+        "vllm_backend.py:420",
+        "overridden: the drafter of vLLM's V2 model runner is its speculator",
+    ),
+    Hold(
+        "nemo_rl.models.generation.vllm.vllm_backend",
+        "VllmInternalWorkerExtension._mtp_drafter_refit_enabled",
+        (),
+        "vllm_backend.py:446",
+        "called, and told by `_mtp_drafter_from_disk`: whether refits bring native heads",
+    ),
     Hold(
         "nemo_rl.models.generation.vllm.vllm_backend",
         "VllmInternalWorkerExtension._load_draft_weights",

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import secret_of_run
-from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig
+from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
-from nemo_specrollout.generation.arguments import ENGINE_ENVIRONMENT
+from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
 from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import misfit
@@ -22,6 +23,8 @@ ACTORS = {
     f"{_NATIVE}.vllm_worker.VllmGenerationWorker": f"{_OURS}.SpecrolloutVllmWorker",
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
 }
+# On a GPU it does nothing.
+ENGINE_ENVIRONMENT = {V2_ON_CPU: "1"}
 _replaced: list[tuple[Any, str, Any]] = []
 
 
@@ -29,7 +32,8 @@ def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect; call it before NeMo-RL's `setup`.
 
     Returns whether the block is enabled. Without a block, or with `enabled: false`, nothing is touched and nothing of
-    this package is imported in any worker. Otherwise `config` gets the environment that keeps vLLM's V1 model runner.
+    this package is imported in any worker. Otherwise `config` gets the environment in which vLLM's V2 model runner also
+    runs on a CPU.
     Raises ConfigError where the block, the config or the installed NeMo-RL does not allow it.
     """
     uninstall()
@@ -41,13 +45,13 @@ def install(config: Any) -> bool:
     _check_head(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
     _check_tail(block)
+    _check_arguments(block, config.policy["generation"].get("vllm_kwargs") or {})
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
     vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
     _replace_names(config)
     drafters = ", ".join(drafter["type"] for drafter in block["drafters"]) or "vLLM's own, or none"
-    settings = ", ".join(f"{name}={value}" for name, value in ENGINE_ENVIRONMENT.items())
-    print(f"specrollout is on: drafters {drafters}; engines get {settings} (vLLM's V1 model runner)", flush=True)
+    print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
 
 
@@ -119,6 +123,15 @@ def _check_tail(block: dict[str, Any]) -> None:
     if tail and tail["enabled"] and tail["ladder"] is not None:
         tail["ladder"] = str(Path(tail["ladder"]).absolute())
         LadderFile.read(Path(tail["ladder"]), f"{BLOCK_PATH}.fastest_of_n.ladder")
+
+
+def _check_arguments(block: dict[str, Any], vllm_kwargs: dict[str, Any]) -> None:
+    """A step of vLLM must have room for drafts. The engine would find out, minutes later."""
+    given = {name: value for name, value in vllm_kwargs.items() if name != "speculative_config"}
+    try:
+        with_specrollout(given, build(SpecrolloutConfig, block, BLOCK_PATH), "cuda")
+    except ValueError as error:
+        raise ConfigError(f"policy.generation.{error}") from error
 
 
 def _newest_step(checkpointing: Any) -> int:

@@ -25,13 +25,13 @@ def _seeds_of(data: BatchedDataDict[Any]) -> list[int] | None:
 
 
 def _engine_totals(replies: list[dict[str, Any] | None], request_seeds: RequestSeeds) -> dict[str, Any]:
-    """Of the replies of all ranks, that of the rank whose drafts count."""
+    """The reply of the rank whose drafts count."""
     (totals,) = [reply for reply in replies if reply is not None]
     return {**totals, "num_made_up_seeds": request_seeds.num_made_up}
 
 
 def _reply(replies: list[Any]) -> Any:
-    """That of the rank whose drafts count; all others say None."""
+    """The same of any method; all other ranks say None."""
     return next((reply for reply in replies if reply is not None), None)
 
 

@@ -46,7 +46,7 @@ class TailLink:
 
 
 class TailStreamLink:
-    """That of an asynchronous engine."""
+    """The same for an asynchronous engine."""
 
     def __init__(self, actor: Any, worker: int) -> None:
         self._actor, self._worker = actor, worker
@@ -60,7 +60,7 @@ class TailStreamLink:
         return await self._answer("add", requests)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
-        """Nobody wants these any more."""
+        """These are no longer wanted."""
         await self._answer("cancel", numbers)
 
     async def exchange(self, report: Report | None) -> Reply:

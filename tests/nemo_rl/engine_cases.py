@@ -14,6 +14,8 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+# NeMo-RL gives it to the actor of an engine. Its own engine is on vLLM's usual model runner for a CPU.
+os.environ.setdefault("NEMO_SPECROLLOUT_V2_ON_CPU", str(int(sys.argv[1] == "ours")))
 
 import ray
 import torch
@@ -24,7 +26,6 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.generation.compat import allow_several_engines
 from nemo_specrollout.nemo_rl.generation import SEEDS_KEY
 from nemo_specrollout.nemo_rl.identities import RowIdentities
 from nemo_specrollout.nemo_rl.install import install
@@ -50,10 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def generation_config(base: Path, block: dict[str, Any] | None) -> dict[str, Any]:
+def generation_config(
+    base: Path, block: dict[str, Any] | None, speculative_config: dict[str, Any] | None = None
+) -> dict[str, Any]:
     tree = load_config(base, ["policy.generation.vllm_cfg.skip_tokenizer_init=false"])
     if block is not None:
         tree["policy"]["generation"]["specrollout"] = block
+    if speculative_config is not None:
+        tree["policy"]["generation"]["vllm_kwargs"] = {"speculative_config": speculative_config}
     config = MasterConfig(**tree)
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(config.policy["generation"], tokenizer)
@@ -113,7 +118,6 @@ def native(base: Path) -> dict[str, Any]:
 
 
 def ours(base: Path) -> dict[str, Any]:
-    allow_several_engines()
     return {
         "plain": answers(SpecrolloutVllmWorkerImpl, generation_config(base, {"enabled": True, "drafters": []})),
         "drafted": answers(SpecrolloutVllmWorkerImpl, generation_config(base, BLOCK)),

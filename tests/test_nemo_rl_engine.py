@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments and worker classes of an engine under NeMo-RL; tests/nemo_rl has the engine itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER, engine_arguments
+
+pytestmark = pytest.mark.integration
+
+# The part of NeMo-RL's worker extension that ours overrides.
+BACKEND = """
+class VllmInternalWorkerExtension:
+    _mtp_drafter_from_disk = False
+    def _get_drafter_model(self): ...
+    def _mtp_drafter_refit_enabled(self): ...
+    def _load_draft_weights(self, draft_weights): ...
+    def _weight_update_lifecycle(self, transport): ...
+class VllmInternalWorkerExtensionWithCheckpointEngine(VllmInternalWorkerExtension): ...
+"""
+
+
+def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
+    native = {"worker_extension_cls": "a.VllmInternalWorkerExtension", "load_format": "dummy"}
+    return engine_arguments(native, {"specrollout": {"drafters": drafters}, "vllm_cfg": {}, **known})
+
+
+def test_a_drafter_without_weights_leaves_the_policy_s_to_the_first_refit() -> None:
+    made = arguments([{"type": "ngram"}])
+    assert made["load_format"] == "dummy" and MTP_FROM_FOLDER not in made["additional_config"]
+    assert made["worker_cls"] == "nemo_specrollout.nemo_rl.cpu_engine_worker.NemoRlCPUWorker"
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_native_heads_come_from_the_policy_s_folder_and_by_refit_only_where_they_are_trained(is_trained: bool) -> None:
+    made = arguments([{"type": "mtp"}], _mtp_weights_from_refit=is_trained)
+    assert made["load_format"] == "auto" and made["additional_config"][MTP_FROM_FOLDER] is not is_trained
+
+
+# vLLM's CPU worker replaces streams and events of torch.cuda in its process.
+NOTHING_OF_A_CPU = """
+import sys
+from nemo_specrollout.nemo_rl import gpu_engine_workers as gpu
+assert gpu.NemoRlGPUWorker._get_drafter_model is gpu.ExtensionOverrides._get_drafter_model
+assert not {'vllm.v1.worker.cpu.shm', 'vllm.v1.worker.cpu_worker'} & set(sys.modules)
+"""
+HEADS_OF_THE_FOLDER = """
+from types import SimpleNamespace
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+from nemo_specrollout.nemo_rl.engine_workers import MTP_FROM_FOLDER, ExtensionOverrides
+
+class Base:
+    def load_model(self): ...
+
+class Worker(ExtensionOverrides, VllmInternalWorkerExtension, Base):
+    def __init__(self, **additional):
+        load_config = SimpleNamespace(load_format='auto')
+        self.vllm_config = SimpleNamespace(
+            additional_config=additional, load_config=load_config, speculative_config=None
+        )
+        self.load_model()
+
+assert Worker(**{MTP_FROM_FOLDER: True})._mtp_drafter_from_disk
+assert not Worker(**{MTP_FROM_FOLDER: False})._mtp_drafter_from_disk and not Worker()._mtp_drafter_from_disk
+"""
+
+
+@pytest.mark.parametrize("code", [NOTHING_OF_A_CPU, HEADS_OF_THE_FOLDER], ids=["gpu alone", "mtp"])
+def test_worker_classes_beside_nemo_rl_s_extension(tmp_path: Path, code: str) -> None:
+    """In a process of its own, with a stand-in for NeMo-RL's module."""
+    folder = tmp_path / "nemo_rl" / "models" / "generation" / "vllm"
+    folder.mkdir(parents=True)
+    (folder / "vllm_backend.py").write_text(BACKEND)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    environment.pop("NEMO_SPECROLLOUT_V2_ON_CPU", None)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
