@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our kernels as an H100 would run them, at sizes of a real run: how long they are, and how draft scores are rounded.
+
+Shapes: B requests, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from compiling import instructions
+from device import GPU, Launch, fake_gpu
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+from nemo_specrollout.drafters.base import LEVEL_PRIORS
+from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
+from nemo_specrollout.generation.draft_sampling import sample_with_margin
+from nemo_specrollout.sampling.equality import accept_by_equality
+
+B, D, K, L, V = 256, 3, 8, 8192, 151_936
+NUM_INSTRUCTIONS = {
+    "_accept_rows": 52,
+    "_begin_step": 112,
+    "_observe": 296,
+    "_choose": 312,
+    "_learn": 1521,
+    "_walk": 627,
+    "_best_of_block": 929,
+    "_best_of_row": 221,
+}
+"""Machine instructions of each kernel when it was last looked at. A kernel that gets shorter lowers its number here."""
+MOST_GROWTH = 1.25
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=GPU)
+
+
+@functools.cache
+def launches() -> dict[str, Launch]:
+    """A launch of each of our kernels, and of vLLM's sampler, by the kernel's name."""
+    with fake_gpu() as gpu:
+        board = DraftBoard(["suffix", "ngram", "eagle3"], np.tile(LEVEL_PRIORS, (D, 1)), B, K, [2048], GPU, 2)
+        slots_B, total_len_S, text_SL = zeros(B, dtype=torch.int64), zeros(B), zeros(B, L)
+        board.observe(slots_B, zeros(B), zeros(B), total_len_S, text_SL, 0)
+        board.choose(slots_B, total_len_S)
+        index = ContextIndex(1 << 18, context_orders(1, 6), GPU)
+        salts_S = zeros(B, dtype=torch.int64)
+        index.learn(slots_B, salts_S, zeros(B), total_len_S, text_SL, K + 1)
+        index.walk(
+            slots_B, salts_S, total_len_S, text_SL, board.level_rates_DE[0], 0.02,
+            board.tokens_DBK[0], board.levels_DBK[0], board.found_DB[0],
+        )  # fmt: skip
+        logits_BV = zeros(B, V, dtype=torch.bfloat16)
+        keys = (slots_B, zeros(B, dtype=torch.float32), salts_S, zeros(B, dtype=torch.int64))
+        sample_with_margin(logits_BV, *keys, board.levels_DBK[2], zeros(dtype=torch.int64))
+        gumbel_sample(logits_BV, *keys, apply_temperature=True, is_drafting=False)
+        accept_by_equality(zeros(B * (K + 1), dtype=torch.int64), zeros(B * (K + 1)), zeros(B + 1), K)
+        return {launch.kernel.__name__: launch for launch in gpu.launches}
+
+
+def test_every_kernel_of_ours_is_looked_at() -> None:
+    assert set(launches()) - {"_gumbel_sample_kernel"} == set(NUM_INSTRUCTIONS)
+
+
+@pytest.mark.parametrize("name", NUM_INSTRUCTIONS)
+def test_kernels_stay_short(name: str) -> None:
+    count = instructions(launches()[name]).total()
+    assert count <= MOST_GROWTH * NUM_INSTRUCTIONS[name], f"{count} instructions, {NUM_INSTRUCTIONS[name]} so far"
+
+
+def test_draft_scores_round_as_the_targets_do() -> None:
+    """On a GPU a fused multiply-add, or one less, moves the last bit of a score: our kernel has those of vLLM's, no others."""
+    ours, theirs = (instructions(launches()[name]) for name in ("_best_of_block", "_gumbel_sample_kernel"))
+    for name in ("FADD", "FMUL", "FFMA", "MUFU"):
+        assert ours[name] == theirs[name] > 0, name

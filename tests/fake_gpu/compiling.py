@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles noted launches for an H100 with Triton's own assembler, which needs no GPU, and counts instructions."""
+
+import re
+from collections import Counter
+
+import torch
+import triton.backends
+from device import Launch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+triton.backends.backends.pop("cpu", None)  # what vLLM was shown cannot compile
+H100 = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+INSTRUCTION = re.compile(r"^[^\t]*\t(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+
+def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
+    """What Triton compiles for such a launch, with what it assumes of aligned tensors and round numbers; its options."""
+    kernel, options = launch.kernel, dict(launch.options)
+    values = dict(zip(kernel.arg_names, launch.args, strict=False))
+    values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
+        if isinstance(value, Tensor):
+            is_round = not parameter.do_not_specialize_on_alignment
+        else:
+            is_round = not parameter.do_not_specialize and value % 16 == 0
+        if is_round:
+            attributes[i,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def instructions(launch: Launch) -> Counter[str]:
+    """How often each machine instruction of an H100 stands in the kernel, modifiers dropped, padding left out."""
+    source, options = source_of(launch)
+    machine_code = triton.compile(source, target=H100, options=options).asm["sass"]
+    names = (name.split(".")[0] for name in INSTRUCTION.findall(machine_code))
+    return Counter(name for name in names if name != "NOP")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package does in a decode step on a GPU, on a device that is not there: verification, drafting, the budget.
+
+Shapes: B requests, S request slots, K draft positions, R rows of logits, V vocabulary, L longest text, H hidden.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from device import GPU
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.drafting import Drafting, NewRequest
+from nemo_specrollout.generation.identity import RequestIdentity
+from nemo_specrollout.generation.verification import EqualityVerifier
+from nemo_specrollout.generation.verification_budget import VerificationBudget
+from nemo_specrollout.scheduling.budget import build_budget
+from nemo_specrollout.scheduling.draft_plan import DraftPlan
+
+B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
+NAMES = [f"request-{b}" for b in range(B)]
+TEXT = (DrafterConfig("suffix"), DrafterConfig("ngram"))
+HEAD = DrafterConfig("eagle3", model="a/head")
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=GPU)
+
+
+class Speculator:
+    """Stands for vLLM's: a network of which only its calls of `sample_draft` are ours."""
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, _: int) -> torch.Tensor:
+        return hidden_states.new_empty(len(hidden_states), V, dtype=torch.bfloat16)
+
+    def propose(self, batch: Any, *inputs: Any, num_speculative_tokens: int = K, **_: Any) -> torch.Tensor:
+        return torch.empty(batch.num_reqs, K, dtype=torch.int64, device=GPU)
+
+
+class DecodeStep:
+    """A step of a batch whose requests are all under way; `run` does all that is ours in it."""
+
+    def __init__(self, drafters: tuple[DrafterConfig, ...], budget: str = "auto") -> None:
+        self.config = SpecrolloutConfig(num_speculative_tokens=K, drafters=drafters, budget=BudgetConfig(budget, k=K))
+        states = SimpleNamespace(
+            total_len=SimpleNamespace(gpu=zeros(S)), all_token_ids=SimpleNamespace(gpu=zeros(S, L)), device=GPU,
+            req_id_to_index={name: b for b, name in enumerate(NAMES)}, max_num_reqs=S, num_speculative_steps=K,
+        )  # fmt: skip
+        self.runner = SimpleNamespace(
+            speculator=Speculator(), req_states=states, device=GPU, num_speculative_steps=K, max_num_reqs=S, vocab_size=V,
+            max_model_len=L, input_buffers=SimpleNamespace(query_start_loc=zeros(S + 1)),
+            model_state=SimpleNamespace(num_new_sampled_tokens_per_step=1),
+            speculative_config=SimpleNamespace(enable_adaptive_verification=True),
+        )  # fmt: skip
+        self.drafting = Drafting(self.config, self.runner)
+        self.budget = VerificationBudget(self.runner, build_budget(self.config.budget), lambda: None)
+        self.budget._known._buffers = [torch.ones(S, K) for _ in range(2)]
+        sampling = SimpleNamespace(
+            temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),
+            seeds=SimpleNamespace(gpu=zeros(S, dtype=torch.int64)),
+        )
+        sampler = SimpleNamespace(
+            sampling_states=sampling, apply_sampling_params=lambda logits, *_: logits, use_fp64_gumbel=False
+        )
+        self._verifier = object.__new__(EqualityVerifier)
+        self._verifier.sampler, self._verifier.num_speculative_steps = sampler, K
+        self.batch = SimpleNamespace(
+            idx_mapping=zeros(B, dtype=torch.int64), idx_mapping_np=np.arange(B), num_reqs=B, num_tokens=B * (K + 1)
+        )
+        self._rows = (
+            zeros(B * (K + 1), V, dtype=torch.float32), None, zeros(B * (K + 1)), zeros(B * (K + 1), dtype=torch.int64),
+            zeros(B + 1), self.batch.idx_mapping, self.batch.idx_mapping_np, zeros(B * (K + 1), dtype=torch.int64),
+            zeros(B * (K + 1)), np.zeros(B), zeros(B * (K + 1)),
+        )  # fmt: skip
+        self._hidden_BH, self._num_rejected = zeros(B, H, dtype=torch.bfloat16), zeros(B)
+        self._keys = (zeros(S, 1, dtype=torch.int64), zeros(1, S), zeros(S), zeros(S))
+        self._draft_step = zeros(dtype=torch.int64)
+        self.open()
+        if self.drafting.model is not None:
+            self.drafting.model.plan = DraftPlan(K)
+        self.draft(self.verify())  # the first step reads whole prompts
+
+    def open(self) -> None:
+        """All requests take their slots."""
+        identity = RequestIdentity(1, 2)
+        self.drafting.open([NewRequest(b, identity, 10, range(12), 100) for b in range(B)])
+        for b in range(B):
+            self.budget.add_request(b)
+
+    def plan_tokens(self) -> None:
+        """How many drafts are verified, of all that are scheduled, and which ones: vLLM's own code, with our number."""
+        self.budget.get_num_tokens(dict.fromkeys(NAMES, K + 1), dict.fromkeys(NAMES, [-1] * K))
+        self.budget.reallocate_drafts(NAMES, self.batch.idx_mapping)
+
+    def verify(self) -> torch.Tensor:
+        """How many tokens each request emitted, int32 [B]."""
+        return self._verifier._verify(*self._rows)[2]
+
+    def draft(self, num_sampled_B: torch.Tensor) -> None:
+        """Proposals for the next step."""
+        self.runner.speculator.propose(
+            self.batch, None, None, self._hidden_BH, None, num_sampled_B, self._num_rejected, *self._keys
+        )
+        self.budget.record_confidences(self.runner.speculator.draft_token_confidence_probs, self.batch)
+
+    def sample_drafts(self) -> None:
+        """What the network of a drafter with weights asks for at each draft position."""
+        states = self._verifier.sampler.sampling_states
+        self.runner.speculator.sample_draft(
+            self._hidden_BH, self._rows[3][:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,
+            self._draft_step, None,
+        )  # fmt: skip

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device that is not there: tensors without contents, kernels that are noted and not run, and traps for what waits.
+
+Imported before vllm, in a process of its own: vLLM takes Triton for present, and torch loses its CUDA events.
+"""
+
+import os
+
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", TRITON_INTERPRET="0")
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton.backends
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+# vLLM asks Triton for a backend that is active, and for nothing else.
+triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+import vllm.triton_utils  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+
+del triton.backends.backends["cpu"]
+assert vllm.triton_utils.HAS_TRITON
+
+GPU = torch.device("cuda", 0)
+# Operations that run nothing on the device: they allocate, or change how memory is looked at.
+FREE = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape", "select",
+    "slice", "unsqueeze", "squeeze", "expand", "transpose", "permute", "unbind", "split", "detach", "alias", "as_strided",
+    "t", "lift_fresh",
+}  # fmt: skip
+
+
+class Waits(RuntimeError):
+    """The host would wait for the device here."""
+
+
+@dataclass
+class Launch:
+    """A launch of a Triton kernel."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@dataclass
+class FakeGpu:
+    """What was asked of the device: operations of torch that run there, and Triton kernels, in order. A copy for which the
+    host would wait raises while `is_guarded`."""
+
+    done: list[str] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    is_guarded: bool = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Notes anew, and raises where the host would wait."""
+        self.done.clear()
+        self.launches.clear()
+        self.is_guarded = True
+        try:
+            yield
+        finally:
+            self.is_guarded = False
+
+    def refuse(self, reason: str) -> None:
+        if self.is_guarded:
+            raise Waits(reason)
+
+
+class _NoDriver(TorchFunctionMode):
+    """Does what would ask for a CUDA driver by operations that do not: indexing, `torch.tensor` on the device, `copy_`."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and args[0].is_cuda:
+            return _indexed(args[0], args[1])
+        if func is Tensor.__setitem__ and args[0].is_cuda:
+            return self._assign(*args)
+        options = dict(kwargs or {})
+        if func is torch.tensor and torch.device(options.get("device") or "cpu").type == "cuda":
+            device = options.pop("device")
+            return torch.tensor(*args, **options).to(device)
+        if func is Tensor.copy_:
+            return _copy(*args, **options)
+        return func(*args, **options)
+
+    def _assign(self, tensor: Tensor, index: Any, value: Any) -> None:
+        view, by = _basic(tensor, index)
+        if all(i is None for i in by):
+            _copy(view, value) if isinstance(value, Tensor) else view.fill_(value)
+            return
+        if not isinstance(value, Tensor):
+            self._gpu.refuse(f"tensor[tensor] = {value!r} copies a number to the device and waits; use index_fill_")
+            value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+        torch.ops.aten.index_put_(view, by, value)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.aten.copy_(target, source, non_blocking)
+
+
+def _basic(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The view that numbers and slices of an index make, and for each dimension the tensor that indexes it."""
+    index = index if isinstance(index, tuple) else (index,)
+    if any(i is Ellipsis for i in index):
+        at = next(n for n, i in enumerate(index) if i is Ellipsis)
+        index = (*index[:at], *[slice(None)] * (tensor.dim() - len(index) + 1), *index[at + 1 :])
+    by: list[Tensor | None] = []
+    for i in index:
+        dim = len(by)
+        if i is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(i, slice):
+            start, stop, step = i.indices(tensor.shape[dim])
+            if (start, stop, step) != (0, tensor.shape[dim], 1):
+                tensor = torch.ops.aten.slice(tensor, dim, start, stop, step)
+        elif isinstance(i, Tensor):
+            pass
+        else:
+            tensor = tensor.select(dim, int(i))
+            continue
+        by.append(i if isinstance(i, Tensor) else None)
+    return tensor, by
+
+
+def _indexed(tensor: Tensor, index: Any) -> Tensor:
+    view, by = _basic(tensor, index)
+    return view if all(i is None for i in by) else torch.ops.aten.index(view, by)
+
+
+class _Device(TorchDispatchMode):
+    """Runs what concerns the device on tensors without contents, and notes it; what concerns the host alone runs as ever."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self._gpu, self._fake = gpu, FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        places = [a.device.type for a in _tensors((*args, *options.values())) if a.dim() or a.is_cuda]
+        places += [options["device"].type] if options.get("device") is not None else []
+        if "cuda" not in places:
+            return func(*args, **options)
+        name = func.overloadpacket.__name__
+        if name in ("_to_copy", "copy_") and "cpu" in places:
+            if not (options.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])):
+                self._gpu.refuse(f"{name} between host and device waits; use pinned memory and non_blocking=True")
+            if name == "copy_" and not args[0].is_cuda:
+                self._gpu.done.append(name)
+                return args[0]
+        with self._fake:
+            result = func(*args, **options)
+        if name not in FREE and func.namespace == "aten":
+            self._gpu.done.append(name)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class _Event:
+    """A CUDA event that is always over."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None: ...
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1.0
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    """Within it, tensors may be made on `GPU`, and work there is noted. The engine has this one rank."""
+    gpu = FakeGpu()
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        grid = grid(options) if callable(grid) else grid
+        gpu.launches.append(Launch(kernel, tuple(grid), args, options))
+        gpu.done.append(kernel.__name__)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        for name in ("Event", "Stream"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, _Event))
+        stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
+        stack.enter_context(mock.patch.object(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0)))
+        stack.enter_context(_Device(gpu))
+        stack.enter_context(_NoDriver(gpu))
+        yield gpu

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps whose requests verify unequal numbers of drafts are replayed from full CUDA graphs, by vLLM's own dispatch."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from decode_step import TEXT, DecodeStep
+from device import fake_gpu
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.utils import get_uniform_decode_token_count
+
+from nemo_specrollout.scheduling.budget import BudgetDecision
+
+Step = tuple[int, int]
+"""Requests of a decode step, and rows of its forward pass after compaction."""
+
+
+def manager(max_num_seqs: int, num_drafts: int, varlen: bool) -> ModelCudaGraphManager:
+    """vLLM's, as if it had captured what it would: all sizes that it chooses by itself."""
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=None, cudagraph_capture_sizes=None,
+        post_init_cudagraph_sizes=lambda: None,
+    )  # fmt: skip
+    scheduler = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192)
+    config: Any = SimpleNamespace(
+        compilation_config=compilation, scheduler_config=scheduler, model_config=SimpleNamespace(enforce_eager=False),
+        speculative_config=SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
+        uniform_decode_query_len=num_drafts + 1, performance_mode="balanced", num_speculative_tokens=num_drafts,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )  # fmt: skip
+    VllmConfig._set_cudagraph_sizes(config)
+    only_rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    with (
+        mock.patch.object(cudagraph_utils, "get_pp_group", lambda: only_rank),
+        mock.patch.object(cudagraph_utils, "current_platform", mock.MagicMock()),
+    ):
+        made = ModelCudaGraphManager(
+            config, torch.device("cpu"), compilation.cudagraph_mode, num_drafts + 1, varlen_decode=varlen
+        )
+    made._graphs_captured = True
+    return made
+
+
+def trace(max_num_seqs: int, num_drafts: int) -> Iterator[Step]:
+    """Steps of which our budget keeps some drafts: from a full batch to its last straggler, from none to all."""
+    rng = np.random.default_rng(0)
+    with fake_gpu():
+        step = DecodeStep(TEXT)
+    step.budget.req_states.req_id_to_index = {str(i): 0 for i in range(max_num_seqs)}
+    for num_requests in range(max_num_seqs, 0, -1):
+        names = [str(i) for i in range(num_requests)]
+        kept_B = rng.integers(0, num_drafts + 1, num_requests)
+        step.budget._policy = SimpleNamespace(allocate=lambda _, kept_B=kept_B: BudgetDecision(kept_B))
+        rows = step.budget.get_num_tokens(dict.fromkeys(names, num_drafts + 1), dict.fromkeys(names, [-1] * num_drafts))
+        assert rows == num_requests + kept_B.sum()
+        yield num_requests, rows
+        yield num_requests, num_requests
+        yield num_requests, num_requests * (num_drafts + 1)
+
+
+def mode(graphs: ModelCudaGraphManager, step: Step, num_drafts: int, is_decode: bool = True) -> CUDAGraphMode:
+    """How vLLM runs a step of which every request had all its drafts scheduled."""
+    num_requests, rows = step
+    longest = num_drafts + 1
+    uniform = get_uniform_decode_token_count(num_requests, rows, longest, decode_graph_eligible=is_decode)
+    desc = graphs.dispatch(num_requests, rows, uniform, 0, max_query_len=longest if is_decode else None)
+    assert desc.num_tokens >= rows
+    return desc.cg_mode
+
+
+@pytest.mark.parametrize(("max_num_seqs", "num_drafts"), [(24, 5), (37, 3), (256, 8), (512, 3)])
+def test_every_decode_step_is_a_full_graph(max_num_seqs: int, num_drafts: int) -> None:
+    graphs = manager(max_num_seqs, num_drafts, varlen=True)
+    largest = graphs.compilation_config.max_cudagraph_capture_size
+    steps = list(trace(max_num_seqs, num_drafts))
+    small = [step for step in steps if step[1] <= largest]
+    assert len(small) > 20
+    assert {mode(graphs, step, num_drafts) for step in small} == {CUDAGraphMode.FULL}
+    assert {mode(graphs, step, num_drafts) for step in steps if step[1] > largest} <= {CUDAGraphMode.NONE}
+    assert {mode(graphs, step, num_drafts, is_decode=False) for step in small} == {CUDAGraphMode.PIECEWISE}
+
+
+def test_without_adaptive_verification_unequal_steps_are_not() -> None:
+    graphs = manager(24, 5, varlen=False)
+    modes = [mode(graphs, step, 5) for step in trace(24, 5)]
+    assert 24 <= modes.count(CUDAGraphMode.FULL) < len(modes) / 2

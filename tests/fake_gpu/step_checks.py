@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step of ours on a GPU that is not there: nothing in it waits, and it launches no more than it did."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decode_step import HEAD, TEXT, B, DecodeStep, K
+from device import GPU, FakeGpu, fake_gpu
+
+from nemo_specrollout.scheduling.draft_plan import DraftPlan
+
+ALL = (*TEXT, HEAD)
+VERIFYING = ["_gumbel_sample_kernel", "argmax", "gather", "_accept_rows"]
+LEARNING = ["_begin_step", "_observe", "div"]
+LOOKING_UP = ["_learn", "_walk"] * 2
+DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "index", "bitwise_and", "mul", "copy_"]
+CHOOSING = ["_choose"]
+TELLING_THE_BUDGET = ["index_put_", "copy_"]
+LAUNCHES = {
+    "text": [*VERIFYING, *LEARNING, *LOOKING_UP, *CHOOSING, *TELLING_THE_BUDGET],
+    "head": [*VERIFYING, *LEARNING, *DRAFTING_WITH_WEIGHTS, *CHOOSING, "copy_", *TELLING_THE_BUDGET],
+    "all": [*VERIFYING, *LEARNING, *LOOKING_UP, *DRAFTING_WITH_WEIGHTS, *CHOOSING, "copy_", *TELLING_THE_BUDGET],
+}
+"""What a decode step launches beside vLLM's own preparation, forward pass and compaction of drafts. Of `head`, what vLLM's
+speculator runs is left out. Whoever launches less writes less here."""
+DRAFTERS = {"text": TEXT, "head": (HEAD,), "all": ALL}
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with fake_gpu() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_decode_step_never_waits_and_launches_little(gpu: FakeGpu, name: str) -> None:
+    step = DecodeStep(DRAFTERS[name])
+    with gpu.step():
+        step.draft(step.verify())
+    assert gpu.done == LAUNCHES[name]
+
+
+def test_while_drafters_rest_next_to_nothing_is_launched(gpu: FakeGpu) -> None:
+    step = DecodeStep(ALL)
+    step.drafting.pacer.rests = lambda num_requests: True
+    with gpu.step():
+        step.draft(step.verify())
+    assert gpu.done == [*VERIFYING, "zero_", *TELLING_THE_BUDGET]
+
+
+@pytest.mark.parametrize("name", ["head", "all"])
+def test_sampling_a_draft_takes_two_launches(gpu: FakeGpu, name: str) -> None:
+    step = DecodeStep(DRAFTERS[name])
+    with gpu.step():
+        step.sample_drafts()
+    assert gpu.done == ["_best_of_block", "_best_of_row"]
+
+
+def test_cuda_graphs_are_captured_with_sampling(gpu: FakeGpu) -> None:
+    """Whatever the plan is when vLLM captures: a graph without it would draft nothing for ever."""
+    step = DecodeStep(ALL)
+    for depth in (0, K, 0):
+        step.drafting.model.plan = DraftPlan(depth)
+        step.draft(step.verify())
+        with gpu.step():
+            step.sample_drafts()
+        assert gpu.launches
+
+
+@pytest.mark.parametrize("budget", [0, B, B * K])
+def test_the_budget_never_waits(gpu: FakeGpu, budget: int) -> None:
+    step = DecodeStep(TEXT)
+    step.budget._policy = Fixed(budget)
+    with gpu.step():
+        step.plan_tokens()
+    assert ("topk" in gpu.done) == (0 < budget < B * K)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_new_requests_never_make_it_wait(gpu: FakeGpu, name: str) -> None:
+    step = DecodeStep(DRAFTERS[name])
+    with gpu.step():
+        step.open()
+
+
+class Fixed:
+    """A budget policy of so many drafts."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+
+    def allocate(self, _: Any) -> "Fixed":
+        self.counts_B = np.full(1, self._budget)
+        return self
+
+
+VIOLATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda counts_B: counts_B.sum().item(),
+    "tolist": lambda counts_B: counts_B.tolist(),
+    "cpu": lambda counts_B: counts_B.cpu(),
+    "numpy": lambda counts_B: counts_B.numpy(),
+    "int": lambda counts_B: int(counts_B[0]),
+    "bool": lambda counts_B: bool((counts_B > 0).all()),
+    "nonzero": lambda counts_B: counts_B.nonzero(),
+    "mask": lambda counts_B: counts_B[counts_B > 0],
+    "repeat": torch.repeat_interleave,
+    "upload": lambda counts_B: torch.tensor([1, 2], device=counts_B.device),
+    "upload_array": lambda counts_B: torch.from_numpy(np.zeros(3)).to(counts_B.device),
+    "scatter_a_number": lambda counts_B: counts_B.__setitem__(torch.zeros(2, dtype=torch.int64, device=GPU), 0),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_the_trap_closes(gpu: FakeGpu, name: str) -> None:
+    """Who adds one of these to a drafter is caught by the first test above."""
+    step = DecodeStep(TEXT)
+    drafter = step.drafting._text[0]
+    propose = drafter.propose
+
+    def waiting(slots_B: torch.Tensor, total_len_S: torch.Tensor, *others: Any) -> None:
+        VIOLATIONS[name](total_len_S)
+        propose(slots_B, total_len_S, *others)
+
+    drafter.propose = waiting
+    with pytest.raises(RuntimeError), gpu.step():
+        step.draft(step.verify())

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check that is to be run on a GPU, where there is none: what it says, skips, and writes down when a stage fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_specrollout.local import gpu_check
+
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--out", str(tmp_path / "gpu.json")]) == gpu_check.EXIT_NO_GPU
+    assert capsys.readouterr().err == "There is no CUDA GPU here; --rehearse runs what can run on this CPU.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rehearsal_says_what_it_leaves_out(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "gpu.json"
+    assert gpu_check.main(["--out", str(out), "--rehearse", "--stages", *gpu_check.NEEDS_GPU]) == 0
+    report = json.loads(out.read_text())
+    assert {name: stage["outcome"] for name, stage in report["stages"].items()} == dict.fromkeys(
+        gpu_check.NEEDS_GPU, "skipped"
+    )
+    assert all(stage["reason"] for stage in report["stages"].values())
+    assert "torch" in report["versions"]
+
+
+def test_a_stage_that_fails_takes_nothing_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage is a process; both of these come to nothing, and both are written down."""
+    out = tmp_path / "gpu.json"
+    monkeypatch.setattr(gpu_check, "_device", lambda: "none")
+    monkeypatch.setattr(gpu_check, "LIMIT_S", 0.05)
+    assert gpu_check.main(["--out", str(out), "--quick", "--stages", "kernels", "sleep"]) == 1
+    report = json.loads(out.read_text())
+    assert [stage["outcome"] for stage in report["stages"].values()] == ["failed", "failed"]
+    assert "not done after" in report["stages"]["sleep"]["error"]
+    assert [file.name for file in tmp_path.iterdir()] == ["gpu.json"]

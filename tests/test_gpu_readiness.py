@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of this package on a GPU without one: that no step waits for the device, how much it launches, which CUDA
+graphs replay it, what its workers import, and that host and device need not share memory."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_own_kernels import run_modules
+
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.integration
+
+IMPORTS = """
+import pkgutil, sys
+import torch
+parts = {name: getattr(torch.cuda, name) for name in ("Event", "Stream", "current_stream", "synchronize")}
+pin_memory = torch.Tensor.pin_memory
+
+import nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling
+for package in (nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling):
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.endswith(("gpu_worker", "_triton")):
+            __import__(f"{package.__name__}.{module.name}")
+
+assert "nemo_specrollout.generation.gpu_worker" in sys.modules
+assert not [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
+assert all(getattr(torch.cuda, name) is part for name, part in parts.items())
+assert torch.Tensor.pin_memory is pin_memory
+"""
+
+
+def test_on_a_device_that_is_not_there(tmp_path: Path) -> None:
+    """No step of ours waits for the device or launches more than it did, vLLM replays full CUDA graphs for decode steps,
+    and our kernels, compiled for an H100, are no longer than they were: the modules of `fake_gpu`."""
+    checks = [f"fake_gpu/{name}.py" for name in ("step_checks", "graph_checks", "compiled_kernels")]
+    run_modules(*checks, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_gpu_workers_leave_torch_as_it_is() -> None:
+    """vLLM's CPU worker replaces parts of torch.cuda in its process; whatever a GPU imports must not import it."""
+    run = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_host_and_device_need_not_share_memory(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> None:
+    """vLLM's CPU runner gives both the same memory where a GPU has two; here the device gets a copy when vLLM says so."""
+    requests = [RolloutRequest([5 + i, 6, 7, 6, 7], i, s) for i in range(3) for s in range(3)]
+    plain = start_engine(tiny_model, SpecrolloutConfig(drafters=())).generate(requests, temperature=0.3)
+    from vllm.v1.worker.cpu import shm  # noqa: F401 - replaces UvaBuffer once more when first imported
+    from vllm.v1.worker.gpu import buffer_utils
+
+    with mock.patch.object(buffer_utils, "UvaBuffer", buffer_utils.NonUvaBuffer):
+        drafting = start_engine(tiny_model, SpecrolloutConfig(budget=BudgetConfig("random")))
+        drafted = drafting.generate(requests, temperature=0.3)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+    report = drafting.report()
+    assert report is not None
+    assert np.sum(report["accepted"]) > 20
