@@ -73,8 +73,8 @@ def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
         "plain": (),
         f"{drafter.type}, shared noise": (replace(drafter, sampling="shared_noise"),),
         f"{drafter.type}, greedy": (replace(drafter, sampling="greedy"),),
-        "suffix": (DrafterConfig("suffix", num_slots=1 << 16),),
-        "n-gram": (DrafterConfig("ngram", num_slots=1 << 16),),
+        "suffix": (DrafterConfig("suffix"),),
+        "n-gram": (DrafterConfig("ngram"),),
     }
     fixed = replace(block, enabled=True, budget=BudgetConfig("fixed", k=k), draft_refresh=None)
     fixed = replace(fixed, num_speculative_tokens=max(k, block.num_speculative_tokens))

@@ -196,7 +196,7 @@ def _equality(row: Record) -> tuple[str, str]:
     """Text and colour of a row's equality with plain."""
     equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
     if not math.isfinite(equal + total):
-        return "another sampler" if row.get("mode") == "stock" else "", GREY
+        return "other samples" if "tokens_equal" in row else "", GREY
     return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED
 
 

@@ -132,6 +132,10 @@ class RolloutFleet:
         """What capturing features has taken of the engines' time; they work side by side, so of the one that it took most."""
         return max(self.pool.ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
+    def facts(self) -> dict[str, str | bool]:
+        """What is in force in the engines: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        return next((facts for facts in self.pool.ask_each("facts").values() if facts), {})
+
     def take_alarms(self) -> list[dict[str, Any]]:
         """What the canaries raised since last asked."""
         return [a for alarms in self.pool.ask_each("take_alarms").values() for a in alarms]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sees while a run goes on: the present phase, the rollout's progress, a line for every finished step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,15 @@ class Progress:
         """Shows that `text` is going on."""
         with self.console.status(text):
             yield
+
+    def engine_started(self, facts: Mapping[str, Any]) -> None:
+        """What is in force in the engine."""
+        scheduling = "asynchronous" if facts["async_scheduling"] else "synchronous"
+        self.console.print(
+            f"engine: vLLM {facts['vllm']}, {facts['model_runner']} model runner, {scheduling} scheduling, CUDA graphs "
+            f"{facts['cudagraph_mode']}",
+            style="dim",
+        )
 
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:

@@ -60,7 +60,7 @@ ROLLOUT_COLUMNS = {
     "tokens a<br>step": ("acceptance_length", ".2f"),
     "draft<br>tokens": ("num_draft_tokens", ",d"),
     "steps with<br>drafts": ("share_of_steps_with_drafts", ".0%"),
-    "router's<br>share": ("router_host_share", ".1%"),
+    "our host<br>time": ("host_share", ".1%"),
     "tokens<br>checked": ("tokens_checked", ",d"),
     "<br>equal": ("tokens_equal", ",d"),
 }

@@ -97,6 +97,7 @@ class MeasuredRollout:
     ) -> None:
         self._engine = engine
         self._report, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
+        self._turn_since: float | None = None
         started = time.perf_counter()
         self._generation = Generation(engine, requests, on_finished)
         self._rested_since = time.perf_counter()
@@ -106,13 +107,24 @@ class MeasuredRollout:
     def is_done(self) -> bool:
         return self._generation.is_done
 
+    @property
+    def seconds(self) -> float:
+        """On the clock so far, amid a turn too."""
+        return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the responses so far. Takes a while: not for every step."""
+        return self._generation.num_tokens
+
     def advance(self, seconds: float = math.inf) -> None:
         """A turn of about so many seconds, the last of them until all is done."""
         self._engine.stood_still(time.perf_counter() - self._rested_since)
-        started = time.perf_counter()
+        self._turn_since = time.perf_counter()
         self._generation.advance(seconds)
         self._rested_since = time.perf_counter()
-        self._seconds += self._rested_since - started
+        self._seconds += self._rested_since - self._turn_since
+        self._turn_since = None
 
     def result(self) -> tuple[list[Rollout], RolloutStats]:
         """The responses, and what they took."""

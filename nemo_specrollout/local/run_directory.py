@@ -35,6 +35,8 @@ class RunDirectory:
         self.path = path
         self.next_step = self._last_checkpoint() + 1
         self._config = config
+        self.engine_facts: Mapping[str, Any] = {}
+        """What `run.json` says of the engine that is in force (`RolloutEngine.facts`)."""
 
     @classmethod
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
@@ -74,7 +76,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         if self.next_step == 0 or not (self.path / "run.json").is_file():
-            write_atomically(self.path / "run.json", json.dumps(_provenance(), indent=1))
+            write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
         self._drop_unfinished_lines()
 
     @property

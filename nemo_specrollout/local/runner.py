@@ -56,6 +56,8 @@ class GrpoRunner:
         self.tokenizer = load_tokenizer(self.model)
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.engine = self._start_engine()
+        directory.engine_facts = self.engine.facts()
+        progress.engine_started(directory.engine_facts)
         with progress.phase("building the Megatron-Core policy"):
             self.policy, self.reference = self._load_policy(), self._load_reference()
         if directory.checkpoint is not None:
@@ -279,7 +281,7 @@ def step_record(
         "acceptance": acceptance,
         "num_draft_tokens": stats.num_draft_tokens,
         "share_of_steps_with_drafts": stats.num_steps_with_drafts / max(stats.num_target_steps, 1),
-        "router_host_share": stats.router_host_s / stats.seconds if stats.seconds else 0.0,
+        "host_share": stats.host_s / stats.seconds if stats.seconds else 0.0,
         **of_head,
         **of_remote,
         **of_tail,

@@ -16,14 +16,15 @@ from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
 @dataclass(frozen=True)
 class RolloutStats:
     """A measured rollout. `plain_estimate_s` is None where the engine learned no step times, `head_is_dormant` where it has no
-    drafter with weights, `draft_supply` where none is on another worker, `tail` where there is one worker."""
+    drafter with weights, `draft_supply` where none is on another worker, `tail` where there is one worker. `host_s` is our own
+    time on the host within steps."""
 
     seconds: float
     num_tokens: int
     num_target_steps: int
     num_request_steps: int
     plain_estimate_s: float | None
-    router_host_s: float
+    host_s: float
     num_draft_tokens: int
     num_steps_with_drafts: int
     proposed: dict[str, list[int]]
@@ -71,7 +72,7 @@ def rollout_stats(
         num_target_steps=len(steps),
         num_request_steps=int(num_requests.sum()),
         plain_estimate_s=estimate,
-        router_host_s=float(steps[:, columns["host_s"]].sum()),
+        host_s=float(steps[:, columns["host_s"]].sum()),
         num_draft_tokens=int((num_rows - num_requests).sum()),
         num_steps_with_drafts=int((num_rows > num_requests).sum()),
         proposed=_difference(before, after, "proposed"),
@@ -89,7 +90,7 @@ def fleet_stats(
     """Figures of several engines side by side, by worker: sums, but of seconds, which are the rollout's.
 
     The plain estimate is that of requests dealt out as `shards` says, worker of each, who stay where they are: the last of
-    the workers to end tells. Time in routers is that of the workers' mean. Of the trace every worker's is there.
+    the workers to end tells. `host_s` is the workers' mean. Of the trace every worker's is there.
     """
     parts = {w: _worker_stats(before[w], after[w], [rollouts[i] for i in np.flatnonzero(shards == w)], max_num_seqs)
              for w in after}  # fmt: skip
@@ -101,7 +102,7 @@ def fleet_stats(
         num_target_steps=sum(p.num_target_steps for p in parts.values()),
         num_request_steps=sum(p.num_request_steps for p in parts.values()),
         plain_estimate_s=max(estimates) if len(estimates) == len(parts) and parts else None,
-        router_host_s=sum(p.router_host_s for p in parts.values()) / max(len(parts), 1),
+        host_s=sum(p.host_s for p in parts.values()) / max(len(parts), 1),
         num_draft_tokens=sum(p.num_draft_tokens for p in parts.values()),
         num_steps_with_drafts=sum(p.num_steps_with_drafts for p in parts.values()),
         proposed=_added([p.proposed for p in parts.values()]),

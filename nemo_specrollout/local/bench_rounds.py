@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that roll out the same requests, in turns, so that whatever else the machine does hits all of them alike."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import Progress
+
+from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.local.bench_rows import PLAIN, BenchRow
+from nemo_specrollout.local.running_bins import BinnedRollout, BinnedStats
+from nemo_specrollout.local.statistics import count_equal
+
+# Turns of an entrant in a round, each as long as its last round suggests, so that all get done at about the same time.
+# The first steps of a turn find cold caches, which an engine alone does not: so no turn is shorter than that.
+TURNS = 40
+MIN_TURN_S = 0.2
+
+
+@dataclass
+class Entrant:
+    """A row of the bench: its engine, and what was measured of it, round by round. Tokens are compared with plain's."""
+
+    row: BenchRow
+    engine: RolloutEngine
+    turn_s: float = MIN_TURN_S
+    rounds: list[BinnedStats] = field(default_factory=list)
+    tokens_equal: int = 0
+    tokens_total: int = 0
+
+    def reset(self) -> None:
+        """Forgets what was measured."""
+        self.rounds, self.tokens_equal, self.tokens_total = [], 0, 0
+
+    def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
+        """The next round will have turns by what this one took; its figures count if they are to be kept."""
+        self.turn_s = max(MIN_TURN_S, found.stats.seconds / TURNS)
+        if keep:
+            self.rounds.append(found)
+            equal, total = count_equal(found.rollouts, plain.rollouts)
+            self.tokens_equal += equal
+            self.tokens_total += total
+
+
+@contextmanager
+def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entrant]]:
+    """An engine for each row, closed in the end."""
+    model, entrants = Path(config.policy.model_name), []
+    try:
+        with Progress() as bar:
+            for row in bar.track(rows, description="starting engines"):
+                entrants.append(Entrant(row, RolloutEngine(model, row.generation, config.grpo.seed)))
+        yield entrants
+    finally:
+        for entrant in entrants:
+            entrant.engine.close()
+
+
+def play_round(entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool) -> None:
+    """Every entrant once on the same requests, in short turns."""
+    under_way = {e.row.name: BinnedRollout(e.engine, requests) for e in entrants}
+    while not all(rollout.is_done for rollout in under_way.values()):
+        for entrant in entrants:
+            rollout = under_way[entrant.row.name]
+            if not rollout.is_done:
+                rollout.advance(entrant.turn_s)
+    found = {name: rollout.result() for name, rollout in under_way.items()}
+    for entrant in entrants:
+        entrant.took(found[entrant.row.name], found[PLAIN], keep=keep)
+
+
+def named(name: str, entrants: Sequence[Entrant]) -> Entrant | None:
+    """The entrant of that name, if there is one."""
+    return next((e for e in entrants if e.row.name == name), None)
