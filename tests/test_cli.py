@@ -85,7 +85,6 @@ def test_every_command_refuses_an_unknown_key(refused: Refused, command: str) ->
         ("grpo.max_num_steps", "expected key=value"),
         ("policy.generation.vllm_kwargs.max_model_len=99", "set policy.generation.vllm_cfg.max_model_len instead"),
         ("policy.generation.vllm_kwargs.worker_cls=mine.Worker", "specrollout names the worker itself; remove it"),
-        ("policy.generation.vllm_kwargs.async_scheduling=true", "set it to false"),
         ("policy.generation.vllm_kwargs.speculative_config={method: ngram}", "remove one of them"),
     ],
 )
@@ -110,7 +109,7 @@ def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [("0.33.1", "vLLM 0.33.1 is not supported"), (None, "vLLM is not installed")]
+    ("version", "words"), [("0.34.1", "vLLM 0.34.1 is not supported"), (None, "vLLM is not installed")]
 )
 def test_another_vllm_is_refused(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, version: str | None, words: str

@@ -105,7 +105,7 @@ class Fleet:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 120))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def assert_same(outputs: list[Any], expected: list[Rollout]) -> None:
@@ -126,7 +126,7 @@ def test_moves_change_no_token(engines: list[RolloutEngine], expected: dict[str,
 
     made, figures = run(work())
     assert_same(made, expected[name])
-    assert figures["moves"] > 3 and figures["races"] > 0
+    assert figures["moves"] > 0 and figures["races"] > 0
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 15])
@@ -229,7 +229,8 @@ def test_who_goes_alone_leaves_what_others_brought_to_others(
 
     async def work() -> list[Any]:
         fleet = Fleet(engines, seed)
-        fleet.shards[0]._engine = StreamWorker(Broken(engines[0]).generate, 6)
+        fleet.streams[0] = Broken(engines[0])  # the one that steps this engine
+        fleet.shards[0]._engine = StreamWorker(fleet.streams[0].generate, 6)
         await fleet.begin()
         made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
         await fleet.end("RuntimeError: it is broken", None)

@@ -71,10 +71,10 @@ def test_prefill_and_steps_without_an_end_are_not_timed(clock: Clock) -> None:
 
 
 def test_drafts_are_recorded_by_drafter(clock: Clock) -> None:
-    trace = StepTrace(["a", "b"])
+    counts_TC = np.array([[0, 0, 0, 0], [3, 2, 2, 0], [1, 1, 0, 0]])
+    trace = StepTrace(["a", "b"], lambda first, num: counts_TC[first : first + num])
     step(trace, clock, 5.0)
     trace.begin_step(4, 9, 9)
-    trace.add_drafts(np.array([[3, 2], [2, 0]]))
     trace.end_step()
     report = trace.since(1)
     assert dict(zip(report["columns"][7:], report["rows"][0][7:], strict=True)) == {
