@@ -281,10 +281,13 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
 
 
 def test_features_are_the_same_from_the_rollout_a_megatron_policy_and_a_hugging_face_policy(
-    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a refit cuts those of the rollout: each sequence has one version of the policy."""
+    """And a refit cuts those of the rollout: each sequence has one version of the policy. A slow machine captures as many."""
+    from nemo_specrollout.generation import engine_worker
     from nemo_specrollout.training.hf_features import hf_features, load_policy
+
+    monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
 
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=0.5)
     block = SpecrolloutConfig(drafters=(head, NGRAM), budget=BudgetConfig("random"), draft_refresh=refresh)
