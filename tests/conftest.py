@@ -29,6 +29,15 @@ pytest_plugins = ["nemo_rl_host"]
 ROOT = Path(__file__).parent.parent
 STEP_ADDER = ROOT / "examples" / "models" / "step_adder"
 QUICKSTART = ROOT / "examples" / "configs" / "quickstart_cpu.yaml"
+TINY_ROLLOUTS = {
+    "grpo.num_prompts_per_step": 2,
+    "grpo.num_generations_per_prompt": 4,
+    "policy.train_global_batch_size": 8,
+    "policy.generation.max_new_tokens": 48,
+    "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 1 << 26,
+    "data.max_terms": 3,
+}
+"""Settings of a quickstart whose steps are over at once: few requests, short answers, short additions."""
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import QUICKSTART, ROOT, STEP_ADDER
+from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 from rich.console import Console
 
 from nemo_specrollout.cli.main import main
@@ -319,12 +319,7 @@ def test_what_cannot_be_deepened_is_said(tmp_path: Path) -> None:
 # All of it, small.
 
 TINY = {
-    "grpo.num_prompts_per_step": 2,
-    "grpo.num_generations_per_prompt": 4,
-    "policy.train_global_batch_size": 8,
-    "policy.generation.max_new_tokens": 48,
-    "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 1 << 26,
-    "data.max_terms": 3,
+    **TINY_ROLLOUTS,
     "bench.num_rounds": 1,
     "bench.fixed_k": "[3]",
     "bench.acceptance_k": 0,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import QUICKSTART, ROOT
+from conftest import QUICKSTART, ROOT, TINY_ROLLOUTS
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -24,14 +24,9 @@ pytestmark = pytest.mark.integration
 
 # Short additions and a full learning rate from the first step: rewards differ within a group, and weights move at once.
 TINY = {
-    "grpo.num_prompts_per_step": 2,
-    "grpo.num_generations_per_prompt": 4,
-    "policy.train_global_batch_size": 8,
-    "policy.generation.max_new_tokens": 48,
-    "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 1 << 26,
+    **TINY_ROLLOUTS,
     "policy.megatron_cfg.optimizer.lr": 1e-3,
     "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
-    "data.max_terms": 3,
 }
 NUM_STEPS = 6
 METRICS = {

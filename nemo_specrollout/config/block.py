@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import check_address
@@ -192,6 +193,12 @@ class SpecrolloutConfig:
     def head(self) -> str | None:
         """The folder of the EAGLE-3 head that drafts, if one does."""
         return next((d.model for d in self.drafters if d.type == "eagle3"), None)
+
+    @property
+    def head_folder(self) -> Path | None:
+        """The same; None for a hub's name, which has no files to look at."""
+        folder = Path(self.head or "")
+        return folder if self.head and folder.is_dir() else None
 
     def check(self, path: str) -> None:
         """Raises ConfigError if a drafter is named twice, or an engine would have two with weights."""

@@ -114,6 +114,7 @@ class RemoteDrafter:
         """Hears what came; then `DraftStream.propose`."""
         with self._lock:
             self._receive()
+            self.side.tails.write(self.stream.table_SX)
         self.stream.propose(slots_B, total_len_S, token_ids_SL, tokens_BK, levels_BK, found_B)
 
     def supply(self) -> DraftSupply:
@@ -174,7 +175,7 @@ class RemoteDrafter:
         self._host_s += time.monotonic() - now_s
 
     def _receive(self) -> float:
-        """Takes what came into the stream; returns when it began."""
+        """Takes what came; returns when it began."""
         now_s = time.monotonic()
         for drafter, socket in enumerate(self._sockets):
             try:
@@ -182,7 +183,6 @@ class RemoteDrafter:
                     self.side.receive(drafter, message, now_s)
             except FrameError as error:
                 self.side.failed(drafter, str(error), now_s)
-        self.side.tails.write(self.stream.table_SX)
         return now_s
 
     def _hang_up(self, drafter: int) -> None:

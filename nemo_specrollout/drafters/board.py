@@ -59,9 +59,10 @@ class DraftBoard:
         # What was learned: hits and trials (promised hits, for the factors).
         self._priors_DE = torch.from_numpy(priors_DE.astype(np.float32)).to(device)
         self.factor_SD2 = zeros(num_slots, num_drafters, 2, dtype=torch.float32)
-        self.level_DE2 = torch.stack([self._priors_DE, torch.ones_like(self._priors_DE)], -1) * PRIOR_STRENGTH
-        prior = torch.tensor([PRIOR_RATE, 1.0], device=device) * PRIOR_STRENGTH
-        self.position_DK2 = prior.repeat(num_drafters, num_positions, 1)
+        self.level_DE2 = zeros(*priors_DE.shape, 2, dtype=torch.float32)
+        self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
+        for drafter in range(num_drafters):
+            self.forget_drafter(drafter)
         # Draft tokens verified and accepted: by drafter, length of context and position, by request, by step.
         self._edges_C = torch.tensor(context_edges, dtype=torch.int32, device=device)
         self.verified_DCK2 = zeros(num_drafters, len(context_edges) + 1, num_positions, 2, dtype=torch.int64)

@@ -68,6 +68,18 @@ def observe(  # type: ignore[no-untyped-def]
                     length_SD[slot, d] = 0
 
 
+@njit(cache=True, nogil=True)
+def _factor(factor_2):  # type: ignore[no-untyped-def]
+    """By how much a request's drafts come true more often than their levels promise."""
+    return (factor_2[0] + PRIOR_STRENGTH) / (factor_2[1] + PRIOR_STRENGTH)
+
+
+@njit(cache=True, nogil=True)
+def _rate(tried_2, factor):  # type: ignore[no-untyped-def]
+    """The rate at which a draft token comes true, by hits and trials of its like."""
+    return min(tried_2[0] / tried_2[1] * factor, MAX_RATE)
+
+
 @on_tensors
 @njit(cache=True, nogil=True)
 def choose(  # type: ignore[no-untyped-def]
@@ -87,21 +99,19 @@ def choose(  # type: ignore[no-untyped-def]
         most, most_of_text, best = 0.0, 0.0, -1
         for d in range(num_drafters):
             expected, alive = 0.0, 1.0
-            factor = (factor_SD2[slot, d, 0] + PRIOR_STRENGTH) / (factor_SD2[slot, d, 1] + PRIOR_STRENGTH)
+            factor = _factor(factor_SD2[slot, d])
             count = min(found_DB[d, b], room)
             for k in range(count):
-                level = levels_DBK[d, b, k]
-                alive *= min(level_DE2[d, level, 0] / level_DE2[d, level, 1] * factor, MAX_RATE)
+                alive *= _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
                 expected += alive
             if d == model:
                 for k in range(room):
-                    outlook_S2K[slot, 1, k] = min(position_DK2[d, k, 0] / position_DK2[d, k, 1] * factor, MAX_RATE)
+                    outlook_S2K[slot, 1, k] = _rate(position_DK2[d, k], factor)
             elif expected > most_of_text:
                 most_of_text = expected
-                for k in range(num_positions):
-                    level = levels_DBK[d, b, k]
-                    rate = min(level_DE2[d, level, 0] / level_DE2[d, level, 1] * factor, MAX_RATE)
-                    outlook_S2K[slot, 0, k] = rate if k < count else 0.0
+                outlook_S2K[slot, 0] = 0.0
+                for k in range(count):
+                    outlook_S2K[slot, 0, k] = _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
             if expected > most:
                 most, best = expected, d
         submitted_S[slot] = 0
@@ -117,10 +127,9 @@ def choose(  # type: ignore[no-untyped-def]
                 levels_SDK[slot, d, k] = levels_DBK[d, b, k]
         if best < 0:
             continue
-        factor = (factor_SD2[slot, best, 0] + PRIOR_STRENGTH) / (factor_SD2[slot, best, 1] + PRIOR_STRENGTH)
+        factor = _factor(factor_SD2[slot, best])
         chosen_S[slot] = best
         submitted_S[slot] = min(found_DB[best, b], room)
         for k in range(submitted_S[slot]):
-            level = levels_DBK[best, b, k]
             drafts_BK[b, k] = tokens_DBK[best, b, k]
-            rates_BK[b, k] = min(level_DE2[best, level, 0] / level_DE2[best, level, 1] * factor, MAX_RATE)
+            rates_BK[b, k] = _rate(level_DE2[best, levels_DBK[best, b, k]], factor)

@@ -7,7 +7,6 @@ Shapes: S request slots, B requests of the batch, K draft positions; a slot is v
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,5 +179,4 @@ class Drafting:
 
 
 def _context_edges(config: SpecrolloutConfig, longest: int) -> list[int]:
-    head = Path(config.head or "")
-    return context_edges(longest, head_context(head if config.head and head.is_dir() else None, longest)).tolist()
+    return context_edges(longest, head_context(config.head_folder, longest)).tolist()

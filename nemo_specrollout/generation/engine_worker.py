@@ -101,10 +101,8 @@ class EngineWorkerMixin:
         if drafting is None or stamps is None or drafting.model is None:
             return
         refresh = config.draft_refresh
-        head = Path(config.head or "")
-        folder = head if config.head and head.is_dir() else None  # a hub's name has no files to look at
         max_age = None if refresh is None else refresh.max_age_alarm
-        self.specrollout_head = HeadWatch(self.model_runner, drafting, stamps, folder, max_age)
+        self.specrollout_head = HeadWatch(self.model_runner, drafting, stamps, config.head_folder, max_age)
         if refresh is not None and compat.is_output_rank():
             model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
             num_features = (len(compat.aux_layer_ids(self.model_runner) or ()) + 1) * model.get_hidden_size()

@@ -121,12 +121,9 @@ class FeatureCapture:
         if self._num_rows + most > self._capacity:
             self._flush()
         ids_R = self._owners(batch, num_rejected_B)
-        kept_M = torch.full((most + 1,), 0, dtype=torch.int64, device=self._device)
         place_R = torch.where(ids_R > 0, (ids_R > 0).cumsum(0) - 1, most)
         rows_R = torch.arange(len(ids_R), device=self._device)
-        kept_M.scatter_(0, place_R, rows_R)
-        ids_M = torch.zeros(most + 1, dtype=torch.int32, device=self._device).scatter_(0, place_R, ids_R)[:most]
-        kept_M = kept_M[:most]
+        kept_M, ids_M = (v_R.new_zeros(most + 1).scatter_(0, place_R, v_R)[:most] for v_R in (rows_R, ids_R))
         new = slice(self._num_rows, self._num_rows + most)
         columns = (ids_M, batch.positions[kept_M].int(), batch.input_ids[kept_M].int())
         self._rows_N3[new] = torch.stack(columns, dim=1)

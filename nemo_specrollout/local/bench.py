@@ -20,7 +20,7 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.local.acceptance_bench import acceptance_table, measure_acceptance_table
-from nemo_specrollout.local.bench_figures import Figures, figures_of, row_figures
+from nemo_specrollout.local.bench_figures import Figures, figures_of, host_share, row_figures
 from nemo_specrollout.local.bench_rounds import play_round, started
 from nemo_specrollout.local.bench_rows import OURS, BenchRow, bench_rows, plain_row
 from nemo_specrollout.local.bench_tables import rollout_table, running_table, sentences, useless_table
@@ -81,7 +81,7 @@ def measure_useless_drafters(config: RunConfig) -> list[Figures]:
                 requests = [prompts[i % len(prompts)] for i in range(batch)]
                 play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
             row = row_figures(entrants[1], entrants[0])
-            row["host_share"] = sum(r.stats.host_s for r in entrants[1].rounds) / row["seconds"]
+            row["host_share"] = host_share([r.stats for r in entrants[1].rounds])
             rows.append({"batch": batch, **row})
     return rows
 

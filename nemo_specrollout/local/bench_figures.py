@@ -76,10 +76,15 @@ def estimate_errors(ours: Sequence[RolloutStats], plain: Sequence[RolloutStats])
     return [s.plain_estimate_s / p.seconds - 1 for s, p in pairs if s.plain_estimate_s]
 
 
+def host_share(stats: Sequence[RolloutStats]) -> float:
+    """Our host time as a share of the rollout."""
+    return sum(s.host_s for s in stats) / sum(s.seconds for s in stats)
+
+
 def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, float]:
     """Our host time as a share of the rollout, of the decode steps with nearly as many requests as there ever are (None: no
     such step), and the fewest requests of those."""
-    share = sum(s.host_s for s in stats) / sum(s.seconds for s in stats)
+    share = host_share(stats)
     requests, seconds, is_decode, host_s = (
         np.concatenate([column(s.trace, name) for s in stats])
         for name in ("num_requests", "seconds", "is_decode", "host_s")
@@ -109,8 +114,7 @@ def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figure
 
 def _request_steps(entrant: Entrant, found: BinnedStats) -> int:
     """Of an engine without our worker that speculates, only what can be seen from outside is known."""
-    is_vllms_own = entrant.row.kind == FIXED and not entrant.row.generation.specrollout.enabled
-    return found.num_request_steps if is_vllms_own else found.stats.num_request_steps
+    return found.num_request_steps if entrant.row.is_vllms_own else found.stats.num_request_steps
 
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:

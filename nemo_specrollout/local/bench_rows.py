@@ -28,10 +28,14 @@ class BenchRow:
     generation: GenerationConfig
 
     @property
+    def is_vllms_own(self) -> bool:
+        """Whether vLLM speculates by itself, without our worker."""
+        return self.kind == FIXED and not self.generation.specrollout.enabled
+
+    @property
     def has_plain_tokens(self) -> bool:
         """Whether its tokens must be plain's: of all rows but those in which vLLM's ratio test draws others."""
-        is_vllms_own = self.kind == FIXED and not self.generation.specrollout.enabled
-        return not is_vllms_own or self.generation.temperature == 0
+        return not self.is_vllms_own or self.generation.temperature == 0
 
 
 def bench_rows(config: RunConfig) -> list[BenchRow]:

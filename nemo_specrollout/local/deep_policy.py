@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.run import RunConfig
@@ -43,11 +42,11 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
     deepen_policy(Path(config.policy.model_name), policy, factor)
     drafters = block.drafters
     if block.head is not None:
-        if not Path(block.head).is_dir():
+        if block.head_folder is None:
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters: {block.head} is no folder here, as bench.deepen needs it; set that to 1"
             )
-        deepen_head(Path(block.head), folder / "head", factor, policy)
+        deepen_head(block.head_folder, folder / "head", factor, policy)
         deep_head = str(folder / "head")
         drafters = tuple(replace(d, model=deep_head) if d.type == "eagle3" else d for d in drafters)
     generation = replace(config.policy.generation, specrollout=replace(block, drafters=drafters))
@@ -71,7 +70,8 @@ def deepen_policy(source: Path, target: Path, factor: int, seed: int = 0) -> Non
             "bench.deepen to 1"
         )
     _copy_all_but_weights(source, target)
-    tensors, num_layers = _read_tensors(source), config["num_hidden_layers"]
+    files, num_layers = sorted(source.glob("*.safetensors")), config["num_hidden_layers"]
+    tensors = {name: t for file in files for name, t in load_file(file).items()}
     deep = {name: t for name, t in tensors.items() if not name.startswith(LAYER)}
     generator = torch.Generator().manual_seed(seed)
     template = _layer(tensors, 0)
@@ -127,14 +127,6 @@ def _inert_layer(
 def _layer(tensors: Mapping[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
     prefix = f"{LAYER}{layer}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return tensors
 
 
 def _copy_all_but_weights(source: Path, target: Path) -> None:

@@ -41,8 +41,8 @@ NEEDS_GPU = {
 """Why a stage is left out of a rehearsal."""
 LIMIT_S = 1500
 EXIT_NO_GPU = 2
-TORCH_COMPILES = {"TORCHDYNAMO_DISABLE": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""The environment of a stage on a GPU: this package's engines leave torch.compile out elsewhere, for a quick start."""
+ON_GPU = {"VLLM_LOGGING_LEVEL": "WARNING"}
+"""The environment of a stage on a GPU: what vLLM warns of there is part of what a failed stage says."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _run_apart(name: str, options: Options) -> dict[str, Any]:
     notes.unlink(missing_ok=True)
     flags = {Extent.QUICK: ["--quick"], Extent.REHEARSAL: ["--rehearse"], Extent.FULL: []}[options.extent]
     command = [sys.executable, "-m", __spec__.name, "--stage", name, "--out", str(notes), *flags]
-    environment = os.environ | ({} if options.extent is Extent.REHEARSAL else TORCH_COMPILES)
+    environment = os.environ | ({} if options.extent is Extent.REHEARSAL else ON_GPU)
     started = time.perf_counter()
     try:
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)

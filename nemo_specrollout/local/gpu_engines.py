@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine
 from nemo_specrollout.local.gpu_stage import POLICY, Stage, block, start_engine, task_requests
+from nemo_specrollout.local.records import column
 from nemo_specrollout.local.statistics import count_equal
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -116,10 +118,8 @@ def _acceptance(engine: RolloutEngine) -> dict[str, Any]:
 
 
 def _draft_ms(engine: RolloutEngine) -> float:
-    trace = (engine.report() or {})["trace"]
-    column = trace["columns"].index("draft_s")
-    taken = [row[column] for row in trace["rows"] if row[column] > 0]
-    return 1e3 * sum(taken) / max(len(taken), 1)
+    draft_s = column((engine.report() or {})["trace"], "draft_s")
+    return 1e3 * float(draft_s.sum()) / max(int(np.count_nonzero(draft_s)), 1)
 
 
 def _divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> dict[str, float]:

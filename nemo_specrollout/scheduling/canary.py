@@ -12,7 +12,6 @@ import numpy as np
 EVENTS = ("refit", "publish", "wake")
 COLLAPSE_SHARE = 1 / 3
 STALE_SHARE = 0.75
-SUSPICION_SHARE = 0.1
 # Content differs from request to request beyond chance: the variance of a step's accepted drafts is taken that much larger.
 OVERDISPERSION = 2.0
 MEMORY_DRAFTED = 20_000.0
@@ -162,11 +161,6 @@ class Canary:
     def knows(self) -> bool:
         """Whether enough was seen, or told, to say what is as before."""
         return self._level.is_known
-
-    @property
-    def suspects(self) -> bool:
-        """Whether something like a collapse has begun, or chance looks like it."""
-        return self._evidence.score > SUSPICION_SHARE * self.threshold
 
     def expected(self, drafted_K: np.ndarray) -> float:
         """How many of so many drafts would be accepted if all were as before."""

@@ -46,8 +46,6 @@ class ContextCanary:
         self._canaries = [Canary() for _ in range(NUM_CLASSES)]
         self._recent_C3 = np.zeros((NUM_CLASSES, 3))  # drafted, accepted, expected
         self._event, self._has_told = "running", False
-        self.is_learning = True
-        """Whether a class of the last step is not known well enough to miss steps."""
 
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
         """What follows comes after `event`; see `Canary.begin`."""
@@ -70,8 +68,8 @@ class ContextCanary:
     def observe(self, drafted_CK: np.ndarray, accepted_CK: np.ndarray, num_steps: int = 1) -> Alarm | None:
         """Learns of the draft tokens of `num_steps` engine steps, verified and accepted: counts [C, K], non-increasing along
         K."""
-        alarm, seen = None, np.flatnonzero(drafted_CK[:, 0])
-        for c in seen:
+        alarm = None
+        for c in np.flatnonzero(drafted_CK[:, 0]):
             canary, drafted_K, accepted_K = self._canaries[c], drafted_CK[c], accepted_CK[c]
             if not canary.knows and self._canaries[0].knows:
                 canary.begin_like(self._canaries[0], len(drafted_K))
@@ -80,7 +78,6 @@ class ContextCanary:
                 self._recent_C3[c] += drafted_K.sum(), accepted_K.sum(), canary.expected(drafted_K)
             found = canary.observe(drafted_K, accepted_K, num_steps=num_steps)
             alarm = found if c > 0 and found is not None else alarm
-        self.is_learning = not all(self._canaries[c].knows for c in seen)
         if alarm is None or self._has_told or not self.fails_in_long_contexts:
             return None
         self._has_told = True
