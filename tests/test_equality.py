@@ -9,6 +9,7 @@ import pytest
 from conftest import STEP_ADDER
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.rollout import load_tokenizer
 from nemo_specrollout.local.statistics import count_equal
@@ -111,6 +112,30 @@ def test_tokens_depend_neither_on_order_nor_on_company(
     assert_equal(backwards, expected["T=1"])
     alone = plain.generate(asked[5:6], **SAMPLINGS["T=1"])
     assert_equal(alone, expected["T=1"][5:6])
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_while_drafting_rests_steps_have_no_drafts(
+    start_engine: Callable[..., RolloutEngine],
+    expected: dict[str, list[Rollout]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_asynchronous: bool,
+) -> None:
+    """Drafts that never come true: nearly all steps are scheduled without them, and drafting is tried now and then."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(WRONG,)), async_scheduling=is_asynchronous)
+    engine.generate(requests(8, 4))
+    scheduler = scheduler_of(engine._llm.llm_engine)
+    schedule, has_drafts = scheduler.schedule, []
+
+    def record(*args: Any) -> Any:
+        output = schedule(*args)
+        has_drafts.append(bool(output.scheduled_spec_decode_tokens))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", record)
+    found = engine.generate(requests(8, 4), **SAMPLINGS["T=1"])
+    assert_equal(found, expected["T=1"])
+    assert any(has_drafts) and sum(has_drafts) < 0.6 * len(has_drafts)
 
 
 def test_a_request_may_opt_out_of_speculation(

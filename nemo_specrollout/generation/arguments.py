@@ -13,6 +13,7 @@ WORKER_CLASSES = {
     "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",
     "cuda": "nemo_specrollout.generation.gpu_worker.SpecrolloutGPUWorker",
 }
+SCHEDULER = "nemo_specrollout.generation.resting_scheduler.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights: it asks for nothing, and goes with asynchronous scheduling. Ours draft in the
 place of its own."""
@@ -75,6 +76,7 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
             block, adapts=device == "cuda" and not result.get("enforce_eager")
         )
         _make_room_for_drafts(result, block.most_drafts)
+        result.setdefault("scheduler_cls", SCHEDULER)
     result["additional_config"] = {**additional, "specrollout": block_dict}
     return result
 

@@ -24,7 +24,7 @@ from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.remote_drafting import build_remote_drafter, stream_request
 from nemo_specrollout.scheduling.context_canary import context_edges
-from nemo_specrollout.scheduling.pacing import Pacer
+from nemo_specrollout.scheduling.pacing import build_pacer
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Drafting:
         )  # fmt: skip
         self._native_propose = speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
-        self.pacer = Pacer(config.budget.policy == "auto" and model is None and self._remote is None)
+        self.pacer, self.rests, self.is_idle = build_pacer(config.budget), False, False
         self._most_new, self.host_s, self.step = 0, 0.0, 0
         self.on_step: list[Callable[..., None]] = []
         """Told of each step: the batch, hidden states for the LM head, those of auxiliary layers, tokens rejected [B]."""
@@ -112,7 +112,7 @@ class Drafting:
                 ]
             )
         self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
-        self.pacer.wake()
+        self.pacer.opened(len(requests))
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of `slots` are done, or put aside."""
@@ -147,8 +147,12 @@ class Drafting:
         for listener in self.on_step:
             listener(input_batch, last_hidden_states, aux_hidden_states, num_rejected)
         self._most_new += board.num_positions + 1
-        if self.pacer.rests(num_requests):
-            board.rates_BK[:num_requests].zero_()
+        has_readers = self.model is not None and self.model.follows(input_batch.idx_mapping_np)
+        self.rests = self.pacer.rests(num_requests) and not has_readers
+        was_idle, self.is_idle = self.is_idle, kwargs.get("num_speculative_tokens") == 0 and not has_readers
+        if self.is_idle:
+            if not was_idle:
+                board.rates_BK.zero_()
             self.host_s = time.perf_counter() - started
             return board.drafts_BK[:num_requests]
         board.observe(slots_B, num_sampled, num_rejected, total_len_S, token_ids_SL, self.step)

@@ -23,6 +23,7 @@ from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import load_head, own_lm_head
 from nemo_specrollout.generation.head_watch import HeadWatch
 from nemo_specrollout.generation.remote_drafting import ToldOutput
+from nemo_specrollout.generation.resting_scheduler import say_that_drafting_rests
 from nemo_specrollout.generation.runner_binding import bind
 from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.step_accounts import StepAccounts
@@ -84,7 +85,7 @@ class EngineWorkerMixin:
                 runner,
                 build_budget(self.specrollout_config.budget),
                 lambda: self.specrollout_accounts.costs,
-                self.specrollout_drafting.pacer.decided,
+                self.specrollout_drafting,
             )
             runner.rejection_sampler.enable_adaptive_verification = True
         self._verify_in_force()
@@ -152,7 +153,10 @@ class EngineWorkerMixin:
         self.specrollout_accounts.step_ended()
         if self.specrollout_head is not None:
             self.specrollout_head.stepped()
-        remote = None if self.specrollout_drafting is None else self.specrollout_drafting.remote
+        drafting = self.specrollout_drafting
+        if drafting is not None and drafting.rests:
+            say_that_drafting_rests(output)
+        remote = None if drafting is None else drafting.remote
         return output if remote is None else ToldOutput(output, remote.awaits(batch.idx_mapping_np))
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,10 @@ class ModelDrafter:
         """Whether requests that come get none of its drafts, because they would not pay."""
         return not self._planner.follows
 
+    def follows(self, slots_B: np.ndarray) -> bool:
+        """Whether any request in these slots is followed: the speculator must read what it is given in each step."""
+        return self.is_allowed and bool(self._is_followed[slots_B].any())
+
     def open(self, slots: Sequence[int], slots_N: torch.Tensor) -> None:
         """Requests take `slots`, which are `slots_N` on the device."""
         follows = self._planner.follows and self.is_allowed
@@ -96,7 +100,7 @@ class ModelDrafter:
         if not self.is_allowed:
             self._is_followed[:] = False
             self._follows_S.zero_()
-        if not self._is_followed[batch.idx_mapping_np].any():
+        if not self.follows(batch.idx_mapping_np):
             found_B[:num_requests] = 0
             return
         options["num_speculative_tokens"] = depth

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
+from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.host_copy import HostCopy
 from nemo_specrollout.scheduling.budget import BudgetObservation, BudgetPolicy
 from nemo_specrollout.scheduling.step_time import StepCosts
@@ -27,9 +28,9 @@ class VerificationBudget(AdaptiveVerificationManager):
         runner: Any,
         policy: BudgetPolicy,
         costs: Callable[[], StepCosts | None],
-        decided: Callable[[int], None] = lambda num_drafts: None,
+        drafting: Drafting,
     ) -> None:
-        """`costs` tells what steps take by now, None while nothing is known; `decided` is told how many drafts a step gets."""
+        """`costs` tells what steps take by now, None while nothing is known; `drafting` hears how many drafts a step gets."""
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
         super().__init__(
@@ -38,9 +39,10 @@ class VerificationBudget(AdaptiveVerificationManager):
             runner.model_state.num_new_sampled_tokens_per_step,
             get_max_chunk_logits(runner.vocab_size),
         )
-        self._policy, self._costs, self._decided = policy, costs, decided
+        self._policy, self._costs, self._drafting = policy, costs, drafting
         self._confidence_probs.zero_()
         self._known = HostCopy(self._confidence_probs)
+        self._has_zeros = False
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """None: costs are measured while running."""
@@ -55,7 +57,11 @@ class VerificationBudget(AdaptiveVerificationManager):
         self._known.forget(req_idx)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """The drafts that were just proposed come true at these rates; the host hears of it a step later."""
+        """The drafts that were just proposed come true at these rates; the host hears of it a step later. While drafting is
+        idle, the rates stay as they are: zero."""
+        if self._has_zeros and self._drafting.is_idle:
+            return
+        self._has_zeros = self._drafting.is_idle
         self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         self._known.refresh()
 
@@ -71,5 +77,5 @@ class VerificationBudget(AdaptiveVerificationManager):
         room = self._max_total_logits - len(slots_B) * self.num_bonus_tokens
         budget = max(min(int(decision.counts_B.sum()), total, room), 0)
         self._batch_budget = (num_drafts, num_others, budget)
-        self._decided(budget)
+        self._drafting.pacer.decided(budget)
         return sum(num_others.values()) + budget

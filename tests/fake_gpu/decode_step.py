@@ -55,7 +55,7 @@ class DecodeStep:
             speculative_config=SimpleNamespace(enable_adaptive_verification=True),
         )  # fmt: skip
         self.drafting = Drafting(self.config, self.runner)
-        self.budget = VerificationBudget(self.runner, build_budget(self.config.budget), lambda: None)
+        self.budget = VerificationBudget(self.runner, build_budget(self.config.budget), lambda: None, self.drafting)
         self.budget._known._buffers = [torch.ones(S, K) for _ in range(2)]
         sampling = SimpleNamespace(
             temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),
@@ -98,11 +98,12 @@ class DecodeStep:
         """How many tokens each request emitted, int32 [B]."""
         return self._verifier._verify(*self._rows)[2]
 
-    def draft(self, num_sampled_B: torch.Tensor) -> None:
-        """Proposals for the next step."""
+    def draft(self, num_sampled_B: torch.Tensor, num_drafts: int = K) -> None:
+        """Proposals for the next step, in which each request has room for `num_drafts`."""
         self.runner.speculator.propose(
-            self.batch, None, None, self._hidden_BH, None, num_sampled_B, self._num_rejected, *self._keys
-        )
+            self.batch, None, None, self._hidden_BH, None, num_sampled_B, self._num_rejected, *self._keys,
+            num_speculative_tokens=num_drafts,
+        )  # fmt: skip
         self.budget.record_confidences(self.runner.speculator.draft_token_confidence_probs, self.batch)
 
     def sample_drafts(self) -> None:

@@ -43,12 +43,14 @@ def test_a_decode_step_never_waits_and_launches_little(gpu: FakeGpu, name: str) 
     assert gpu.done == LAUNCHES[name]
 
 
-def test_while_drafters_rest_next_to_nothing_is_launched(gpu: FakeGpu) -> None:
-    step = DecodeStep(ALL)
-    step.drafting.pacer.rests = lambda num_requests: True
+def test_a_rest_is_told_once_and_then_nothing_is_launched(gpu: FakeGpu) -> None:
+    step = DecodeStep(TEXT)
     with gpu.step():
-        step.draft(step.verify())
+        step.draft(step.verify(), num_drafts=0)
     assert gpu.done == [*VERIFYING, "zero_", *TELLING_THE_BUDGET]
+    with gpu.step():
+        step.draft(step.verify(), num_drafts=0)
+    assert gpu.done == VERIFYING
 
 
 @pytest.mark.parametrize("name", ["head", "all"])
