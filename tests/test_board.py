@@ -46,7 +46,7 @@ class World:
         length = int(self.total_len_S[slot])
         return self.text_SL[slot, length : length + num].tolist()
 
-    def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0) -> Tensor:
+    def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0, row_price: float = 0.0) -> Tensor:
         """The drafters propose; the rates of what is submitted, [B, K]."""
         board = self.board
         board.found_DB.zero_()
@@ -55,7 +55,7 @@ class World:
             for slot, tokens in of_slot.items():
                 board.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
                 board.found_DB[d, slots.index(slot)] = len(tokens)
-        board.choose(tensor(slots), self.total_len_S)
+        board.choose(tensor(slots), self.total_len_S, row_price)
         return board.rates_BK[: len(slots)].clone()
 
     def drafts(self, row: int) -> list[int]:
@@ -112,6 +112,17 @@ def test_levels_are_learned_apart() -> None:
     rates_E = world.board.level_rates_DE[0]
     assert rates_E[7] > 0.95 and rates_E[2] < 0.1
     assert rates_E[3].item() == pytest.approx(LEVEL_PRIORS[3])
+
+
+@pytest.mark.parametrize(("row_price", "chosen"), [(0.0, 0), (0.5, 1), (0.95, 0)])
+def test_of_a_long_proposal_only_the_tokens_worth_their_rows_count(row_price: float, chosen: int) -> None:
+    """Three tokens of rate 0.65 promise 1.35 tokens, one of rate 0.9 promises 0.9. At half a token a row, only the first of
+    the three pays, and wins 0.15 where the other wins 0.4. Where no token is worth its row, the promise decides."""
+    world = World(num_drafters=2)
+    world.board.level_DE2[0, :, 0] = 0.65 * world.board.level_DE2[0, :, 1]
+    world.board.level_DE2[1, :, 0] = 0.9 * world.board.level_DE2[1, :, 1]
+    world.choose(0, proposals={0: {0: [11, 12, 13]}, 1: {0: [14]}}, row_price=row_price)
+    assert world.board.chosen_S[0] == chosen
 
 
 def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:

@@ -162,6 +162,16 @@ def test_who_has_better_drafts_keeps_them() -> None:
     assert plan.depth == K and plan.won_s == pytest.approx(rate * 0.010 * (1 / without - 1 / rate))
 
 
+@pytest.mark.parametrize(("row_price", "is_asked"), [(0.0, False), (0.4, True)])
+def test_a_model_is_asked_where_what_was_found_is_long_but_not_worth_its_rows(row_price: float, is_asked: bool) -> None:
+    """Six found tokens promise more than two of the model's, but each is hardly worth its row."""
+    found_BK = np.full((4, K), 0.42)
+    forecast_BK = np.tile([0.95, 0.9] + [0.0] * (K - 2), (4, 1))
+    costs = StepCosts(0.010 + 0.0008 * np.arange(MAX_ROWS))
+    observed = PlanObservation(found_BK, forecast_BK, costs, DraftCosts(0.0005), row_price=row_price)
+    assert (AutoPlanner(0.0).plan(observed).depth > 0) == is_asked
+
+
 def test_a_model_that_may_draft_for_nobody_only_reads_and_that_costs() -> None:
     plan = AutoPlanner(0.03).plan(observe(0.0, 0.0, FLAT, DraftCosts(0.001, 1e-4, 0.5, 0.5)))
     assert plan == DraftPlan(0, pytest.approx(-0.0014))

@@ -72,6 +72,19 @@ def test_free_rows_are_all_used_and_dear_rows_not_at_all() -> None:
     assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(0.0, 1.0))).counts_B.sum() == 0
 
 
+def test_the_price_of_a_row_is_what_its_time_is_worth() -> None:
+    """A draft row takes 0.02 s here: its price is what the engine makes in that time."""
+    observed = BudgetObservation(survival([0.5] * 8), no_cap(8), costs(1.0, 0.02))
+    decision = AutoBudget(0.0).allocate(observed)
+    counts = decision.counts_B
+    tokens = 8 + sum(observed.survival_BK[b, : counts[b]].sum() for b in range(8))
+    seconds = observed.costs.step_s(8, int(counts.sum()))
+    assert counts.sum() and decision.row_price == pytest.approx(0.02 * tokens / seconds)
+    assert AutoBudget(0.0).allocate(BudgetObservation(survival([0.5] * 8), no_cap(8), costs(1.0, 0.0))).row_price == 0.0
+    nothing = AutoBudget(0.0).allocate(BudgetObservation(survival([0.0] * 8), no_cap(8), costs(1.0, 0.02)))
+    assert nothing.counts_B.sum() == 0 and nothing.row_price > 0.0
+
+
 def test_useless_drafters_get_nothing_and_unmeasured_steps_draft_nothing() -> None:
     useless = survival([0.001] * 8)
     assert AutoBudget(0.03).allocate(BudgetObservation(useless, no_cap(8), costs(1.0, 0.0))).counts_B.sum() == 0

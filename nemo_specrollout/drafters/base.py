@@ -15,5 +15,8 @@ LEVEL_DECAY, REQUEST_DECAY = 0.998, 0.94
 # What is believed at first: the rate of a draft position, and how many tokens such a belief weighs. No draft is surer than
 # MAX_RATE.
 PRIOR_RATE, PRIOR_STRENGTH, MAX_RATE = 0.6, 4.0, 0.99
+LEAST_WORTH = 1e-3
+"""What a draft token that is not worth its row counts for, of its survival, where proposals are compared: such tokens decide
+where there is nothing better."""
 TRACED_STEPS = 1 << 16
 """Steps of which counts are kept."""

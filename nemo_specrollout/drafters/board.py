@@ -112,8 +112,9 @@ class DraftBoard:
             self.steps_TD2[step % TRACED_STEPS],
         )  # fmt: skip
 
-    def choose(self, slots_B: torch.Tensor, total_len_S: torch.Tensor) -> None:
-        """Submits, for each request, the proposal of which most tokens are expected to be accepted."""
+    def choose(self, slots_B: torch.Tensor, total_len_S: torch.Tensor, row_price: float = 0.0) -> None:
+        """Submits, for each request, the proposal that is worth most: tokens expected to be accepted, less `row_price` for
+        each that is verified. So of a long proposal only those tokens count that would be verified."""
         num_requests = len(slots_B)
         self._kernels.choose(
             slots_B, total_len_S, self.limit_S,
@@ -121,7 +122,7 @@ class DraftBoard:
             self.tokens_SDK, self.levels_SDK, self.length_SD, self.base_SD, self.checked_SD,
             self.factor_SD2, self.level_DE2, self.position_DK2,
             self.chosen_S, self.submitted_S, self.drafts_BK[:num_requests], self.rates_BK[:num_requests],
-            self.outlook_S2K, self.model,
+            self.outlook_S2K, self.model, row_price,
         )  # fmt: skip
 
     @property

@@ -5,10 +5,13 @@ Shapes: S request slots, B requests of the batch, D drafters, K draft positions,
 classes of context length.
 """
 
+import numpy as np
 from numba import njit
 
-from nemo_specrollout.drafters.base import LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
+from nemo_specrollout.drafters.base import LEAST_WORTH, LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
 from nemo_specrollout.sampling.on_tensors import on_tensors
+
+F32 = np.float32
 
 
 @njit(cache=True, nogil=True)
@@ -85,7 +88,7 @@ def _rate(tried_2, factor):  # type: ignore[no-untyped-def]
 def choose(  # type: ignore[no-untyped-def]
     slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
     tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model,
+    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, row_price,
 ):  # fmt: skip
     num_drafters, num_positions = tokens_DBK.shape[0], tokens_DBK.shape[2]
     for b in range(len(slots_B)):
@@ -96,24 +99,24 @@ def choose(  # type: ignore[no-untyped-def]
             continue
         outlook_S2K[slot] = 0.0
         room = min(max(limit_S[slot] - total_len_S[slot] - 1, 0), num_positions)
-        most, most_of_text, best = 0.0, 0.0, -1
+        most, most_of_text, best = F32(0), F32(0), -1
         for d in range(num_drafters):
-            expected, alive = 0.0, 1.0
+            worth, alive = F32(0), F32(1)
             factor = _factor(factor_SD2[slot, d])
             count = min(found_DB[d, b], room)
             for k in range(count):
                 alive *= _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
-                expected += alive
+                worth += max(alive - F32(row_price), alive * F32(LEAST_WORTH))
             if d == model:
                 for k in range(room):
                     outlook_S2K[slot, 1, k] = _rate(position_DK2[d, k], factor)
-            elif expected > most_of_text:
-                most_of_text = expected
+            elif worth > most_of_text:
+                most_of_text = worth
                 outlook_S2K[slot, 0] = 0.0
                 for k in range(count):
                     outlook_S2K[slot, 0, k] = _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
-            if expected > most:
-                most, best = expected, d
+            if worth > most:
+                most, best = worth, d
         submitted_S[slot] = 0
         for d in range(num_drafters):
             count = min(found_DB[d, b], room)

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.drafters.base import LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
+from nemo_specrollout.drafters.base import LEAST_WORTH, LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
 
+_LEAST_WORTH = tl.constexpr(LEAST_WORTH)
 _LEVEL_DECAY = tl.constexpr(LEVEL_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(MAX_RATE)
@@ -142,7 +143,7 @@ def _observe(  # type: ignore[no-untyped-def]
 def _choose(  # type: ignore[no-untyped-def]
     slots_ptr, total_len_ptr, limit_ptr, new_tokens_ptr, new_levels_ptr, found_ptr, new_stride, found_stride,
     tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
-    chosen_ptr, submitted_ptr, drafts_ptr, rates_ptr, outlook_ptr,
+    chosen_ptr, submitted_ptr, drafts_ptr, rates_ptr, outlook_ptr, row_price,
     MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -167,10 +168,11 @@ def _choose(  # type: ignore[no-untyped-def]
         level_hits = tl.load(level_ptr + entry, mask=is_draft, other=0.0)
         level_rate = level_hits / tl.load(level_ptr + entry + 1, mask=is_draft, other=1.0)
         rate = tl.minimum(level_rate * factor[:, None], _MAX_RATE)
-        expected = tl.sum(tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0), axis=1)
-        most, best = tl.max(expected, axis=0, return_indices=True)
-        is_best = (d == best) & (expected > 0.0)
-        of_text = tl.where(d == MODEL, 0.0, expected)
+        alive = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
+        worth = tl.sum(tl.maximum(alive - row_price, alive * _LEAST_WORTH), axis=1)
+        most, best = tl.max(worth, axis=0, return_indices=True)
+        is_best = (d == best) & (worth > 0.0)
+        of_text = tl.where(d == MODEL, 0.0, worth)
         _, best_text = tl.max(of_text, axis=0, return_indices=True)
         is_of_text = is_draft & ((d == best_text) & (of_text > 0.0))[:, None]
         outlook = slot * 2 * K + k
@@ -191,8 +193,7 @@ def _choose(  # type: ignore[no-untyped-def]
         tl.store(levels_ptr + row[:, None] * K + k[None, :], level, mask=kept)
 
         is_submitted = is_draft & is_best[:, None]
-        drafts = tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64)
-        tl.store(drafts_ptr + out, drafts, mask=k < K)
+        tl.store(drafts_ptr + out, tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64), mask=k < K)
         tl.store(rates_ptr + out, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
         tl.store(submitted_ptr + slot, tl.sum(tl.where(is_best, count, 0), axis=0))
         if most > 0.0:
@@ -222,16 +223,17 @@ def observe(*tensors: torch.Tensor) -> None:
 
 
 def choose(*arguments: Any) -> None:
-    """See `board.DraftBoard.choose`; the last argument is a number, the drafter that has weights, or -1."""
+    """See `board.DraftBoard.choose`; the last two arguments are numbers."""
     (
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
         tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, row_price,
     ) = arguments  # fmt: skip
     _choose[(len(slots_B),)](
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB, tokens_DBK.stride(0), found_DB.stride(0),
         tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, MODEL=model, num_warps=1, **_sizes(tokens_SDK, level_DE2),
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, row_price, MODEL=model, num_warps=1,
+        **_sizes(tokens_SDK, level_DE2),
     )  # fmt: skip
 
 

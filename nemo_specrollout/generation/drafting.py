@@ -77,6 +77,8 @@ class Drafting:
         self._native_propose = speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
         self.pacer, self.rests, self.is_idle = build_pacer(config.budget), False, False
+        self.row_price = 0.0
+        """Tokens that the engine makes in the time of one more row, as of the last budget."""
         self._most_new, self.host_s, self.step = 0, 0.0, 0
         self.on_step: list[Callable[..., None]] = []
         """Told of each step: the batch, hidden states for the LM head, those of auxiliary layers, tokens rejected [B]."""
@@ -174,7 +176,7 @@ class Drafting:
             asked = time.perf_counter()
             self.model.propose(input_batch, num_sampled, *inputs, **kwargs)
             native_s = time.perf_counter() - asked
-        board.choose(slots_B, total_len_S)
+        board.choose(slots_B, total_len_S, self.row_price)
         compat.as_the_first_rank(board.drafts_BK[:num_requests], board.rates_BK[:num_requests])
         if self.model is not None:
             self.model.refresh()

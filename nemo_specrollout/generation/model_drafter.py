@@ -79,7 +79,12 @@ class ModelDrafter:
         self.is_allowed = True
 
     def decide(
-        self, slots_B: np.ndarray, costs: StepCosts | None, draft_costs: DraftCosts | None, now_s: float
+        self,
+        slots_B: np.ndarray,
+        costs: StepCosts | None,
+        draft_costs: DraftCosts | None,
+        row_price: float,
+        now_s: float,
     ) -> None:
         """Plans for the batch's requests in `slots_B`, where the last plan no longer holds."""
         self._planner.worked(self.plan, len(slots_B), now_s)
@@ -88,8 +93,9 @@ class ModelDrafter:
         rates_B2K = self._outlook.values[slots_B].astype(np.float64)
         found_BK, forecast_BK = rates_B2K.cumprod(axis=2).transpose(1, 0, 2)
         forecast_BK = forecast_BK * self._is_followed[slots_B, None]
+        found_BK = np.ascontiguousarray(found_BK)
         self.plan = agreed(
-            self._planner.plan(PlanObservation(np.ascontiguousarray(found_BK), forecast_BK, costs, draft_costs, now_s))
+            self._planner.plan(PlanObservation(found_BK, forecast_BK, costs, draft_costs, now_s, row_price))
         )
 
     def propose(self, batch: Any, num_sampled: torch.Tensor, *inputs: Any, **options: Any) -> None:

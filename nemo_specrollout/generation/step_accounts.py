@@ -39,7 +39,9 @@ class StepAccounts:
             return
         self._drafting.step = self.trace.num_steps - 1
         if self._drafting.model is not None:
-            self._drafting.model.decide(batch.idx_mapping_np, self.costs, self._draft_costs, self._worked_s)
+            self._drafting.model.decide(
+                batch.idx_mapping_np, self.costs, self._draft_costs, self._drafting.row_price, self._worked_s
+            )
 
     def step_ended(self) -> None:
         """The step is over."""

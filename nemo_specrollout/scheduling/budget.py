@@ -29,10 +29,12 @@ class BudgetObservation:
 @dataclass(frozen=True)
 class BudgetDecision:
     """`counts_B`: draft tokens of every request, int64. `least_survival`: a token less likely than that was not worth
-    its row; 0 if the policy does not weigh, or nothing was."""
+    its row; 0 if the policy does not weigh, or nothing was. `row_price`: tokens that the engine makes in the time of one
+    more row; 0 if the policy does not weigh."""
 
     counts_B: np.ndarray
     least_survival: float = 0.0
+    row_price: float = 0.0
 
 
 class BudgetPolicy(ABC):
@@ -57,11 +59,12 @@ class AutoBudget(BudgetPolicy):
         counts_B, costs = np.zeros(len(observed.caps_B), np.int64), observed.costs
         if costs is None:
             return BudgetDecision(counts_B)
-        least_survival = _hand_out(
+        least_survival, tokens_per_s = _hand_out(
             observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
             1.0 + self.margin, counts_B,
         )  # fmt: skip
-        return BudgetDecision(counts_B, least_survival)
+        row_price = tokens_per_s * costs.row_s(len(counts_B), len(counts_B) + int(counts_B.sum()))
+        return BudgetDecision(counts_B, least_survival, row_price)
 
 
 class FixedBudget(BudgetPolicy):
@@ -98,11 +101,13 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
 
 
 @njit(
-    "float64(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])", cache=True, error_model="numpy"
+    "Tuple((float64, float64))(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])",
+    cache=True,
+    error_model="numpy",
 )
 def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
-    """Writes the number of each request's draft tokens that pay, and returns the survival of the least likely of them, 0
-    if there is none; a kernel, because it runs in every step."""
+    """Writes the number of each request's draft tokens that pay. Returns the survival of the least likely of them, 0 if there
+    is none, and tokens a second. A kernel, because it runs in every step."""
     num_requests, num_positions = survival_BK.shape
     gains = np.zeros(num_requests * num_positions)
     num_gains = 0
@@ -125,4 +130,4 @@ def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, 
     for b in range(num_requests):
         for k in range(min(num_positions, caps_B[b])):
             counts_B[b] += survival_BK[b, k] >= threshold
-    return 0.0 if threshold == np.inf else threshold
+    return (0.0 if threshold == np.inf else threshold), most_tokens_per_s

@@ -24,13 +24,14 @@ _BINS = 128
 class PlanObservation:
     """`found_BK`: survival of the drafts that cost nothing more, 0 where there are none; `forecast_BK`: what the model's would
     be, 0 for requests that it cannot draft for. `costs` and `draft_costs` are None while too little was measured. `now_s`:
-    seconds that the engine has worked so far."""
+    seconds that the engine has worked so far. `row_price`: tokens that it makes in the time of one more row."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
     costs: StepCosts | None
     draft_costs: DraftCosts | None
     now_s: float = 0.0
+    row_price: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class AutoPlanner(DraftPlanner):
             return DraftPlan(1 + self._num_tried % num_positions)
         depth, rate, rate_without = _best_depth(
             observed.found_BK, observed.forecast_BK, costs.plain_s, costs.overhead_s, costs.discount_s, draft.fixed_s,
-            draft.row_s, draft.pass_s, draft.token_s, 1.0 + self.margin,
+            draft.row_s, draft.pass_s, draft.token_s, 1.0 + self.margin, observed.row_price,
         )  # fmt: skip
         if depth == 0:
             return DraftPlan(0, -draft.draft_s(num_requests, 0, 1))
@@ -154,7 +155,7 @@ def build_planner(config: BudgetConfig) -> DraftPlanner:
 
 
 @njit(cache=True)
-def _collect(found_BK, forecast_BK, depth, counts, sums):  # type: ignore[no-untyped-def]
+def _collect(found_BK, forecast_BK, depth, row_price, counts, sums):  # type: ignore[no-untyped-def]
     """Sorts the survival of each draft token into bins where the model drafts `depth`; whether it drafts for any request."""
     num_positions = found_BK.shape[1]
     counts[:] = 0
@@ -163,7 +164,8 @@ def _collect(found_BK, forecast_BK, depth, counts, sums):  # type: ignore[no-unt
     for b in range(len(found_BK)):
         difference = 0.0
         for k in range(num_positions):
-            difference += (forecast_BK[b, k] if k < depth else 0.0) - found_BK[b, k]
+            drafted, found = forecast_BK[b, k] if k < depth else 0.0, found_BK[b, k]
+            difference += max(drafted - row_price, 0.0) - max(found - row_price, 0.0)
         is_asked |= difference > 0.0
         for k in range(num_positions):
             gain = (forecast_BK[b, k] if k < depth else 0.0) if difference > 0.0 else found_BK[b, k]
@@ -176,7 +178,7 @@ def _collect(found_BK, forecast_BK, depth, counts, sums):  # type: ignore[no-unt
 
 @njit(cache=True, error_model="numpy")
 def _best_depth(  # type: ignore[no-untyped-def]
-    found_BK, forecast_BK, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, least_gain
+    found_BK, forecast_BK, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, least_gain, row_price
 ):
     """The depth of most tokens a second, those, and those without the model.
 
@@ -185,7 +187,7 @@ def _best_depth(  # type: ignore[no-untyped-def]
     counts, sums = np.zeros(_BINS, np.int64), np.zeros(_BINS)
     best_depth, best_rate, rate_without = 0, 0.0, 0.0
     for depth in range(num_positions + 1):
-        is_asked = _collect(found_BK, forecast_BK, depth, counts, sums)
+        is_asked = _collect(found_BK, forecast_BK, depth, row_price, counts, sums)
         if depth > 0 and not is_asked:
             continue
         tokens, num_drafts = float(num_requests), 0

@@ -10,6 +10,7 @@ import torch
 from decode_step import HEAD, TEXT, B, DecodeStep, K
 from device import GPU, FakeGpu, fake_gpu
 
+from nemo_specrollout.scheduling.budget import BudgetDecision
 from nemo_specrollout.scheduling.draft_plan import DraftPlan
 
 ALL = (*TEXT, HEAD)
@@ -94,9 +95,8 @@ class Fixed:
     def __init__(self, budget: int) -> None:
         self._budget = budget
 
-    def allocate(self, _: Any) -> "Fixed":
-        self.counts_B = np.full(1, self._budget)
-        return self
+    def allocate(self, _: Any) -> BudgetDecision:
+        return BudgetDecision(np.full(1, self._budget))
 
 
 VIOLATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
