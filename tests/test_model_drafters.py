@@ -79,13 +79,13 @@ def recorded(engine: RolloutEngine) -> Drafts:
         seed_of.update({r.slot: r.identity.seed for r in new_requests})
         open_requests(new_requests)
 
-    def record(slots_B: Any, total_len_S: Any) -> None:
+    def record(slots_B: Any, total_len_S: Any, row_price: float) -> None:
         for row, slot in enumerate(slots_B.tolist()):
             depth = int(board.found_DB[board.model, row])
             if depth > 0:
                 tokens = board.tokens_DBK[board.model, row, :depth].tolist()
                 found[seed_of[slot], int(total_len_S[slot]), depth] = tokens
-        choose(slots_B, total_len_S)
+        choose(slots_B, total_len_S, row_price)
 
     drafting.open, board.choose = note_seeds, record
     return found
