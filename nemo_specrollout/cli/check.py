@@ -17,6 +17,7 @@ from nemo_specrollout.cli.prepare import (
 )
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_tail import num_engines
@@ -178,17 +179,24 @@ def _check_nemo_rl(tree: Tree) -> int:
     _print(explain_nemo_rl(tree))
     _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
     errors = [str(finding) for finding in findings if finding.kind == "error"]
-    errors += [f"{BLOCK_PATH}.drafters: {reason}" for reason in unfit_heads(tree)] if not errors else []
+    errors += unfit_heads(tree) if not errors else []
     for error in errors:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
     return EXIT_BAD_INPUT if errors else 0
 
 
 def unfit_heads(tree: Tree) -> list[str]:
-    """Why heads that are to be refreshed do not fit the policy, as far as their folders are here."""
+    """Why drafters do not fit the policy: heads that are to be refreshed, and those that draft a block, as far as their
+    folders are here."""
     block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
-    heads = [d["model"] for d in block["drafters"] if d["type"] == "eagle3"] if block and block["draft_refresh"] else []
-    return [reason for head in heads if (reason := misfit(head, policy)) is not None]
+    if not block:
+        return []
+    config = build(SpecrolloutConfig, block, BLOCK_PATH)
+    heads = [str(d.model) for d in config.drafters if d.type == "eagle3" and config.draft_refresh is not None]
+    reasons = [f"{BLOCK_PATH}.drafters: {why}" for head in heads if (why := misfit(head, policy)) is not None]
+    folder = Path(policy)
+    blocks = [misfit_of_block_drafter(d, folder) for d in config.drafters] if folder.is_dir() else []
+    return reasons + [why for why in blocks if why is not None]
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:

@@ -110,6 +110,8 @@ class RolloutEngine:
         arguments = with_specrollout(arguments, block, compat.device_type())
         self._has_our_worker = "worker_cls" in arguments
         compat.check_arguments(arguments)
+        if block.enabled and block.model_drafter is not None:
+            compat.check_method(block.model_drafter.type)
         try:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
