@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from block_policy import save_block_policy, save_dflash, save_dspark
+from safetensors.torch import load_file
 from test_equality import NGRAM, assert_equal, requests
 from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
@@ -94,6 +95,8 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_have_the_noise_of_their_p
     assert (rates(engine, SAMPLED, expected["T=1"])[:3] > least_sampled).all()
     assert rates(engine, GREEDY, expected["T=0"])[0] > least_greedy
     assert engine.take_alarms() == []
+    engine.load_weights(load_file(policy / "model.safetensors").items())  # embedding and LM head are the drafter's too
+    assert (rates(engine, SAMPLED, expected["T=1"])[:3] > least_sampled).all()
 
 
 @pytest.mark.slow
@@ -223,10 +226,20 @@ def test_a_checkpoint_of_another_kind_or_policy_is_a_sentence(
         raise ValueError(found)
 
 
+def test_tensors_that_do_not_go_with_the_config_are_a_sentence(policy: Path, tmp_path: Path) -> None:
+    one_layer = {"mask_token_id": 1, "target_layer_ids": [2]}
+    drafter = DrafterConfig("dflash", model=str(save_dflash(tmp_path, dflash_config=one_layer)))
+    found = misfit_of_block_drafter(drafter, policy)
+    assert found is not None and "its fc.weight takes 128 numbers, its config.json says 64; name a dflash made" in found
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    found = misfit_of_block_drafter(drafter, policy)
+    assert found is not None and "not a whole safetensors file" in found and "\n" not in found
+
+
 def test_an_unreadable_checkpoint_is_a_sentence_and_a_hub_s_name_is_left_to_vllm(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     found = misfit_of_block_drafter(DrafterConfig("dflash", model=str(tmp_path)), policy)
     assert found is not None and "cannot be read (JSONDecodeError); name another checkpoint" in found
     assert misfit_of_block_drafter(DrafterConfig("dflash", model="a/b"), policy) is None
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV4ForCausalLM"]}))
-    assert misfit_of_block_drafter(DrafterConfig("dspark", model=str(tmp_path)), tmp_path) is None
+    assert misfit_of_block_drafter(DrafterConfig("dspark", model=str(tmp_path)), policy) is None

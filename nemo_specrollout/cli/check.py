@@ -18,6 +18,7 @@ from nemo_specrollout.cli.prepare import (
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_tail import num_engines
@@ -73,6 +74,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
         ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
                      f"up to {generation.max_new_tokens} tokens"),
         *_explain_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
+        ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
         *_explain_workers(generation.specrollout, config.cluster.rollout_workers),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
@@ -253,8 +255,8 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     if block is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
-    scheduling = "synchronously" if at(tree, f"{VLLM_KWARGS}.async_scheduling") is False else "asynchronously"
-    engine = f"vLLM's V2 model runner, scheduling {scheduling}"
+    is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
+    engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
     return [*_explain_speculation(config, native, by_ray=True), ("engine", engine), *_explain_engines(config, tree)]
 

@@ -13,6 +13,7 @@ from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_engine import runner_findings
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
@@ -78,6 +79,8 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
     _check_engine(config)
+    if config.policy.generation.specrollout.enabled and (finding := next(runner_findings(tree), None)) is not None:
+        raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
 
 
