@@ -113,7 +113,7 @@ def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
     ways = ["go on on another worker"] if tail.moving else []
     ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
     paces = f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running"
-    no_race = "; nobody races: all workers draft alike" if tail.max_racers > 1 and alike else ""
+    no_race = "; no worker races: all draft alike" if tail.max_racers > 1 and alike else ""
     return (
         f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two workers {tail.min_gain:.0%} "
         f"sooner; {paces}{no_race}"

@@ -29,7 +29,7 @@ BUDGET_POLICIES = ("auto", "fixed", "random")
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter; several may be named, and the router picks among them for each request and step."""
+    """One drafter. Several may be named: the draft board picks among them for each request and step."""
 
     type: str = choice(*TEXT_DRAFTERS, *MODEL_DRAFTERS, REMOTE_DRAFTER)
     """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases.
@@ -241,7 +241,7 @@ class SpecrolloutConfig:
         tail, kinds = self.fastest_of_n, {frozenset(d.type for d in drafters) for drafters in self.drafters_of_workers}
         if tail is not None and tail.enabled and not tail.moving and len(kinds) == 1:
             raise ConfigError(
-                f"{path}.fastest_of_n.moving: false, and all workers draft alike, so nobody would race; set it to true, or "
+                f"{path}.fastest_of_n.moving: false, and all workers draft alike, so none would race; set it to true, or "
                 "give each worker drafters of its own by methods"
             )
         unused = [t for t in types if methods and t not in named]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.32.0.
 
-Whoever supports another version changes this file and nothing else. Every accessor names the attribute that it needs;
+To support another version, change this file and nothing else. Every accessor names the attribute that it needs;
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 

@@ -132,7 +132,7 @@ class RolloutEngine:
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Nobody asked for a step for so long, amid a rollout: the step that follows took that much less."""
+        """No step was asked for in the last `seconds` of a rollout: the step that follows took that much less."""
         if self._has_our_worker:
             self._llm.collective_rpc("specrollout_stood_still", args=(seconds,))
 

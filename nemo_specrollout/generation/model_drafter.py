@@ -2,7 +2,7 @@
 """A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), asked where that pays.
 
 The networks, their weights and their KV cache are vLLM's. Ours are the noise that they sample with, how deep they draft, and
-that they need not run while nobody gains by it.
+that they need not run while no request gains by it.
 
 Shapes: S request slots, B requests of the batch, K draft positions.
 """

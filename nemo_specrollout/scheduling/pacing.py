@@ -20,7 +20,7 @@ class Pacer:
         self._num_refused, self._left, self._rest, self._size = 0, 0, float(FIRST_REST), 0
 
     def decided(self, num_drafts: int) -> None:
-        """The budget gave the batch so many drafts."""
+        """The budget gave the batch `num_drafts` drafts."""
         if num_drafts:
             self.wake()
         elif not self._left:
@@ -31,7 +31,7 @@ class Pacer:
         self._num_refused, self._left, self._rest = 0, 0, float(FIRST_REST)
 
     def rests(self, num_requests: int) -> bool:
-        """Whether this step, with so many requests, goes without the drafters."""
+        """Whether this step, with `num_requests` requests, goes without the drafters."""
         if num_requests.bit_length() != self._size:
             self._size = num_requests.bit_length()
             self.wake()

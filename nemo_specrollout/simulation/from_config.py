@@ -99,7 +99,7 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the router
+    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the board
     takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
     drafters = sorted(block.drafters, key=_is_look_up)
     if not all(block.drafters_of_workers) and USELESS not in [drafter.type for drafter in drafters]:
