@@ -23,6 +23,8 @@ from nemo_specrollout.local.run_directory import RunDirectory
 pytestmark = pytest.mark.unit
 
 Refused = Callable[..., str]
+DRAFTERS = "policy.generation.specrollout.drafters"
+HEAD = STEP_ADDER.parent / "step_adder_eagle3"
 
 
 @pytest.fixture
@@ -86,10 +88,51 @@ def test_every_command_refuses_an_unknown_key(refused: Refused, command: str) ->
         ("policy.generation.vllm_kwargs.max_model_len=99", "set policy.generation.vllm_cfg.max_model_len instead"),
         ("policy.generation.vllm_kwargs.worker_cls=mine.Worker", "specrollout names the worker itself; remove it"),
         ("policy.generation.vllm_kwargs.speculative_config={method: ngram}", "remove one of them"),
+        (f"{DRAFTERS}=[{{type: dflash}}]", "drafters[0].model: None; type dflash: name the folder of its weights"),
+        (
+            f"{DRAFTERS}=[{{type: dspark, model: no/such}}]",
+            "drafters.model: folder no/such does not exist; name that of",
+        ),
+        (f"{DRAFTERS}=[{{type: dflash, model: {HEAD}}}]", "it is eagle3; name the checkpoint of a dflash"),
+        (f"{DRAFTERS}=[{{type: dspark, model: {STEP_ADDER}}}]", "it is Qwen3ForCausalLM; name the checkpoint"),
     ],
 )
 def test_what_cannot_run_is_refused(refused: Refused, override: str, words: str) -> None:
     assert words in refused("run", override)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("native", "words"),
+    [
+        (
+            "method: suffix",
+            'method: "suffix"; vLLM\'s V2 model runner does not have it: remove the block, and name drafters',
+        ),
+        (
+            "method: mtp, disable_padded_drafter_batch: true",
+            "disable_padded_drafter_batch: true; vLLM's V2 model runner",
+        ),
+        (
+            "method: eagle3, model: a/b, parallel_drafting: true",
+            "parallel_drafting: true; vLLM's V2 model runner does not",
+        ),
+    ],
+)
+def test_speculation_that_the_model_runner_lacks_is_refused(
+    refused: Refused, command: str, native: str, words: str
+) -> None:
+    given = f"policy.generation.vllm_kwargs.speculative_config={{{native}, num_speculative_tokens: 3}}"
+    assert words in refused(command, f"{DRAFTERS}=[]", given)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_an_environment_that_asks_for_the_other_model_runner_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    words = 'VLLM_USE_V2_MODEL_RUNNER: "0" in the environment; specrollout works on vLLM\'s V2 model runner alone: remove it'
+    assert words in refused(command)
 
 
 def test_a_missing_config_file_is_refused(refused: Refused) -> None:
@@ -178,6 +221,24 @@ def test_check_says_when_nothing_is_speculated(
 ) -> None:
     assert main(["check", str(QUICKSTART), f"policy.generation.specrollout.{block}"]) == 0
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "V2 model runner, asynchronous scheduling, CUDA graphs NONE (a CPU has none)"),
+        (("policy.generation.vllm_kwargs.async_scheduling=false",),
+         "synchronous scheduling (async_scheduling is false: a GPU waits while the host prepares each step)"),
+        ((f"{DRAFTERS}=[]", "policy.generation.vllm_kwargs.speculative_config={method: ngram, num_speculative_tokens: 2}"),
+         "synchronous scheduling (vLLM's own n-gram drafts on the host)"),
+    ],
+)  # fmt: skip
+def test_check_says_what_will_be_in_force_in_the_engine(
+    log_dir: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], words: str
+) -> None:
+    assert main(["check", str(QUICKSTART), *overrides]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engine ")]
+    assert words in line
 
 
 def test_check_and_a_refused_run_load_nothing_heavy(log_dir: Path) -> None:

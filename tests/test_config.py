@@ -222,7 +222,7 @@ def test_the_sections_refuse(override: str, sentence: str) -> None:
         ("{max_racers: 3}", ".max_racers: 3 racers for 2 rollout workers; lower it"),
         ("{max_racers: 9}", ".max_racers: 9 is out of range"),
         ("{max_racers: 1, moving: false}", ": moving false and max_racers 1 leave nothing to do"),
-        ("{moving: false}", ".moving: false, and all workers draft alike, so nobody would race; set it to true"),
+        ("{moving: false}", ".moving: false, and all workers draft alike, so none would race; set it to true"),
         ("{min_gain: -0.1}", ".min_gain: -0.1 is out of range"),
         ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is none of the drafters; did you mean 'ngram'?"),
         ("{methods: [[suffix], [random]]}", ".methods: 'random' is none of the drafters"),
@@ -237,7 +237,7 @@ def test_the_tail_s_block_refuses(block: str, sentence: str) -> None:
 
 
 def test_racing_needs_workers_and_workers_need_requests() -> None:
-    assert_refused(f"{TAIL}: there is one rollout worker, and nobody to race with", f"{TAIL}={{}}")
+    assert_refused(f"{TAIL}: there is one rollout worker, and none to race with", f"{TAIL}={{}}")
     few = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
     assert_refused(
         "cluster.rollout_workers: 5 workers for 4 requests of a step; lower it", *few, "cluster.rollout_workers=5"

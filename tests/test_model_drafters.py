@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with weights: vLLM's own networks under the requests' noise, asked for whom and as much as the router likes."""
+"""Drafters with weights: vLLM's own networks under the requests' noise, asked where their drafts pay."""
 
 import copy
 import json
@@ -412,7 +412,7 @@ def test_samples_tell_their_versions_and_drafts_and_are_exact_for_each_span(
 
 
 @pytest.mark.slow
-def test_the_router_stops_asking_a_head_that_is_never_right(
+def test_a_head_that_is_never_right_is_no_longer_asked(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, expected: dict[str, list[Rollout]]
 ) -> None:
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))

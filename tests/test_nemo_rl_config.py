@@ -189,7 +189,7 @@ def test_what_is_done_with_a_tail_is_said() -> None:
         return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
 
     assert "fastest_of_n" not in said()
-    assert "nobody races: all workers draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
+    assert "no worker races: all draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
     assert "raced by up to 2 workers" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
 
 

@@ -115,7 +115,7 @@ def test_infinitely_fast_drafters_that_are_always_right_fill_every_step() -> Non
     assert 901 * STEP_S / result.seconds == pytest.approx(9.0, rel=0.02)
 
 
-def test_the_router_is_never_slower_than_plain_nor_than_the_best_fixed_number() -> None:
+def test_the_automatic_budget_is_never_slower_than_plain_nor_than_the_best_fixed_number() -> None:
     costs = LinearCosts(STEP_S, 2e-4, 3e-4, 1e-6)
     for batch, p in itertools.product((1, 4, 32, 200), (0.3, 0.6, 0.9)):
         p_B = np.full(batch, p)

@@ -241,7 +241,7 @@ def test_traces_of_workers_are_put_together() -> None:
     [
         ("max_racers=2", "2 rollout workers, a core each"),
         ("max_racers=2", "each with suffix+ngram"),
-        ("max_racers=2", "nobody races: all workers draft alike"),
+        ("max_racers=2", "no worker races: all draft alike"),
         ("methods=[[suffix],[ngram]]", "0 with suffix, 1 with ngram"),
         ("methods=[[suffix],[ngram]]", "stragglers go on on another worker or are raced by up to 2 workers"),
         ("methods=[[suffix],[ngram,suffix]]", "1 with suffix+ngram"),

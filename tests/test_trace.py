@@ -41,7 +41,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before(clock: Clock) -> None:
     assert step(trace, clock, 7.0) == (4, 4, 8.0, 9)
 
 
-def test_the_router_s_time_counts_only_where_there_were_drafts(clock: Clock) -> None:
+def test_our_host_time_counts_only_where_there_were_drafts(clock: Clock) -> None:
     trace = StepTrace([])
     step(trace, clock, 5.0)
     assert step(trace, clock, 5.0, host_s=0.5) == (4, 4, 5.5, 0)

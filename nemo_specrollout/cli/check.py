@@ -17,6 +17,8 @@ from nemo_specrollout.cli.prepare import (
 )
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_tail import num_engines
@@ -72,6 +74,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
         ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
                      f"up to {generation.max_new_tokens} tokens"),
         *_explain_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
+        ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
         *_explain_workers(generation.specrollout, config.cluster.rollout_workers),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
@@ -110,7 +113,7 @@ def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
     ways = ["go on on another worker"] if tail.moving else []
     ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
     paces = f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running"
-    no_race = "; nobody races: all workers draft alike" if tail.max_racers > 1 and alike else ""
+    no_race = "; no worker races: all draft alike" if tail.max_racers > 1 and alike else ""
     return (
         f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two workers {tail.min_gain:.0%} "
         f"sooner; {paces}{no_race}"
@@ -178,17 +181,24 @@ def _check_nemo_rl(tree: Tree) -> int:
     _print(explain_nemo_rl(tree))
     _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
     errors = [str(finding) for finding in findings if finding.kind == "error"]
-    errors += [f"{BLOCK_PATH}.drafters: {reason}" for reason in unfit_heads(tree)] if not errors else []
+    errors += unfit_heads(tree) if not errors else []
     for error in errors:
         print(f"nemo-specrollout: {error}", file=sys.stderr)
     return EXIT_BAD_INPUT if errors else 0
 
 
 def unfit_heads(tree: Tree) -> list[str]:
-    """Why heads that are to be refreshed do not fit the policy, as far as their folders are here."""
+    """Why drafters do not fit the policy: heads that are to be refreshed, and those that draft a block, as far as their
+    folders are here."""
     block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
-    heads = [d["model"] for d in block["drafters"] if d["type"] == "eagle3"] if block and block["draft_refresh"] else []
-    return [reason for head in heads if (reason := misfit(head, policy)) is not None]
+    if not block:
+        return []
+    config = build(SpecrolloutConfig, block, BLOCK_PATH)
+    heads = [str(d.model) for d in config.drafters if d.type == "eagle3" and config.draft_refresh is not None]
+    reasons = [f"{BLOCK_PATH}.drafters: {why}" for head in heads if (why := misfit(head, policy)) is not None]
+    folder = Path(policy)
+    blocks = [misfit_of_block_drafter(d, folder) for d in config.drafters] if folder.is_dir() else []
+    return reasons + [why for why in blocks if why is not None]
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
@@ -245,8 +255,8 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     if block is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
-    scheduling = "synchronously" if at(tree, f"{VLLM_KWARGS}.async_scheduling") is False else "asynchronously"
-    engine = f"vLLM's V2 model runner, scheduling {scheduling}"
+    is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
+    engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
     return [*_explain_speculation(config, native, by_ray=True), ("engine", engine), *_explain_engines(config, tree)]
 

@@ -63,7 +63,8 @@ def _subject(tree: dict[str, Any]) -> Subject:
         return Subject(tree, local_lines(prepared), prepared.config.policy.generation.specrollout, [])
     findings = check_nemo_rl(tree)
     if not any(finding.kind == "error" for finding in findings):
-        findings += [Finding(f"{BLOCK_PATH}.drafters", reason, "error") for reason in unfit_heads(tree)]
+        unfit = (reason.partition(": ") for reason in unfit_heads(tree))
+        findings += [Finding(subject, text, "error") for subject, _, text in unfit]
     is_sound = not any(finding.kind == "error" for finding in findings)
     found = effective_block(tree) if is_sound else None
     block = OFF if found is None else build(SpecrolloutConfig, found, BLOCK_PATH)

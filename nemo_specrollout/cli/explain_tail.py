@@ -15,7 +15,7 @@ def tail_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterato
     """Sentences; `expected` is None where nothing can be predicted."""
     tail = block.fastest_of_n
     if tail is None or not tail.enabled:
-        yield "off: nothing moves and nobody races; the block fastest_of_n turns it on"
+        yield "off: no request moves or races; the block fastest_of_n turns it on"
         return
     yield from _conditions(tail, block)
     yield from _predicted(expected)
@@ -36,9 +36,9 @@ def _conditions(tail: FastestOfNConfig, block: SpecrolloutConfig) -> Iterator[st
             f"{RACE_PREMIUM:.0%} more than a move; a racer with less than {LEAST_CHANCE:.0%} of a chance gives up"
         )
     elif tail.max_racers > 1:
-        yield "nobody races: all workers draft alike; fastest_of_n.methods gives each its own"
+        yield "no worker races: all draft alike; fastest_of_n.methods gives each its own"
     yield (
-        "counted are the text so far, which the other worker computes anew while its own requests wait, and that these are "
+        "counted are the text so far, which the other worker computes again while its own requests wait, and that these are "
         "slower beside one more; so it begins when a worker has little or nothing left"
     )
     yield f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running (no ladder is named)"

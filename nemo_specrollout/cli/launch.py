@@ -28,7 +28,7 @@ _FLAGS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command; CONFIG and key=value are added by whoever makes the parser."""
+    """Adds the flags of the command; the caller that makes the parser adds CONFIG and key=value."""
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes; sets cluster.num_nodes")
     parser.add_argument(
         "--run-dir", metavar="DIR", help="on a disk that all nodes see; default: results/NAME_OF_CONFIG"

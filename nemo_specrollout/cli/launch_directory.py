@@ -23,7 +23,7 @@ class LaunchDirectory:
     """`config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/`, `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
 
     Invariant: once a job was submitted, config and code of the run stay the same. Before that, nothing is lost by
-    writing them anew. `addon/` is a copy of this package, so that editing the original cannot change a run.
+    writing them again. `addon/` is a copy of this package, so that editing the original cannot change a run.
     """
 
     def __init__(self, path: str) -> None:

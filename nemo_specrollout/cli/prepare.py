@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import shared_secret
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_engine import runner_findings
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
@@ -73,10 +75,12 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
-    _check_head(config.policy.generation.specrollout.head, Path(config.policy.model_name))
+    _check_heads(config.policy.generation.specrollout, Path(config.policy.model_name))
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
     _check_engine(config)
+    if config.policy.generation.specrollout.enabled and (finding := next(runner_findings(tree), None)) is not None:
+        raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
 
 
@@ -142,12 +146,19 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _check_head(head: str | None, policy: Path) -> None:
-    """It must have been made for the policy. A small model is vLLM's to check."""
-    if head is None:
+def _check_heads(block: SpecrolloutConfig, policy: Path) -> None:
+    """They must have been made for the policy. A small model is vLLM's to check."""
+    for drafter in block.drafters:
+        if drafter.type in BLOCK_DRAFTERS and not Path(str(drafter.model)).is_dir():
+            raise ConfigError(
+                f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name that of a checkpoint"
+            )
+        if (reason := misfit_of_block_drafter(drafter, policy)) is not None:
+            raise ConfigError(reason)
+    if block.head is None:
         return
     try:
-        check_head(Path(head), policy, read_tensors=False)
+        check_head(Path(block.head), policy, read_tensors=False)
     except ValueError as error:
         raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
 

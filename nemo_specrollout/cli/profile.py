@@ -70,7 +70,7 @@ def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> d
 
 
 def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
-    """What a process of so many threads measures. Raises ConfigError with its last words if it fails."""
+    """What a process of `num_threads` threads measures. Raises ConfigError with its last words if it fails."""
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
     child = JsonChild("nemo_specrollout.generation.cost_profile", spec.wire(), environment)
     try:

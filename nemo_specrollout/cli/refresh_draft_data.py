@@ -230,7 +230,7 @@ class DataSource:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raises ValueError if there is no room for features of so many bytes, those that are there included."""
+    """Raises ValueError if there is no room for `needed` bytes of features, those that are there included."""
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("features/shard-*"))
     if needed > free:
         needed_mb, free_mb = needed / 1e6, free / 1e6

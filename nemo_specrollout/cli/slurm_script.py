@@ -14,7 +14,7 @@ from nemo_specrollout.nemo_rl.install import ACTORS
 # Our Ray actors, and NeMo-RL's own whose Python environment they share. NeMo-RL names an environment after its actor.
 SHARED_ENVIRONMENTS = {ours: native for native, ours in ACTORS.items()}
 _HEADER = (
-    "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which writes it anew each time.\n"
+    "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which overwrites it each time.\n"
 )
 
 

@@ -47,7 +47,7 @@ def as_key(secret: str) -> bytes:
 
 
 def secret_of_run() -> str:
-    """The secret of drafters that a run places itself: that of the environment, or one that nobody else knows.
+    """The secret of drafters that a run places itself: that of the environment, or one that only the run knows.
 
     Raises ConfigError for one that is too short.
     """

@@ -13,8 +13,11 @@ from nemo_specrollout.config.tail import FastestOfNConfig
 
 BLOCK_PATH = "policy.generation.specrollout"
 TEXT_DRAFTERS = ("ngram", "suffix", "random")
-MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp")
+BLOCK_DRAFTERS = ("dflash", "dspark")
+"""They propose all draft tokens of a step in one pass."""
+MODEL_DRAFTERS = ("eagle3", "draft_model", "mtp", *BLOCK_DRAFTERS)
 REMOTE_DRAFTER = "remote"
+TYPES_WITH_FOLDER = ("eagle3", "draft_model", *BLOCK_DRAFTERS, REMOTE_DRAFTER)
 DRAFT_SAMPLING = ("shared_noise", "greedy")
 REMOTE_FIELDS = (
     "workers", "addresses", "gpus", "most_ahead", "max_requests", "allowed_hosts", "vllm_kwargs", "placement", "profile",
@@ -26,15 +29,16 @@ BUDGET_POLICIES = ("auto", "fixed", "random")
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """One drafter; several may be named, and the router picks among them for each request and step."""
+    """One drafter. Several may be named: the draft board picks among them for each request and step."""
 
     type: str = choice(*TEXT_DRAFTERS, *MODEL_DRAFTERS, REMOTE_DRAFTER)
     """`ngram`: the request's own text. `suffix`: its siblings and past rollouts. `random`: always wrong, for worst cases.
-    `eagle3`: a head on the policy's hidden states. `draft_model`: a small model. `mtp`: the policy's own heads. `remote`: a
-    small model in an engine of its own, which runs ahead while the policy's engine verifies."""
+    `eagle3`: a head on the policy's hidden states. `draft_model`: a small model. `mtp`: the policy's own heads. `dflash`: a
+    head that drafts a block in one pass. `dspark`: the same, where each token also hangs on the one before. `remote`: a small
+    model in an engine of its own, which runs ahead while the policy's engine verifies."""
 
     model: str | None = None
-    """Folder of the head or the small model: `eagle3`, `draft_model` and `remote` need one, no other has one."""
+    """Folder of the head or the small model: all with weights need one but `mtp`; no other has one."""
 
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
     """What a drafter with weights samples: its own distribution with the request's noise, or its most likely token."""
@@ -81,7 +85,7 @@ class DrafterConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two, or a field does not go with the type."""
-        if (self.model is not None) != (self.type in ("eagle3", "draft_model", REMOTE_DRAFTER)):
+        if (self.model is not None) != (self.type in TYPES_WITH_FOLDER):
             fix = "name the folder of its weights" if self.model is None else "remove it"
             raise ConfigError(f"{path}.model: {self.model!r}; type {self.type}: {fix}")
         if self.type == REMOTE_DRAFTER:
@@ -237,7 +241,7 @@ class SpecrolloutConfig:
         tail, kinds = self.fastest_of_n, {frozenset(d.type for d in drafters) for drafters in self.drafters_of_workers}
         if tail is not None and tail.enabled and not tail.moving and len(kinds) == 1:
             raise ConfigError(
-                f"{path}.fastest_of_n.moving: false, and all workers draft alike, so nobody would race; set it to true, or "
+                f"{path}.fastest_of_n.moving: false, and all workers draft alike, so none would race; set it to true, or "
                 "give each worker drafters of its own by methods"
             )
         unused = [t for t in types if methods and t not in named]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, drafter_types
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_KWARGS, Tree, at, native_drafts
 from nemo_specrollout.config.versions import (
@@ -119,7 +120,7 @@ def _by(*types: str) -> Callable[[Tree], bool]:
 _RELEASES_ARE_REFUSED = "releases up to v0.7.0 are refused: use main of August 2026"
 _draft_trained = _is_set("policy.draft.enabled")
 # Drafters that can sample their drafts.
-_DRAWN = ("eagle", "eagle3", "draft_model", "mtp")
+_DRAWN = ("eagle", *MODEL_DRAFTERS)
 TRAPS = (
     KnownTrap(VLLM_CPU, (0, 28, 0), (0, 33, 0), _samples, "vLLM's own sampler divides logits by uninitialised memory where "
               "there are drafts and the temperature is above 0: its samples are not the policy's",

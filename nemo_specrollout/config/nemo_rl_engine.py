@@ -47,8 +47,14 @@ def drafter_types(tree: Tree) -> list[str]:
 
 def engine_findings(tree: Tree) -> Iterator[Finding]:
     """Every error and note about the engines."""
-    for function in (_arguments_of_nemo_rl, _model_runner, _speculative_config, _pipeline, _experts, _sizes):
+    for function in (_arguments_of_nemo_rl, runner_findings, _pipeline, _experts, _sizes):
         yield from function(tree)
+
+
+def runner_findings(tree: Tree) -> Iterator[Finding]:
+    """Those about the model runner, which are the same of a local run."""
+    yield from _model_runner(tree)
+    yield from _speculative_config(tree)
 
 
 def _arguments_of_nemo_rl(tree: Tree) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ class AsyncGrpoConfig:
     in_flight_weight_updates: bool = False
     """True: new weights at once, amid requests. False: when those that are under way have ended."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """With `in_flight_weight_updates`: the new policy reads anew what requests have so far. False: it goes on from the old
+    """With `in_flight_weight_updates`: the new policy reads the requests' text so far again. False: it goes on from the old
     one's KV cache, so that a token is no exact sample of either."""
 
 
@@ -343,7 +343,7 @@ class RunConfig:
             return
         if num_workers < 2:
             raise ConfigError(
-                f"{BLOCK_PATH}.fastest_of_n: there is one rollout worker, and nobody to race with; set "
+                f"{BLOCK_PATH}.fastest_of_n: there is one rollout worker, and none to race with; set "
                 "cluster.rollout_workers to 2 or more, or remove the block"
             )
         if tail.max_racers > num_workers:

@@ -29,7 +29,7 @@ from nemo_specrollout.decoupled.orders import DraftModel, MirrorClosing, MirrorO
 from nemo_specrollout.decoupled.tails import LANE_MASK
 
 SESSION_TIMEOUT_S = 120.0
-"""A verifier that says nothing for so long is forgotten; if it comes back it tells all anew."""
+"""A verifier that says nothing for so long is forgotten; if it comes back it tells everything again."""
 MOST_SESSIONS = 1024
 
 
@@ -53,7 +53,7 @@ class DrafterSide:
     """Owns sessions and mirrors. A loop calls `receive` for all that came, lets the engine carry out `take_orders`, drafts for
     some of `wanting`, tells `drafted`, and sends `outgoing`.
 
-    Invariant: a mirror belongs to one request of one session until that closes it, opens it anew, or is forgotten.
+    Invariant: a mirror belongs to one request of one session until that closes it, opens it again, or is forgotten.
     """
 
     def __init__(self, model: DraftModel, drafter: int, num_mirrors: int, most_ahead: int) -> None:

@@ -91,7 +91,7 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
     """Drafter, after each of its steps and in answer to each `Step`.
 
     A row: request int64; position int64 of the token in its text; prefix_hash uint64 of all tokens before it; token int32;
-    level int8 of its evidence. `lacking` int64: requests that it has to be told anew. `answers` is the number of the last
+    level int8 of its evidence. `lacking` int64: requests that it has to be told again. `answers` is the number of the last
     `Step` that came, which waited `held_ns` until this was sent; `token_s` is what a token takes it for
     each of the requests that it drafts for.
     """
@@ -114,7 +114,7 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
 
 
 class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=True):
-    """Whoever trains the draft model: its weights are now those in `folder`, a path of the drafter's machine."""
+    """The draft model's trainer says that its weights are now in `folder`, a path of the drafter's machine."""
 
     folder: Line
     draft_version: Count

@@ -55,7 +55,7 @@ class Mirrors:
 
     Invariants: a mirror's first `committed` tokens are the verifier's. Its text never shrinks below them. A commit names the
     text that it extends by length and hash, so one that is doubled or late changes nothing, and after a lost one the next is
-    understood, if the mirror has drafted that very text by itself; else the mirror is lacking, and has to be opened anew.
+    understood, if the mirror has drafted that very text by itself; else the mirror is lacking, and has to be opened again.
     """
 
     def __init__(self, num_mirrors: int, most_ahead: int) -> None:
@@ -93,7 +93,7 @@ class Mirrors:
         tokens: np.ndarray,
     ) -> tuple[list[Correction], np.ndarray]:
         """What verifiers have committed; a mirror of -1 is none of ours. Returns what the engine has to correct, and bool [N]:
-        of which rows the request has to be told anew."""
+        of which rows the request has to be told again."""
         outcome_N, kept_N, first_N = (np.empty(len(mirrors_N), np.int64) for _ in range(3))
         windows_N = np.minimum(windows_N.astype(np.int64), self._most_ahead)
         _commit(

@@ -14,7 +14,7 @@ from nemo_specrollout.drafters.base import PRIOR_STRENGTH, REQUEST_DECAY
 
 NO_REQUEST = -1
 LANE_BITS = 16
-"""A request's number holds its lane in so many low bits, so that no table is needed to find it."""
+"""Low bits of a request's number that hold its lane, so that no table is needed to find it."""
 LANE_MASK = (1 << LANE_BITS) - 1
 LEAST_SURVIVAL = 0.02
 """A draft token that is less likely to be reached is not worth a drafter's while, whose step is for all of its requests."""
@@ -75,7 +75,7 @@ class TailBuffers:
         self._judged[lane] = 0.0
 
     def close(self, lanes: np.ndarray) -> None:
-        """The requests of `lanes` are gone, or nobody drafts for them: their tails are, too, until a lane is opened again."""
+        """The requests of `lanes` are gone, or have no drafter: their tails go too, until a lane is opened again."""
         self._counts[4] += int((self._ends[lanes] - self._committed[lanes]).sum())
         self._requests[lanes] = NO_REQUEST
         self._ends[lanes] = self._committed[lanes]
@@ -96,7 +96,7 @@ class TailBuffers:
         """Draft tokens that each request's drafter may be ahead of it, uint8 [b]: as far as there is a chance that they stand.
 
         The rate of a token's being right, where all before were, is the request's own of late. Source: the per-request windows
-        of SpecActor's Algorithm 2 (arXiv 2511.16193); here nobody waits for a window to be full.
+        of SpecActor's Algorithm 2 (arXiv 2511.16193); here no request waits for a full window.
         """
         hits_b, trials_b = self._judged[lanes_b].T
         rates_b = (hits_b + FIRST_RATE * PRIOR_STRENGTH) / (trials_b + PRIOR_STRENGTH)

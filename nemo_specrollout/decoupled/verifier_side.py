@@ -15,8 +15,8 @@ from nemo_specrollout.decoupled.peers import FIRST_PAUSE_S, Peer, PeerState, Pol
 from nemo_specrollout.decoupled.tails import LANE_BITS, LANE_MASK, NO_REQUEST, TailBuffers, gather
 
 NO_DRAFTER = -1
-# A drafter is dropped if it answers nothing for so long, or says more than so many times what it was asked for; it is greeted
-# again after a pause, that doubles each time it fails.
+# A drafter is dropped if it does not answer for this time, or sends this many times what it was asked for. It is greeted again
+# after a pause, which doubles each time it fails.
 ANSWER_DEADLINE_S, FLOOD_FACTOR, FLOOD_ALLOWANCE = 2.0, 4, 4096
 LONGEST_PAUSE_S = 30.0
 HEARTBEAT_S = 0.2
@@ -35,7 +35,7 @@ class VerifierSide:
     `outgoing` is sent; whatever comes goes to `receive`; `tails` are the draft tokens at hand.
 
     Invariants: nothing here ever waits. A lane has one drafter or none; what any other says of it is dropped. A drafter that
-    failed is told all anew if it comes back, as if it had never been there.
+    failed is told everything again if it comes back.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class VerifierSide:
         return outbox
 
     def failed(self, drafter: int, reason: str, now_s: float) -> None:
-        """The transport cannot reach a drafter, or it says what nobody says."""
+        """The transport cannot reach a drafter, or it sends a message that is not valid."""
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
             self._drop(drafter, reason, now_s)
 
@@ -153,7 +153,7 @@ class VerifierSide:
         peer.waiting_since_s, peer.last_number = None, 0
 
     def _retell(self, drafter: int, lane: int) -> None:
-        """A drafter lacks a request: it is told anew; if it has no room, another drafter is, once there is one."""
+        """A drafter lacks a request: it is told again. If it has no room, another drafter is told, once there is one."""
         self._is_told[lane] = False
         peer = self.peers[drafter]
         if peer.num_open_there >= peer.num_mirrors:

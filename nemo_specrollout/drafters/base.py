@@ -7,7 +7,7 @@ Shapes: B requests of the batch, K draft positions, L longest sequence.
 import numpy as np
 
 # A proposal grades each token's evidence: four grades of the candidate's share within four of the context's length.
-# The router learns what share of each level comes true, and starts from what is written here.
+# The draft board learns what share of each level comes true, and starts from what is written here.
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 NUM_LEVELS = len(LEVEL_PRIORS)
 # How fast what was learned fades: of a level, by step; of a request, by draft token judged.

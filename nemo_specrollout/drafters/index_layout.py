@@ -6,7 +6,7 @@ bit set. Its low bits choose a bucket of eight contexts; its high 48 bits tell t
 
 Word of a context: those 48 bits above 16 bits of rank. Zero: free. Who is counted gains `GAIN` ranks, but is never more
 than `MAX_LEAD` above the lowest of its bucket. Who is new takes a free slot or that of the lowest, and ranks one above
-the lowest. So every newcomer raises the floor: a context that nobody asks for sinks, however popular it was, one that was
+the lowest. So every newcomer raises the floor: a context that is not asked for sinks, however popular it was, one that was
 seen twice outlives many that were seen once, and neither needs a clock. Ranks count modulo 2^16 (in a bucket they are at
 most MAX_LEAD + 1 apart), hence nothing has to be scaled down, and to count writes one word.
 

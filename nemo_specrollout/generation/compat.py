@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.32.0.
 
-Whoever supports another version changes this file and nothing else. Every accessor names the attribute that it needs;
+To support another version, change this file and nothing else. Every accessor names the attribute that it needs;
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 
 import copy
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm import exceptions as vllm_exceptions
-from vllm.config import set_current_vllm_config
+from vllm.config import set_current_vllm_config, speculative
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logprobs import Logprob
@@ -29,7 +29,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils import torch_utils
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
+from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
@@ -92,6 +95,47 @@ def verify_model_runner(runner: Any) -> None:
         raise RuntimeError(
             f"vLLM {VLLM_VERSION}: the model runner has no {', '.join(missing)}; this version is not supported"
         )
+
+
+def verify_block_speculator(speculator: Any) -> None:
+    """Raises ValueError unless this is DFlash or DSpark as they are bound to here: variants of DFlash sample in kernels of
+    their own."""
+    generates = type(speculator)._generate_draft
+    if generates not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
+        raise ValueError(
+            f"specrollout.drafters: vLLM {VLLM_VERSION} drafts with {type(speculator).__name__} for this checkpoint, which "
+            "samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
+        )
+
+
+def norm_context_by_layer(speculator: Any) -> None:
+    """Makes a DFlash or DSpark on a CPU norm the context's keys of each layer by that layer's weights. vLLM's kernel for CPUs
+    takes the first layer's for all (0.32)."""
+    model = speculator.model.model
+    if device_type() != "cpu" or not hasattr(model, "_normalize_context_k"):
+        return
+
+    def normalize(keys_L: torch.Tensor) -> torch.Tensor:
+        norms = [layer.self_attn.k_norm for layer in model.layers]
+        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
+
+    model._normalize_context_k = normalize
+
+
+def check_method(method: str) -> None:
+    """Raises ConfigError for a drafter's type that the running vLLM does not have as a method of its own."""
+    methods = set(_names(speculative.SpeculativeMethod))
+    if method not in methods:
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters.type: {method!r}; vLLM {VLLM_VERSION} cannot draft in this way: install "
+            "a newer one, or name another drafter"
+        )
+
+
+def _names(literal: Any) -> Iterator[str]:
+    """The strings of a Literal, of those in it too."""
+    for value in get_args(literal):
+        yield from [value] if isinstance(value, str) else _names(value)
 
 
 def mask_alike_whatever_the_rows() -> None:

@@ -59,7 +59,7 @@ class Workers(Protocol):
         """Whether it takes orders."""
 
     def revive(self) -> None:
-        """Begins to start those that died again, with the weights of the others. Raises RuntimeError if nobody is left."""
+        """Begins to start those that died again, with the weights of the others. Raises RuntimeError if no worker is left."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         """Gives every worker new weights, after the turns that it was asked for."""
@@ -170,7 +170,7 @@ class Coordinator:
         return self._responses[key]
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """Nobody wants these any more, or any of what is under way; what ended is none of them."""
+        """These are no longer wanted, or nothing of what is under way is; what ended is none of them."""
         self._ended = [] if keys is None else self._ended
         for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
             for worker in list(self._responses[key].runs):
@@ -274,7 +274,7 @@ class Coordinator:
                 self.workers.send(worker, orders)
 
     def begin_now(self, worker: int, keys: Iterable[int] | None = None) -> tuple[tuple[int, Request], ...]:
-        """What the worker is to begin with, or of it these requests, by name: in its next turn, or before if whoever asks sees
+        """What the worker is to begin with, or of it these requests, by name: in its next turn, or before if the caller sees
         to it."""
         starts, wanted = self._starts[worker], None if keys is None else set(keys)
         names = [name for name, key in starts.items() if wanted is None or key in wanted]
@@ -362,7 +362,7 @@ class Coordinator:
     # Decisions
 
     def _consult(self) -> None:
-        """Moves and races what the policy says, now and then, and at once where a request has nobody."""
+        """Moves and races what the policy says, now and then, and at once where a request has no worker."""
         if self.policy is None:
             if self._waiting:
                 self._deal_out(list(self._waiting))

@@ -95,10 +95,10 @@ class DrafterEngine:
         self._scheduler.correct(correction)
 
     def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder` from now on; mirrors are read anew. Raises ValueError, and goes on with the old
+        """Drafts with the weights in `folder` from now on; mirrors are read again. Raises ValueError, and goes on with the old
         ones, if they are not those of a model like the one that it was started with."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": read_like(folder, self._folder)})
-        self._scheduler.read_anew()
+        self._scheduler.read_again()
 
     def draft(self, mirrors_M: np.ndarray) -> Drafted:
         """A token for each of these mirrors; none for one whose text is still being read."""

@@ -84,9 +84,10 @@ class Drafting:
         """Told of each step: the batch, hidden states for the LM head, those of auxiliary layers, tokens rejected [B]."""
         speculator.propose = self.propose
         speculator.draft_token_confidence_probs = self.board.rates_BK
-        # The board is what estimates here. vLLM asks the speculator whether its graphs are to hold drafts of any number; its
-        # speculator for text does not say.
+        # The board is what estimates here, not vLLM's estimator nor DSpark's confidence head. vLLM asks the speculator whether
+        # its graphs are to hold drafts of any number; its speculator for text does not say.
         speculator.acceptance_estimator = None
+        speculator.use_confidence_head = False
         speculator.enable_adaptive_verification = runner.speculative_config.enable_adaptive_verification
 
     @property

@@ -110,6 +110,8 @@ class RolloutEngine:
         arguments = with_specrollout(arguments, block, compat.device_type())
         self._has_our_worker = "worker_cls" in arguments
         compat.check_arguments(arguments)
+        if block.enabled and block.model_drafter is not None:
+            compat.check_method(block.model_drafter.type)
         try:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
@@ -130,7 +132,7 @@ class RolloutEngine:
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Nobody asked for a step for so long, amid a rollout: the step that follows took that much less."""
+        """No step was asked for in the last `seconds` of a rollout: the step that follows took that much less."""
         if self._has_our_worker:
             self._llm.collective_rpc("specrollout_stood_still", args=(seconds,))
 

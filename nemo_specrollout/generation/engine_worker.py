@@ -189,7 +189,7 @@ class EngineWorkerMixin:
         return report
 
     def specrollout_totals(self) -> dict[str, Any] | None:
-        """`EngineTotals` as a dict; None on a rank whose drafts nobody asks for."""
+        """`EngineTotals` as a dict; None on a rank whose drafts are not used."""
         return self.specrollout_accounts.totals().wire() if compat.is_output_rank() else None
 
     def specrollout_weights_updated(self, seconds: float) -> None:
@@ -247,7 +247,7 @@ class EngineWorkerMixin:
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """What a step leaves besides its tokens: alarms, the stamps of the requests of `seeds` by seed, or of all that ended,
         the versions of policy and head (None: no head drafts), whether the head lies dormant. None on a rank whose drafts
-        nobody asks for."""
+        are not used."""
         if not compat.is_output_rank():
             return None
         stamps, drafting = self.specrollout_stamps, self.specrollout_drafting
@@ -317,7 +317,7 @@ class EngineWorkerMixin:
             self.specrollout_stamps.head_version = self.specrollout_stamps.policy_version
 
     def specrollout_draft_supply(self) -> dict[str, Any] | None:
-        """`DraftSupply` as a dict; None without drafters on other workers, and on a rank whose drafts nobody asks for."""
+        """`DraftSupply` as a dict; None without drafters on other workers, and on a rank whose drafts are not used."""
         remote = None if self.specrollout_drafting is None else self.specrollout_drafting.remote
         return None if remote is None or not compat.is_output_rank() else asdict(remote.supply())
 

@@ -55,7 +55,7 @@ class FeatureCapture:
     is taken.
 
     `share` of the requests are captured, chosen by their seeds, fewer as soon as that takes more than `max_time_share` of
-    the time. What nobody takes is forgotten beyond `max_bytes`, oldest first. `version` is that of the weights; a sequence
+    the time. What is not taken is forgotten beyond `max_bytes`, oldest first. `version` is that of the weights; a sequence
     across an update of them is cut there, so that each has one version.
     """
 

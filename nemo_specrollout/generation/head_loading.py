@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nemo_specrollout.config.block import BLOCK_DRAFTERS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.head_rope import head_context, layer_config, rope_difference
 from nemo_specrollout.generation.shared_tensors import part, shared_modules
@@ -15,6 +16,8 @@ from nemo_specrollout.scheduling.canary import HeadHealth
 from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
+ZERO_IF_UNUSED = (".bias", "mask_embedding")
+"""Parameters that are zero in a sound head: DFlash and DSpark have an embedding for masks besides the vocabulary's."""
 
 
 def own_lm_head(target: nn.Module, draft: nn.Module) -> None:
@@ -78,10 +81,10 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
     method = runner.speculative_config.method
     configs = (runner.speculative_config.draft_model_config, runner.model_config)
     head_config, policy_config = (c.hf_text_config.to_dict() for c in configs)
-    meant_to_share = (EMBEDDING, LM_HEAD) if method == "mtp" else (EMBEDDING,)
+    meant_to_share = (EMBEDDING, LM_HEAD) if method in ("mtp", *BLOCK_DRAFTERS) else (EMBEDDING,)
     return HeadHealth(
         non_finite=any(not bool(torch.isfinite(t).all()) for _, t in floats),
-        all_zero=any(not bool(t.any()) for name, t in floats if not name.endswith(".bias")),
+        all_zero=any(not bool(t.any()) for name, t in floats if not name.endswith(ZERO_IF_UNUSED)),
         shares_target_tensors=tuple(p for p in shared_modules(runner.model, draft) if not p.endswith(meant_to_share)),
         differs_from_published=not _are_those_of(own, published),
         layer_ids_wrong=(in_use is not None and bool(meant) and in_use != meant)

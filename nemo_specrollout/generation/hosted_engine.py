@@ -69,7 +69,7 @@ def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardReque
 
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:
     """What the engine is asked to go on with, and how: told at the end, or as it comes. Where it is told as it comes weights
-    may change amid requests, and what was made elsewhere is computed anew with the weights of now."""
+    may change amid requests, and what was made elsewhere is computed again with the present weights."""
     num_prompt, num_prefix = len(request.prompt_token_ids), len(request.prefix_token_ids)
     params = going_on(params_from_wire(request.params), num_prompt, num_prefix, streams=streams)
     return [*request.prompt_token_ids, *request.prefix_token_ids], params

@@ -9,7 +9,7 @@ from nemo_specrollout.generation.turns import Orders, Report
 
 
 class Mailboxes:
-    """A coordinator's `Workers`, none of which is called. Owns the orders that nobody has fetched, the reports that nobody has
+    """A coordinator's `Workers`, none of which is called. Owns the orders that were not fetched yet, the reports that were not
     read, and how many turns each worker has before it.
 
     A worker is away until it joins, and again when it leaves or is lost. It fetches its orders in order and reports every
@@ -25,7 +25,7 @@ class Mailboxes:
         self._inbox: deque[tuple[int, Report | None]] = deque()
 
     def join(self, worker: int, capacity: int) -> None:
-        """The worker is there, with room for so many requests and nothing to do."""
+        """The worker is there, with room for `capacity` requests and nothing to do."""
         self.capacity = min(capacity, self.capacity or capacity)
         self._forget(worker)
         self._present.add(worker)
@@ -38,7 +38,7 @@ class Mailboxes:
             self._forget(worker)
 
     def leave(self, worker: int) -> None:
-        """It comes no more: what it has is nobody's until somebody else begins with it."""
+        """It comes no more: what it has belongs to no worker until another begins with it."""
         if worker in self._present:
             self._present.discard(worker)
             self._forget(worker)
@@ -75,7 +75,7 @@ class Mailboxes:
         self._num_turns[worker] += 1
 
     def reports(self) -> list[tuple[int, Report | None]]:
-        """What came since last asked; waits for nobody."""
+        """What came since last asked; does not wait."""
         reports = list(self._inbox)
         self._inbox.clear()
         return reports
@@ -89,7 +89,7 @@ class Mailboxes:
         return worker in self._present
 
     def revive(self) -> None:
-        """Nobody can be called."""
+        """No worker can be called."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         """They come another way."""

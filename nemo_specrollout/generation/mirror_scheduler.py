@@ -26,7 +26,7 @@ class TextChange:
 class MirrorScheduler(Scheduler):
     """Runs only the mirrors that are `awake`, in that order, beside texts that are yet to be read.
 
-    Invariant: of a mirror's text, exactly its first `num_computed_tokens` are in its KV. Nobody but `take_drafted` learns of
+    Invariant: of a mirror's text, exactly its first `num_computed_tokens` are in its KV. Only `take_drafted` learns of
     what was sampled. `_changed` says from where on a worker's text may differ from the request's.
     """
 
@@ -51,7 +51,7 @@ class MirrorScheduler(Scheduler):
         request.append_output_token_ids(list(correction.tokens))
         self._changes(request, correction.num_kept, correction.num_kept)
 
-    def read_anew(self) -> None:
+    def read_again(self) -> None:
         """The weights are others: the KV of all texts is computed again, in place, when a mirror is awake."""
         for request in self.requests.values():
             self._changes(request, request.num_tokens, 0)

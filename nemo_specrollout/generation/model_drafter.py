@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP), asked where that pays.
+"""A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), asked where that pays.
 
 The networks, their weights and their KV cache are vLLM's. Ours are the noise that they sample with, how deep they draft, and
-that they need not run while nobody gains by it.
+that they need not run while no request gains by it.
 
 Shapes: S request slots, B requests of the batch, K draft positions.
 """
@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.block_drafts import draft_only_on_demand, share_noise_of_block
 from nemo_specrollout.generation.compat import agreed
 from nemo_specrollout.generation.draft_sampling import share_noise
 from nemo_specrollout.generation.host_copy import HostCopy
@@ -36,10 +38,9 @@ class ModelDrafter:
         """`index`: the drafter's place on the board."""
         self._board, self._index, self._speculator = board, index, runner.speculator
         self._propose = runner.speculator.propose
-        self._shares_noise = config.drafters[index].sampling == "shared_noise"
-        self._only_reads = False
-        if self._shares_noise:
-            share_noise(self._speculator, board.levels_DBK[index], lambda: self._only_reads)
+        drafter = config.drafters[index]
+        self._shares_noise, self._only_reads = drafter.sampling == "shared_noise", False
+        self._set_up_sampling(drafter.type in BLOCK_DRAFTERS)
         num_slots, num_positions = board.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
@@ -52,6 +53,17 @@ class ModelDrafter:
         """Whether it may draft; a canary that finds it dead says no."""
         self.seconds = 0.0
         """Of the last drafting of which the time is known."""
+
+    def _set_up_sampling(self, drafts_blocks: bool) -> None:
+        levels_BK = self._board.levels_DBK[self._index]
+        if drafts_blocks:
+            compat.verify_block_speculator(self._speculator)
+            compat.norm_context_by_layer(self._speculator)
+            draft_only_on_demand(self._speculator, lambda: self._only_reads)
+        if self._shares_noise and drafts_blocks:
+            share_noise_of_block(self._speculator, levels_BK)
+        elif self._shares_noise:
+            share_noise(self._speculator, levels_BK, lambda: self._only_reads)
 
     @property
     def is_dormant(self) -> bool:

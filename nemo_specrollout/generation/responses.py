@@ -19,7 +19,7 @@ class Run:
 class Response:
     """Tokens and log-probs as far as any worker has told, and the run of each worker that has it.
 
-    Invariant: every token was told once first, and whoever tells one again tells the same, or its run is no run of this
+    Invariant: every token was told once first, and a worker that tells one again tells the same, or its run is no run of this
     response any more. So the response is one worker's work up to each point, in whatever order workers report.
     """
 

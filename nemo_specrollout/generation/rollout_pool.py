@@ -57,14 +57,14 @@ class RolloutActor:
 class RolloutPool:
     """The workers of a run: Ray's, if none runs yet, the actors, and the weights that a new one starts with are its own.
 
-    A worker is alive, or dead, or being revived. Whoever notices that one has died, its death is reported, and until then it
-    takes no orders, though it be alive again. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
+    A worker is alive, or dead, or being revived. Its death is reported once, whoever notices it. Until then it
+    takes no orders, even if it is alive again. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
 
     def __init__(
         self, model: Path, generation: GenerationConfig, seed: int, num_workers: int, *, recompute_kv_cache: bool = True
     ) -> None:
-        """Starts Ray, unless one runs, and so many workers. Raises ConfigError for what vLLM refuses.
+        """Starts Ray, unless one runs, and `num_workers` workers. Raises ConfigError for what vLLM refuses.
 
         `recompute_kv_cache`: what new weights amid requests mean for what those have so far (`RolloutWorker.load_weights`).
         """
@@ -122,13 +122,13 @@ class RolloutPool:
         return [(w, answer) for w, answer in answers if answer is not GONE] + [(w, None) for w in deaths]
 
     def finish_turns(self) -> None:
-        """Waits for the turns that are left of an earlier rollout; nobody wants to know what they report."""
+        """Waits for the turns that are left of an earlier rollout; what they report is dropped."""
         while self._turns:
             self.reports()
 
     def revive(self) -> None:
         """Begins to start dead workers again, with the newest weights, but none that has died too often. Raises RuntimeError
-        if that leaves nobody."""
+        if that leaves no worker."""
         being_revived = {worker for worker, _ in self._starting.values()}
         for worker in set(range(len(self.methods))) - self._actors.keys() - being_revived:
             if self.num_restarts[worker] < MOST_RESTARTS:

@@ -101,7 +101,7 @@ class RolloutWorker:
     ) -> None:
         """The policy is that of `policy_version` from the next turn on; runs go on.
 
-        With `recompute_kv_cache` what they have so far is read anew, so that each further token is what the new policy says
+        With `recompute_kv_cache` what they have so far is read again, so that each further token is what the new policy says
         after this text. Without, the new policy goes on from the old one's KV cache, as NeMo-RL does by default.
         """
         runs = list(self._runs.values()) if recompute_kv_cache else []
@@ -119,7 +119,7 @@ class RolloutWorker:
         self._stop(list(self._runs))
 
     def _stop(self, names: Sequence[int]) -> None:
-        """Nobody asks what they have made since they were told of last."""
+        """What they have made since they were last told of is not asked for."""
         self._take_out([self._runs.pop(name) for name in names if name in self._runs])
 
     def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int, int]:

@@ -34,7 +34,7 @@ class Savings:
         self._gave_up = True
 
     def more(self) -> None:
-        """More requests are under way: there is nothing to compare with, unless nobody has moved or raced yet."""
+        """More requests are under way: there is nothing to compare with, unless no request has moved or raced yet."""
         self._gave_up = self._gave_up or self._held is not None
 
     def before(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:

@@ -57,8 +57,8 @@ class Stamps:
         self._ended: OrderedDict[int, _Record] = OrderedDict()
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
-        """A request of so many tokens takes `slot`; one that was put aside goes on where it was. Its counts in the slot must
-        be zero: `resume` puts those of before in."""
+        """A request of `num_tokens` takes `slot`; one that was put aside goes on where it was. Its counts in the slot must be
+        zero: `resume` puts its earlier counts in."""
         earlier = self._ended.pop(seed, None)
         spans = ((self.policy_version, prompt_length),) if earlier is None else earlier.policy_spans
         if spans[-1][0] != self.policy_version:

@@ -16,7 +16,7 @@ from nemo_specrollout.scheduling.draft_time import DraftCosts
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable
 
 AGREED_STEPS = 32
-"""Steps after which tensor-parallel ranks agree on costs anew."""
+"""Steps after which tensor-parallel ranks agree on costs again."""
 
 
 class StepAccounts:

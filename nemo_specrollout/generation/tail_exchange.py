@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where engines that are served by somebody else meet: each brings its requests, reports its turns and fetches orders.
 
-No process of its own: whoever reports does the coordinator's work, for all whose reports wait by then.
+No process of its own: a worker that reports does the coordinator's work, for all whose reports wait by then.
 """
 
 import threading
@@ -61,7 +61,7 @@ class TailExchange:
             self._awaited = set(range(len(self._made)))
 
     def end(self) -> None:
-        """It has ended, well or badly: nobody waits for anybody any more."""
+        """It has ended, well or badly: no worker waits for another any more."""
         with self._guarded():
             self._drop()
             self._awaited = set()
@@ -76,7 +76,7 @@ class TailExchange:
     # Workers
 
     def join(self, worker: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
-        """The worker is there, with room for so many requests, and brings some."""
+        """The worker is there, with room for `capacity` requests, and brings some."""
         with self._guarded():
             self._boxes.join(worker, capacity)
             self._heard_s[worker] = time.monotonic()
@@ -95,12 +95,12 @@ class TailExchange:
             return starts
 
     def cancel(self, worker: int, numbers: Sequence[int]) -> None:
-        """Nobody wants the responses to its requests of these numbers any more."""
+        """The responses to its requests of these numbers are no longer wanted."""
         with self._guarded():
             self._forget([self._keys[worker, n] for n in numbers if (worker, n) in self._keys])
 
     def leave(self, worker: int) -> None:
-        """The worker comes no more. What it has for others goes on elsewhere; nobody wants what it brought."""
+        """The worker comes no more. What it has for others goes on elsewhere; what it brought is dropped."""
         with self._guarded():
             if self._awaited is not None:
                 self._awaited.discard(worker)
@@ -195,7 +195,7 @@ class TailExchange:
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
-        """Nobody is to be given the responses to these."""
+        """The responses to these go to no worker."""
         self._coordinator.abandon(keys)
         for key in keys:
             del self._keys[self._homes.pop(key)]

@@ -24,7 +24,7 @@ class EngineTotals:
     num_rows: int = 0
     """Rows sampled from: requests and draft tokens."""
     host_s: float = 0.0
-    """The router's own time."""
+    """Our own time on the host within steps, without a drafter with weights."""
     draft_s: float = 0.0
     """Time of a drafter with weights."""
     other_s: float = 0.0

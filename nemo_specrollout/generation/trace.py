@@ -61,10 +61,10 @@ class StepTrace:
         self.num_steps += 1
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
-        """The step is over, of which the router took `host_s` and a drafter with weights `draft_s`. Returns (requests, rows,
+        """The step is over: our host work took `host_s` of it, and a drafter with weights `draft_s`. Returns (requests, rows,
         seconds, rows of the step before) of a pure decode step; the last is 0 if the one before was none.
 
-        What drafting took is left out there: it is no cost of verifying. So is what the router took for a step that got no
+        What drafting took is left out there: it is no cost of verifying. So is what the host took for a step that got no
         drafts: plain decoding would not have spent it.
         """
         step = self._steps[-1]

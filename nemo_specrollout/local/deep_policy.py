@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH
 from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.training.head_facts import LAYER_IDS_FIELD
@@ -34,9 +34,10 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
     Raises ConfigError for a policy or a drafter that cannot be deepened.
     """
     block, factor = config.policy.generation.specrollout, config.bench.deepen
-    if any(d.type == "mtp" for d in block.drafters):
+    bound = next((d.type for d in block.drafters if d.type in ("mtp", *BLOCK_DRAFTERS)), None)
+    if bound is not None:
         raise ConfigError(
-            f"bench.deepen: {factor} with a drafter of type mtp, which is one of the policy's layers; set it to 1"
+            f"bench.deepen: {factor} with a drafter of type {bound}, which is made for the policy's own layers; set it to 1"
         )
     policy = folder / "policy"
     deepen_policy(Path(config.policy.model_name), policy, factor)

@@ -70,7 +70,7 @@ class Recording:
         return list(FeatureReader(self.folder / "features").sequences(held_out, versions=[version]))
 
     def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-        """What a head may learn from after step `version`, or be judged by: newest first, up to so many tokens."""
+        """What a head may learn from after step `version`, or be judged by: newest first, up to `max_tokens`."""
         reader = FeatureReader(self.folder / "features")
         return list(reader.sequences(held_out, list(range(version + 1)), max_tokens))
 

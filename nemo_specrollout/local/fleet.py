@@ -72,7 +72,7 @@ class RolloutFleet:
         self._before = self.pool.ask_each("report", 1 << 60)
 
     def counted(self, rollouts: Sequence[Rollout], seconds: float) -> RolloutStats:
-        """Figures of what engines did since in a rollout of so many seconds, of those that have not died."""
+        """Figures of what the engines that live did since, in a rollout of `seconds`."""
         before, after = self._reports_since()
         shards = in_shards(len(rollouts), len(self.pool.methods))
         return fleet_stats(before, after, rollouts, shards, seconds, self.pool.capacity)

@@ -24,7 +24,7 @@ from nemo_specrollout.local.task import make_problem
 from nemo_specrollout.scheduling.ladder import ANY_TASK, SIZES, LadderFile, Rung
 
 WARM_UP_ROUNDS = 1
-"""Rounds that do not count: kernels compile, routers learn."""
+"""Rounds that do not count: kernels compile, draft boards learn."""
 # After a turn what has ended is replaced, so that the batch stays what it is; a small one ends its turns by itself.
 _TURN_S = 0.1
 # Prompts of the task's list between those of one batch size and of the next: more than are ever used.
@@ -109,7 +109,7 @@ class LadderBench:
         self._prefilled = _Sum()
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """In every round a slice of so many seconds of each method at each batch size; `on_slice` is told which."""
+        """In every round a slice of `slice_s` seconds of each method at each batch size; `on_slice` is told which."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded, self._prefilled = {pair: _Sum() for pair in self._decoded}, _Sum()
         self._before = self.pool.ask_each("report", 1 << 60)

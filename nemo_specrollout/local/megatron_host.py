@@ -5,7 +5,7 @@ Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table a
 machine without CUDA the honest answer is the CPU device; `install` gives that answer. Nothing else needs replacing as
 long as dropout is off and the attention core is ours (`megatron_model.CausalAttention`).
 
-The process group may be shared with vLLM in the same process: whoever comes first creates it, the other reuses it. A
+The process group may be shared with vLLM in the same process: the first to come creates it, the other reuses it. A
 vLLM engine that shuts down destroys it, so `install` is cheap and callers repeat it before they use a model.
 """
 

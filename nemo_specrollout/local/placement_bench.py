@@ -68,7 +68,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be rolled out: `tokens` each, or at most so many where texts end by themselves."""
+    """What is to be rolled out: `tokens` each, or at most that number where texts end by themselves."""
 
     prompts: Prompts
     tokens: int

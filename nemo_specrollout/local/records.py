@@ -104,7 +104,7 @@ def whole_trace(trace: Record) -> Record:
 
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
     """From when to when each engine step is shown: until it samples, and since the one before did, or since it began if the
-    engine was idle between. When the first began nobody knows."""
+    engine was idle between. When the first began is not known."""
     sampled = column(trace, "time_s")
     ends = sampled + sum(column(trace, n) for n in ("host_s", "draft_s") if n in trace["columns"])
     begins = ends[1:] - column(trace, "seconds")[1:]

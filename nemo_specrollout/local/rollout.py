@@ -118,7 +118,7 @@ class MeasuredRollout:
         return self._generation.num_tokens
 
     def advance(self, seconds: float = math.inf) -> None:
-        """A turn of about so many seconds, the last of them until all is done."""
+        """A turn of about `seconds`; the last lasts until all is done."""
         self._engine.stood_still(time.perf_counter() - self._rested_since)
         self._turn_since = time.perf_counter()
         self._generation.advance(seconds)

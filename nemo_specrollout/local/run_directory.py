@@ -42,7 +42,7 @@ class RunDirectory:
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
         """A new run, or the one in the folder if its config is the same but for the number of steps.
 
-        A run without a finished step has nothing to lose: it starts anew, whatever its config was.
+        A run without a finished step has nothing to lose: it starts from the beginning, whatever its config was.
 
         Raises ConfigError where the folder holds something else, or a run that is complete or keeps no checkpoints.
         """

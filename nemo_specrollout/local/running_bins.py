@@ -20,7 +20,7 @@ LABELS = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "more")
 
 
 def bin_of(num_running: int) -> int:
-    """The bin of so many running requests."""
+    """The bin of `num_running` requests."""
     return bisect_left(MOST_RUNNING, num_running)
 
 
@@ -55,7 +55,7 @@ class BinnedRollout:
         return self._rollout.is_done
 
     def advance(self, seconds: float) -> None:
-        """A turn of about so many seconds."""
+        """A turn of about `seconds`."""
         self._rollout.advance(seconds)
 
     def result(self) -> BinnedStats:

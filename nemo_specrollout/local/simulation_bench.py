@@ -5,7 +5,7 @@
 
 CONFIG is one of the local runner that names an EAGLE-3 head. In each round two rollouts for each number of workers and of
 requests, one plain and one with k drafts, say what steps cost and how well the head drafts. Then come, on prompts of their
-own, the rollouts that are predicted: plain, k drafts, and the router's choice, of which no cost was measured; few requests and
+own, the rollouts that are predicted: plain, k drafts, and the budget `auto`, of which no cost was measured; few requests and
 many; each where it was dealt, and with moving. What a prediction is told of a rollout is how long its responses were.
 """
 

@@ -38,7 +38,7 @@ from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
 
-# Rounds that only warm up: kernels compile, ladder, lengths and routers learn.
+# Rounds that only warm up: kernels compile, ladder, lengths and draft boards learn.
 WARM_UP_ROUNDS = 1
 PLAIN, OURS = "plain", "ours"
 

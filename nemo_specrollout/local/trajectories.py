@@ -59,7 +59,7 @@ class TrajectoryCollector(Generic[T]):
 
     What `on_ready` makes of trajectories, in that thread and as soon as they are there, is what the trainer takes.
 
-    States: collecting, then closed, or failed: then whoever asks for anything gets the error. Invariant: of what is begun by a
+    States: collecting, then closed, or failed: then each call raises the error. Invariant: of what is begun by a
     policy of version v no target is beyond v + max_trajectory_age_steps.
     """
 

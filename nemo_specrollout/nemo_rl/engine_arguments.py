@@ -27,6 +27,8 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
     if len(block.drafters_of_workers) > 1:
         block = block_of_worker(block, _engine_number(generation_config["vllm_cfg"]))
+    if block.model_drafter is not None:
+        compat.check_method(block.model_drafter.type)
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":

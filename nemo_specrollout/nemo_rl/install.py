@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import secret_of_run
-from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
@@ -42,7 +43,7 @@ def install(config: Any) -> bool:
         return False
     prepare_nemo_rl(config.model_dump())
     check_holds(HOLDS)
-    _check_head(block, config.policy["model_name"])
+    _check_heads(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
     _check_tail(block)
     _check_arguments(block, config.policy["generation"].get("vllm_kwargs") or {})
@@ -95,14 +96,21 @@ def _replace_names(config: Any) -> None:
     _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts, notes))
 
 
-def _check_head(block: dict[str, Any], policy: str) -> None:
-    """A head that is refreshed must fit its policy. Its folder gets its whole path: actors may run in other folders."""
+def _check_heads(block: dict[str, Any], policy: str) -> None:
+    """A head that is refreshed must fit its policy, and so must one that drafts a block. Their folders get their whole paths:
+    actors may run in other folders."""
     for drafter in block["drafters"]:
-        if drafter["type"] == "eagle3" and Path(drafter["model"]).is_dir():
-            drafter["model"] = str(Path(drafter["model"]).absolute())
+        if drafter["type"] not in ("eagle3", *BLOCK_DRAFTERS) or not Path(drafter["model"]).is_dir():
+            continue
+        drafter["model"] = str(Path(drafter["model"]).absolute())
+        if drafter["type"] == "eagle3":
             reason = misfit(drafter["model"], policy) if block["draft_refresh"] else None
-            if reason is not None:
-                raise ConfigError(f"{BLOCK_PATH}.drafters: {reason}")
+            reason = reason and f"{BLOCK_PATH}.drafters: {reason}"
+        else:
+            config = build(DrafterConfig, drafter, f"{BLOCK_PATH}.drafters")
+            reason = misfit_of_block_drafter(config, Path(policy)) if Path(policy).is_dir() else None
+        if reason is not None:
+            raise ConfigError(reason)
 
 
 def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
         "weight_updates": done.num_weight_updates / max(len(after), 1),
         "seeds_made_up": done.num_made_up_seeds,
         "decode_s": done.decode_s,
-        "router_host_s": done.host_s,
+        "draft_host_s": done.host_s,
     }
     if done.num_steps:
         figures["steps_with_drafts"] = done.num_steps_with_drafts / done.num_steps

@@ -31,7 +31,7 @@ class TailLink:
         self._actor, self._worker = actor, worker
 
     def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None:
-        """The engine is there, with room for so many requests, and brings some."""
+        """The engine is there, with room for `capacity` requests, and brings some."""
         answer_of(self._actor.join.remote(self._worker, capacity, requests))
 
     def exchange(self, report: Report | None) -> Callable[[], Reply]:
@@ -52,7 +52,7 @@ class TailStreamLink:
         self._actor, self._worker = actor, worker
 
     async def join(self, capacity: int) -> None:
-        """The engine is there, with room for so many requests."""
+        """The engine is there, with room for `capacity` requests."""
         await self._answer("join", capacity)
 
     async def add(self, requests: Sequence[ShardRequest]) -> Starts:

@@ -24,7 +24,7 @@ MIN_RATE, MAX_RATE = 1e-3, 0.999
 
 @dataclass(frozen=True)
 class HeadHealth:
-    """What was found in the head's weights and its drafts, by whoever can look; the defaults say nothing.
+    """What was found in the head's weights and its drafts, by a caller that can look; the defaults say nothing.
 
     `shares_target_tensors`: names of the head's own tensors that lie in the policy's memory. `age_in_versions`: refits since
     the head was published. `fails_in_long_contexts`: drafts fare as before in shorter ones (`context_canary.py`).
@@ -163,7 +163,7 @@ class Canary:
         return self._level.is_known
 
     def expected(self, drafted_K: np.ndarray) -> float:
-        """How many of so many drafts would be accepted if all were as before."""
+        """How many of these drafts would be accepted if all were as before."""
         return float((drafted_K * self._level.rates(len(drafted_K))).sum())
 
     def begin_like(self, other: "Canary", num_positions: int) -> None:

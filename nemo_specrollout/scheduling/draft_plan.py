@@ -50,7 +50,7 @@ class DraftPlanner(ABC):
     def plan(self, observed: PlanObservation) -> DraftPlan: ...
 
     def should_plan(self, num_requests: int) -> bool:
-        """Whether the plan of the step before no longer holds, for so many requests."""
+        """Whether the plan of the step before no longer holds, for `num_requests` requests."""
         return True
 
     @property
@@ -59,7 +59,7 @@ class DraftPlanner(ABC):
         return True
 
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
-        """A step of that plan is over, with so many requests, `now_s` seconds into the engine's work."""
+        """A step of that plan is over, with `num_requests` requests, `now_s` seconds into the engine's work."""
 
     def ended(self, num_requests: int) -> None:  # noqa: B027
         """So many of the requests that were followed are done."""

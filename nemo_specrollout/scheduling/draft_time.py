@@ -14,7 +14,7 @@ REMEMBERED = 16
 """The latest draftings of each size of batch, in bits: large ones are not forgotten in the tail of a rollout."""
 SIZES = 12
 AT_FIRST, EVERY = 64, 8
-"""The prediction is made anew after each of the first draftings, then after every eighth."""
+"""The prediction is made again after each of the first draftings, then after every eighth."""
 REWEIGHTINGS, SWEEPS = 6, 25
 
 

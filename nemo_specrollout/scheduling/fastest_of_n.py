@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tail of a rollout: which straggler moves to another worker, which is raced by several, which racer gives up.
 
-All workers make the same tokens for a request, so whoever is first has made *the* response: nothing is biased towards short
+All workers make the same tokens for a request, so the first to end has made *the* response: nothing is biased towards short
 ones. After Algorithm 3 of SpecActor (arXiv 2511.16193), which gives free workers to the requests with the worst acceptance;
 here every step of it must promise an earlier end, by measured paces, with prefill and contention counted.
 
@@ -19,7 +19,7 @@ from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.scheduling.drain import drain, slowdowns_of
 from nemo_specrollout.scheduling.ladder import Paces
 
-# Of a worker's requests the last to end are looked at, so many; so many changes are made at a time, at most.
+# How many of a worker's requests are looked at, the last to end; how many changes are made at a time, at most.
 NUM_LAST, MOST_CHANGES = 4, 64
 # Workers of which nothing can be bettered, after which no more are looked at.
 MOST_SETTLED = 16
@@ -101,7 +101,7 @@ class FastestOfN:
 
     def _best_plan(self, board: "_Board", worker: int) -> "_Plan | None":
         """What brings the end of `worker` forward most, or None if nothing is worth it. Several go at a time only where
-        nobody gains enough by going alone."""
+        none gains enough by going alone."""
         alone = [
             p for r in board.last_requests(worker) for t in board.targets(r) for p in self._plans(board, r, worker, t)
         ]
@@ -198,7 +198,7 @@ class _Board:
         return np.array(known[:batch])
 
     def ends_s(self, worker: int, alone_s: dict[int, float]) -> dict[int, float]:
-        """When each of a worker's requests ends, if these are all that it has; a race ends with whoever is expected first."""
+        """When each of a worker's requests ends, if these are all that it has; a race ends when its first is expected to."""
         if not alone_s:
             return {}
         ends_B = drain(np.array(list(alone_s.values())), self.slowdowns(worker, len(alone_s)))

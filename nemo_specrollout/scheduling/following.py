@@ -2,7 +2,7 @@
 """Whether to keep a drafter with weights up to date with the requests, which costs a little in every step, or let it lie."""
 
 GENERATIONS = 2
-"""A judgement is over so many times as many ended requests as there were at once: beginnings, middles and tails."""
+"""A judgement is over this multiple of the requests that ran at once: beginnings, middles and tails."""
 WATCH_SHARE = 0.0025
 """Following again, to see whether it pays by now, takes no more than such a share of the time."""
 
@@ -11,8 +11,8 @@ class Following:
     """A drafter can only be asked for requests that it was told of from the first token on. It is told as long as what its
     drafts win is more than what telling takes; if not, it lies dormant, and hears of none until it is worth another look.
 
-    States: following, dormant. Whoever comes while it is dormant gets none of its drafts. Example: `step(64, 0.002, 0.0002,
-    now_s)` after each step, `ended(3)` when requests are done; then `is_on` says whether new ones are followed.
+    States: following, dormant. A request that comes while it is dormant gets none of its drafts. Example: `step(64, 0.002,
+    0.0002, now_s)` after each step, `ended(3)` when requests are done; then `is_on` says whether new ones are followed.
     """
 
     def __init__(self) -> None:
@@ -21,8 +21,8 @@ class Following:
         self._num_ended = self._most_at_once = 0
 
     def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float) -> None:
-        """A step with so many requests is over: by how much drafts shortened the rollout, what following took, and the clock
-        of the engine's work, all in seconds."""
+        """A step with `num_requests` is over: by how much drafts shortened the rollout, what following took, and the clock of
+        the engine's work, all in seconds."""
         if not self.is_on:
             if now_s >= self._resumes_at_s:
                 self.begin()
@@ -33,7 +33,7 @@ class Following:
         if self._num_ended >= GENERATIONS * self._most_at_once:
             self.is_on = self._won_s >= self._cost_s
             self._resumes_at_s = now_s + self._cost_s / WATCH_SHARE
-            self._judge_anew()
+            self._judge_again()
 
     def ended(self, num_requests: int) -> None:
         """So many requests that were followed are done."""
@@ -42,8 +42,8 @@ class Following:
     def begin(self) -> None:
         """Requests are followed from now on: it may have become better."""
         self.is_on = True
-        self._judge_anew()
+        self._judge_again()
 
-    def _judge_anew(self) -> None:
+    def _judge_again(self) -> None:
         self._won_s = self._cost_s = 0.0
         self._num_ended = self._most_at_once = 0

@@ -48,7 +48,7 @@ class Paces(Protocol):
         """Of each of `batch` requests in an engine that drafts by `method`."""
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Seconds in which an engine computes a text of so many tokens; its other requests wait."""
+        """Seconds in which an engine computes a text of `num_tokens` tokens; its other requests wait."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Ladder:
             self._start_from(file)
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
-        """Requests of `task`, in an engine of `batch` requests, made so many tokens in so many seconds, summed over them."""
+        """Requests of `task`, in an engine of `batch` requests, made `num_tokens` in `seconds`, both summed over them."""
         size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
         for name in {task, ANY_TASK}:
             self._of[name, method][size].add(num_tokens, seconds)
@@ -147,7 +147,7 @@ class Ladder:
         self._known.clear()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """An engine computed texts of so many tokens."""
+        """An engine computed texts of `num_tokens` tokens in `seconds`."""
         self._prefill.add(num_tokens, seconds)
 
     def tokens_per_s(self, method: int, batch: int) -> float:

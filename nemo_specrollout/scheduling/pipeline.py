@@ -70,7 +70,7 @@ def lockstep_tokens(p: float, w: int) -> float:
 def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> StreamedRates:
     """What the streamed pipeline yields; `drafts_per_step` is m, seconds of a verifier step by those of a draft token.
 
-    Exact for the Markov chain of the tail's length at the start of a step. A broken m is floor(m) or one more, drawn anew in
+    Exact for the Markov chain of the tail's length at the start of a step. A broken m is floor(m) or one more, drawn again in
     each step: clocks jitter. If they beat evenly it is up to 4 % more tokens (`test_placement.py`).
     """
     p = min(p, _ALMOST_SURE)

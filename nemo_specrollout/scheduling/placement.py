@@ -226,7 +226,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A verifier and its drafter, with so many requests."""
+    """A verifier and its drafter, with a number of requests."""
 
     verifier: CostCurve
     drafter: CostCurve

@@ -30,7 +30,7 @@ class LengthEstimator:
         self._groups: OrderedDict[int, list[int]] = OrderedDict()
 
     def finished(self, group: int, length: int) -> None:
-        """A response of a prompt ended at so many tokens."""
+        """A response of a prompt ended at `length` tokens."""
         self._recent[self._num_seen % NUM_REMEMBERED] = length
         self._num_seen += 1
         self._sorted = None

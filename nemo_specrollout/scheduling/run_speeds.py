@@ -31,7 +31,7 @@ class RunSpeeds:
         self._free: list[int] = []
 
     def begin(self, num_requests: int, task_ease_M: np.ndarray) -> list[int]:
-        """The rows of so many more requests of one task."""
+        """The rows of `num_requests` more requests of one task."""
         self._make_room(num_requests)
         rows = [self._free.pop() for _ in range(num_requests)]
         self._task_log_RM[rows] = np.log(task_ease_M)
@@ -53,7 +53,7 @@ class RunSpeeds:
             )
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
-        """Runs by `method` made so many tokens each, where typical requests would have made `typical`."""
+        """Runs by `method` made `made_K` tokens, where typical requests would have made `typical`."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 

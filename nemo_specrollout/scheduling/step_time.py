@@ -22,7 +22,7 @@ OPTIMISM = 0.5
 # The surcharge of drafts: decay by sample and by step without drafts, samples' worth of zero, limit as a share of a step.
 SURCHARGE_DECAY, SURCHARGE_FORGET, ZERO_WEIGHT, MAX_SURCHARGE = 0.98, 0.99, 4.0, 0.5
 REFRESH = 32
-"""Samples after which predictions are made anew."""
+"""Samples after which predictions are made again."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
-    """Plain, a fixed number of drafts, the router, drafters apart, then moving and racing on top of the better of those."""
+    """Plain, a fixed number of drafts, `auto`, drafters apart, then moving and racing on top of the better of those."""
     fleet = Fleet(scenario)
 
     def simulated(name: str, kind: str, tail: FastestOfNConfig | None = None) -> StepResult:

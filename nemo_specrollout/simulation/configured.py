@@ -55,7 +55,7 @@ def onset(step: StepResult) -> Onset | None:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What each of so many requests of an engine gets in a step, of typical ones."""
+    """What each of an engine's typical requests gets in a step, by their number."""
 
     num_requests: int
     drafts: float

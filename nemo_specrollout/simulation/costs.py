@@ -21,7 +21,7 @@ class Costs(ABC):
 
     @abstractmethod
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
-        """Of a step of so many requests with so many rows in all, drafts included; `context`: a request's mean length."""
+        """Of a step of `num_requests` with `num_rows` in all, drafts included; `context`: a request's mean length."""
 
     @abstractmethod
     def draft_s(self, num_requests: float, context: float) -> float:
@@ -29,7 +29,7 @@ class Costs(ABC):
 
     @abstractmethod
     def prefill_s(self, num_tokens: float) -> float:
-        """Of computing a text of so many tokens."""
+        """Of computing a text of `num_tokens` tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RoundCosts(Costs):
     num_drafts: tuple[int, ...] = bounded(low=1)
     """Of each request, rising."""
     plain_steps: tuple[float, ...] = bounded(low=1.0)
-    """That a round of so many costs."""
+    """What a round of that number costs."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError unless the lists go together."""

@@ -36,7 +36,7 @@ class Device:
         return peak
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Between the GPUs of a group of so many."""
+        """Between the GPUs of a group of `num_gpus`."""
         return self.nvlink_bytes_per_s if num_gpus <= self.nvlink_gpus else self.network_bytes_per_s
 
 

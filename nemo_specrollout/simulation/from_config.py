@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_config import effective_block
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run import RunConfig
@@ -99,7 +99,7 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the router
+    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the board
     takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
     drafters = sorted(block.drafters, key=_is_look_up)
     if not all(block.drafters_of_workers) and USELESS not in [drafter.type for drafter in drafters]:
@@ -129,6 +129,11 @@ def _is_look_up(drafter: DrafterConfig) -> bool:
 
 
 def _method(drafter: DrafterConfig) -> dict[str, Any]:
+    if drafter.type in BLOCK_DRAFTERS:
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters.type: {drafter.type!r} drafts all tokens in one pass, the simulator counts one for each: "
+            "name another drafter to simulate"
+        )
     draft = HEAD if drafter.type in ("eagle3", "mtp") else str(drafter.model) if drafter.model else TEXT
     acceptance = _ASSUMED_ACCEPTANCE[drafter.type]
     return {"name": drafter.type, "draft": draft, "acceptance": acceptance, "spread": _SPREAD if acceptance else 0.0}

@@ -79,7 +79,7 @@ class RooflineCosts(Costs):
         return float(self.step_s(1, num_tokens, num_tokens / 2))
 
     def ideal_s(self, num_tokens: float) -> float:
-        """Seconds of the arithmetic of so many tokens at the data sheet's peak."""
+        """Seconds of the arithmetic of `num_tokens` tokens at the data sheet's peak."""
         return 2.0 * self.shape.active_params * num_tokens / self._peak
 
     @property

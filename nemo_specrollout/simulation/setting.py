@@ -46,7 +46,7 @@ class Setting:
     traced: tuple[np.ndarray, ...] = ()
 
     def requests(self, num_steps: int) -> Workload:
-        """Of so many steps, one after the other, as many of each."""
+        """Of `num_steps` steps, one after the other, as many of each."""
         scenario, rng = self.fleet.scenario, np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]
         correlation = scenario.drafting.method_correlation

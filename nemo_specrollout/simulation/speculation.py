@@ -19,7 +19,7 @@ from nemo_specrollout.scheduling.pipeline import SettledStep, coupled_tokens, se
 from nemo_specrollout.scheduling.step_time import StepCosts
 from nemo_specrollout.simulation.costs import Costs
 
-# Decisions are remembered by size of batch, context and acceptance: exact up to so many requests, then in such steps.
+# Decisions are remembered by size of batch, context and acceptance: exact up to the first number, then in such steps.
 _EXACT_BATCH, _BATCH_STEP, _CONTEXT_STEP, _ACCEPTANCE_STEP = 8, 1.1, 1.25, 0.02
 # Draft lengths that a decoupled pair tries.
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -64,7 +64,7 @@ class NoSpeculation(Speculation):
 
 
 class CoupledSpeculation(Speculation):
-    """The policy's engine drafts, or looks drafts up, then verifies: `budget` says how much, as in the router.
+    """The policy's engine drafts, or looks drafts up, then verifies: `budget` says how much, as in an engine.
 
     Under `auto`, a drafter with weights is planned by `AutoPlanner`, what is then verified by `AutoBudget`.
     """

@@ -35,7 +35,7 @@ class MethodPaces:
         return self.methods[method].tokens_per_s(p_B, self.context)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Seconds in which an engine computes a text of so many tokens."""
+        """Seconds in which an engine computes a text of `num_tokens` tokens."""
         return self.methods[0].costs.prefill_s(num_tokens)
 
 

@@ -63,7 +63,7 @@ class ModelShape:
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def params_read(self, num_rows: np.ndarray | float) -> np.ndarray | float:
-        """Parameters that a step of so many rows reads: of the experts, those to which any row is sent.
+        """Parameters that a step of `num_rows` rows reads: of the experts, those to which any row is sent.
 
         Routing is taken as uniform and independent, so an expert is left alone with (1 - k/E)^rows.
         """
@@ -73,7 +73,7 @@ class ModelShape:
         return self.shared_params + self.num_hidden_layers * self.num_experts * self.expert_params * share
 
     def attention_flops(self, num_rows: np.ndarray | float, context: float) -> np.ndarray | float:
-        """Of so many rows that each look back on `context` tokens: products with the keys and with the values."""
+        """Of `num_rows` rows that each look back on `context` tokens: products with the keys and with the values."""
         return 4.0 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context * num_rows
 
 

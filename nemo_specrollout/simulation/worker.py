@@ -91,7 +91,7 @@ class Worker:
         return self.end_s
 
     def prefill(self, now_s: float, num_tokens: float) -> None:
-        """Texts of so many tokens are computed first; its other requests wait."""
+        """Texts of `num_tokens` tokens are computed first; its other requests wait."""
         begin_s = max(self.begin_s, now_s)
         self.begin_s = begin_s + self.speculation.costs.prefill_s(num_tokens)
         if self.begin_s > begin_s:

@@ -384,7 +384,7 @@ def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
 
 
 def _newest(shards: list[Shard], max_bytes: int) -> list[Shard]:
-    """All but the oldest, so many that the rest takes at most `max_bytes`; in the order given."""
+    """The newest that take at most `max_bytes` together, in the order given."""
     by_age = sorted(shards, key=lambda s: s.age_key, reverse=True)
     totals = np.cumsum([s.num_bytes for s in by_age])
     dropped = {s.number for s, total in zip(by_age, totals, strict=True) if total > max_bytes}

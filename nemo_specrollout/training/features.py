@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a head learns from: a sequence's tokens and what the policy computed of them. One format, whoever computed it.
+"""What a head learns from: a sequence's tokens and what the policy computed of them. One format for all sources.
 
 Shapes: T tokens of a sequence, A auxiliary layers, H hidden size.
 """

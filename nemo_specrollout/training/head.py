@@ -184,7 +184,7 @@ def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32)
             if name != "verifier_lm_head.weight"
         }
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors lets nobody but the owner read
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
         config = head.model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
         temporary.chmod(0o755)

@@ -237,9 +237,9 @@ def check_values(facts: HeadFacts, tensors: "Mapping[str, torch.Tensor]") -> Non
         return
     ids_D = tensors["d2t"] + torch.arange(facts.draft_vocab_size)
     if len(ids_D.unique()) < len(ids_D) or int(ids_D.min()) < 0 or int(ids_D.max()) >= facts.vocab_size:
-        raise ValueError(f"{facts.folder}: d2t + index must be distinct ids below {facts.vocab_size}; write d2t anew")
+        raise ValueError(f"{facts.folder}: d2t + index must be distinct ids below {facts.vocab_size}; write d2t again")
     if "t2d" in tensors and tensors["t2d"].nonzero().flatten().tolist() != sorted(ids_D.tolist()):
-        raise ValueError(f"{facts.folder}: t2d and d2t name different tokens; write both anew")
+        raise ValueError(f"{facts.folder}: t2d and d2t name different tokens; write both again")
 
 
 def _check_tensors(facts: HeadFacts) -> None:

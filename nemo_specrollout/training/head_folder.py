@@ -80,7 +80,7 @@ class HeadFolder:
         write_atomically(self.path / "published.json", json.dumps({"head": head.folder.name, **facts}) + "\n")
 
     def withdraw(self) -> None:
-        """The configured head is in service: a run that starts anew does not go on with the head of another."""
+        """The configured head is in service: a run that starts from the beginning does not go on with the head of another."""
         (self.path / "published.json").unlink(missing_ok=True)
 
     def forget_old(self, version: int) -> None:

@@ -54,7 +54,7 @@ def feature_dtype(device: torch.device) -> torch.dtype:
 
 
 def stored_bytes(num_tokens: int, num_texts: int, hidden_size: int, num_layers: int, dtype: torch.dtype) -> int:
-    """Disk space of the features of so many tokens in so many texts, at most."""
+    """The most disk space that features of `num_tokens` tokens in `num_texts` texts take."""
     per_token = 4 + (num_layers + 1) * hidden_size * dtype.itemsize
     return num_tokens * per_token + num_texts * (SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES)
 
@@ -123,7 +123,7 @@ def capture_features(
 
 
 def stored_sequences(reader: FeatureReader, held_out: bool, max_tokens: int | None = None) -> list[SequenceFeatures]:
-    """Half of a store, in a random order that does not depend on how it was cut into shards; at most so many tokens."""
+    """Half of a store, in a random order that does not depend on how it was cut into shards; at most `max_tokens`."""
     found = sorted(reader.sequences(held_out), key=_shuffling_key)
     total = 0
     kept: list[SequenceFeatures] = []

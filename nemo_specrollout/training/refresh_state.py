@@ -139,9 +139,9 @@ class RefreshState:
             found = json.loads(self.arguments.read_text())
             before, inputs = dict(found["arguments"]), dict(found["inputs"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self.arguments} cannot be read; give --restart to begin anew") from error
+            raise ValueError(f"{self.arguments} cannot be read; give --restart to begin again") from error
         names = [n for n in {**before, **wanted["arguments"]} if before.get(n) != wanted["arguments"].get(n)]
-        fix = "repeat the same command, name another --out, or give --restart to begin anew"
+        fix = "repeat the same command, name another --out, or give --restart to begin again"
         if names:
             old = ", ".join(_flag(n, before.get(n)) for n in names)
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
@@ -149,7 +149,7 @@ class RefreshState:
             return
         changed = sorted(n for n in {**inputs, **wanted["inputs"]} if inputs.get(n) != wanted["inputs"].get(n))
         if changed:
-            raise ValueError(f"{changed[0]} changed since {self.folder} was begun; give --restart to begin anew")
+            raise ValueError(f"{changed[0]} changed since {self.folder} was begun; give --restart to begin again")
 
     def _take_lock(self) -> None:
         if self._lock is not None:

@@ -43,7 +43,7 @@ class TrainingSettings:
     warmup_steps: int = 20
     """Steps of a run over which the rate rises linearly from 0."""
     ttt_steps: int = 5
-    """Draft positions that are trained: the head on its own hidden states, so many times."""
+    """Draft positions that are trained: how often the head runs on its own hidden states."""
     step_decay: float = 1.0
     """Each further position weighs this much of the one before."""
     batch_tokens: int = 256
@@ -196,11 +196,11 @@ class HeadTrainer:
         mine, others = asdict(self.settings), state["settings"]
         for name in mine.keys() | others.keys():
             if mine.get(name) != others.get(name):
-                raise ValueError(f"{path}: its {name} is {others.get(name)!r}, not {mine.get(name)!r}; start anew")
+                raise ValueError(f"{path}: its {name} is {others.get(name)!r}, not {mine.get(name)!r}; start again")
         learned = self.head.learned()
         shapes = ({n: t.shape for n, t in tensors.items()} for tensors in (learned, state["learned"]))
         if len({str(sorted(s.items())) for s in shapes}) > 1:
-            raise ValueError(f"{path}: the state of a head of another shape; start anew")
+            raise ValueError(f"{path}: the state of a head of another shape; start again")
         for name, parameter in learned.items():
             parameter.data.copy_(state["learned"][name])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -37,7 +37,7 @@ def refit(  # type: ignore[no-untyped-def]
     slope_ptr, intercepts_ptr, info_ptr, info_row_stride, grad_ptr, grad_row_stride, counts_ptr, NUM_SPECULATIVE_STEPS,
     L2, DAMPING, BLOCK,
 ):  # fmt: skip
-    """One damped Newton step for a slope and an intercept a position, after which the sums start anew."""
+    """One damped Newton step for a slope and an intercept a position, after which the sums start from zero."""
     couplings, masses = info_ptr[:, 1], info_ptr[:, 2] + L2
     slope_gradient, gradients = grad_ptr[:, 0].sum(), grad_ptr[:, 1]
     rest = slope_gradient - (couplings * gradients / masses).sum()

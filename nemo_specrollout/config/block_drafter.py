@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a folder holds a DFlash or DSpark that drafts for a policy, as far as their files' headers tell."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig
+from nemo_specrollout.config.model_folder import tensor_shapes
+
+_ARCHITECTURES = {
+    "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
+    "dspark": ("Qwen3DSparkModel", "Qwen3OmniDSparkModel", "DSparkDraftModel", "Gemma4DSparkModel", "K3DSparkModel"),
+}
+# These choose among candidates with kernels of their own, whose noise is not the policy's.
+_OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "dflash2"}
+
+
+def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
+    """A sentence if `drafter` is a DFlash or DSpark that cannot draft for `policy`. Of a hub's name nothing is known."""
+    folder = Path(drafter.model or "")
+    if drafter.type not in BLOCK_DRAFTERS or not folder.is_dir():
+        return None
+    path = f"{BLOCK_PATH}.drafters.model: {folder}"
+    try:
+        config, target = (json.loads((f / "config.json").read_text(encoding="utf-8")) for f in (folder, policy))
+    except (OSError, ValueError) as error:
+        return (
+            f"{path}: its config.json or the policy's cannot be read ({type(error).__name__}); name another checkpoint"
+        )
+    names = _names(config)
+    if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
+        return None  # a policy that brings its DSpark along, in a form of its own
+    if not names & {drafter.type, *_ARCHITECTURES[drafter.type]}:
+        samples = ", which samples in kernels of its own, without the policy's noise" if names & _OWN_SAMPLERS else ""
+        what = " or ".join(sorted(names)) or "of no architecture"
+        return f"{path}: it is {what}{samples}; name the checkpoint of a {drafter.type}"
+    try:
+        shapes = tensor_shapes(sorted(folder.glob("*.safetensors")))
+    except ValueError as error:
+        return f"{BLOCK_PATH}.drafters.model: {error}"
+    why = _misfit(config, target.get("text_config") or target) or _misshapen(config, shapes)
+    return None if why is None else f"{path}: {why}; name a {drafter.type} made for {policy}"
+
+
+def _names(config: Mapping[str, Any]) -> set[str]:
+    """What a checkpoint calls itself: the algorithm, if `speculators` wrote it, else its architectures."""
+    if "speculators_model_type" in config:
+        return {str(config["speculators_model_type"])}
+    return set(config.get("architectures") or ())
+
+
+def _misfit(config: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    layer, own = config.get("transformer_layer_config") or config, config.get("dflash_config") or {}
+    hidden = config.get("target_hidden_size") or layer.get("hidden_size")
+    if hidden != policy.get("hidden_size"):
+        return f"it reads states of size {hidden}, the policy's are of {policy.get('hidden_size')}"
+    if (layer.get("vocab_size") or 0) < (policy.get("vocab_size") or 0):
+        return f"it knows {layer.get('vocab_size')} tokens, the policy {policy.get('vocab_size')}"
+    if not any(name in part for part in (own, config) for name in ("mask_token_id", "dspark_noise_token_id")):
+        return "its config.json has no mask_token_id"
+    deepest, num_layers = max(_layers_read(config), default=0), policy.get("num_hidden_layers") or 0
+    return None if deepest < num_layers else f"it reads layer {deepest} of a policy of {num_layers} layers"
+
+
+def _layers_read(config: Mapping[str, Any]) -> Sequence[int]:
+    own = config.get("dflash_config") or {}
+    return own.get("target_layer_ids") or config.get("target_layer_ids") or ()
+
+
+def _misshapen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Whether its first layer takes what its config says that it reads."""
+    layer = config.get("transformer_layer_config") or config
+    width = (config.get("target_hidden_size") or layer.get("hidden_size") or 0) * len(_layers_read(config))
+    given = next((shape[1] for name, shape in shapes.items() if name.endswith("fc.weight") and len(shape) == 2), width)
+    return None if not width or given == width else f"its fc.weight takes {given} numbers, its config.json says {width}"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFlash and DSpark, vLLM's speculators that draft a block of tokens in one pass, under the noise of the target.
+
+DFlash samples all positions at once. DSpark samples them one after another, for each hangs on the token before.
+
+Shapes: B requests of the batch, K draft positions, R = B x K rows, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nemo_specrollout.generation.draft_sampling import sample_with_margin
+
+
+def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
+    """Makes a DFlash or DSpark speculator sample with the noise that the target will draw at each position.
+
+    `levels_BK` gets the evidence levels of its draft tokens.
+    """
+    if hasattr(speculator, "_sample_logits"):
+        _share_noise_of_dspark(speculator, levels_BK)
+    else:
+        _share_noise_of_dflash(speculator, levels_BK)
+
+
+def _share_noise_of_dflash(speculator: Any, levels_BK: torch.Tensor) -> None:
+    """Row b * K + k of what DFlash samples is draft k of request b."""
+    levels_R1 = levels_BK.view(-1, 1)
+    first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
+
+    def sample_draft(
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        logits_RV = speculator.compute_draft_logits(hidden_states, 0)
+        return sample_with_margin(
+            logits_RV, idx_mapping, temperature, seeds, sample_src_positions, levels_R1, first_column
+        )
+
+    speculator.sample_draft = sample_draft
+
+
+def _share_noise_of_dspark(speculator: Any, levels_BK: torch.Tensor) -> None:
+    """DSpark names the position of the token to be drafted; the noise is keyed by the one before."""
+
+    def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
+        logits_BV = _by_target_id(
+            logits, getattr(speculator.model, "draft_id_to_target_id", None), speculator.vocab_size
+        )
+        return sample_with_margin(
+            logits_BV, idx_map, speculator.temperature, speculator.seeds, sample_pos - 1, levels_BK,
+            speculator._step_cols[step],
+        )  # fmt: skip
+
+    speculator._sample_logits = sample_logits
+    speculator.model.sample_sequential = None  # vLLM 0.33: kernels of a model's own, with noise of their own
+
+
+def _by_target_id(logits: torch.Tensor, offsets: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits of a reduced vocabulary, whose token i is the target's `i + offsets[i]`, at the target's ids: noise is keyed by
+    those."""
+    if offsets is None:
+        return logits
+    target_ids = torch.arange(len(offsets), device=logits.device) + offsets
+    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids, logits)
+
+
+def draft_only_on_demand(speculator: Any, only_reads: Callable[[], bool]) -> None:
+    """Leaves out the pass over the block where the speculator `only_reads`: the context's keys and values are stored before.
+
+    A pass that is replayed as a CUDA graph is not left out.
+    """
+    generate = speculator._generate_draft
+
+    def generate_on_demand(*args: Any, **kwargs: Any) -> None:
+        if not only_reads():
+            generate(*args, **kwargs)
+
+    speculator._generate_draft = generate_on_demand

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `check` says of an engine is what vLLM makes of its arguments."""
+
+from typing import Any
+
+import pytest
+from conftest import STEP_ADDER
+
+from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.engine_words import engine_in_words, is_asynchronous
+from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
+
+pytestmark = pytest.mark.integration
+
+HEAD = str(STEP_ADDER.parent / "step_adder_eagle3")
+NO_DRAFTERS = SpecrolloutConfig(drafters=())
+
+
+def drafting_by(*drafters: DrafterConfig) -> SpecrolloutConfig:
+    return SpecrolloutConfig(drafters=drafters)
+
+
+@pytest.mark.parametrize(
+    ("block", "kwargs"),
+    [
+        (SpecrolloutConfig(), {}),
+        (SpecrolloutConfig(), {"async_scheduling": False}),
+        (SpecrolloutConfig(enabled=False), {}),
+        (NO_DRAFTERS, {}),
+        (NO_DRAFTERS, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}),
+        (NO_DRAFTERS, {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": HEAD}}),
+        (drafting_by(DrafterConfig("eagle3", model=HEAD)), {}),
+        (drafting_by(DrafterConfig("draft_model", model=str(STEP_ADDER))), {"async_scheduling": True}),
+    ],
+)
+def test_the_words_are_true(block: SpecrolloutConfig, kwargs: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = {"model": str(STEP_ADDER), "dtype": "float32", "max_model_len": 512, **QUIET_START, **kwargs}
+    arguments.pop("use_tqdm_on_load")
+    config = EngineArgs(**with_specrollout(arguments, block, "cpu")).create_engine_config(UsageContext.LLM_CLASS)
+    words = engine_in_words(kwargs, on_gpu=False, is_eager=False)
+    assert config.scheduler_config.async_scheduling == is_asynchronous(kwargs) == ("asynchronous" in words)
+    assert config.use_v2_model_runner and ", V2 model runner, " in words
+    assert f"CUDA graphs {config.compilation_config.cudagraph_mode.name} " in words
+
+
+def test_what_cannot_be_told_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_specrollout.config.engine_words.vllm_version", lambda: None)
+    words = engine_in_words({}, on_gpu=True, is_eager=False)
+    assert words.startswith("vLLM (not installed here), V2 model runner") and words.endswith("only the run can tell")
+    assert "CUDA graphs NONE (enforce_eager is true)" in engine_in_words({}, on_gpu=True, is_eager=True)
+    given = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    assert "CUDA graphs PIECEWISE, if model" in engine_in_words(given, on_gpu=True, is_eager=False)
