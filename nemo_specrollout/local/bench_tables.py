@@ -15,7 +15,7 @@ from nemo_specrollout.local.running_bins import LABELS
 
 def rollout_table(rows: Sequence[Figures]) -> Table:
     """All rows, over whole rollouts."""
-    table = _table("same requests, same noise, interleaved; vLLM's own speculation draws other samples")
+    table = new_table("same requests, same noise, interleaved; vLLM's own speculation draws other samples")
     for name in ("mode", "seconds", "tokens/s", "steps", "tok/step", "speed over plain", "tokens equal"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for row in rows:
@@ -31,7 +31,7 @@ def rollout_table(rows: Sequence[Figures]) -> Table:
 def running_table(rows: Sequence[Figures]) -> Table:
     """All rows, by running requests."""
     winners = best_by_running(rows)
-    table = _table("by running requests: tokens a second, speed over plain; * is the best there")
+    table = new_table("by running requests: tokens a second, speed over plain; * is the best there")
     table.add_column("mode", no_wrap=True)
     for label in winners:
         table.add_column(label, justify="right", no_wrap=True)
@@ -43,7 +43,7 @@ def running_table(rows: Sequence[Figures]) -> Table:
 
 def useless_table(rows: Sequence[Figures]) -> Table:
     """What drafters cost that are always wrong."""
-    table = _table("drafters that are always wrong")
+    table = new_table("drafters that are always wrong")
     for name in ("batch", "speed over plain", "our host time", "tokens equal"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -90,7 +90,8 @@ def _sentences_on(ours: Entrant, plain: Entrant) -> list[str]:
     return [line, estimate]
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """An empty table in the style of the bench."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
