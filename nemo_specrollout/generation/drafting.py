@@ -18,7 +18,7 @@ from nemo_specrollout.drafters.base import LEVEL_PRIORS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import to_device
-from nemo_specrollout.generation.draft_sampling import MARGIN_PRIORS, POSITION_PRIORS
+from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.head_rope import head_context
 from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.generation.model_drafter import ModelDrafter
@@ -67,7 +67,7 @@ class Drafting:
         self.remote = None
         if self._remote is not None and compat.is_output_rank():
             self.remote = build_remote_drafter(drafters[self._remote], runner)
-        priors = {"shared_noise": MARGIN_PRIORS, "greedy": POSITION_PRIORS}
+        priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
         graded = (model, self._remote)
         priors_DE = np.array([priors[d.sampling] if i in graded else LEVEL_PRIORS for i, d in enumerate(drafters)])
         self.board = DraftBoard(
@@ -85,7 +85,7 @@ class Drafting:
         # The board is what estimates here. vLLM asks the speculator whether its graphs are to hold drafts of any number; its
         # speculator for text does not say.
         speculator.acceptance_estimator = None
-        speculator.enable_adaptive_verification = runner.speculative_config.enable_adaptive_verification
+        speculator.enable_adaptive_verification = compat.adapts(runner)
 
     @property
     def draft_s(self) -> float:

@@ -16,6 +16,7 @@ import torch
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import agreed
 from nemo_specrollout.generation.draft_sampling import share_noise
 from nemo_specrollout.generation.host_copy import HostCopy
@@ -36,9 +37,10 @@ class ModelDrafter:
         """`index`: the drafter's place on the board."""
         self._board, self._index, self._speculator = board, index, runner.speculator
         self._propose = runner.speculator.propose
-        self._shares_noise = config.drafters[index].sampling == "shared_noise"
+        shares_noise = config.drafters[index].sampling == "shared_noise"
+        self._grades_tokens = shares_noise and compat.HAS_MARGINS
         self._only_reads = False
-        if self._shares_noise:
+        if shares_noise:
             share_noise(self._speculator, board.levels_DBK[index], lambda: self._only_reads)
         num_slots, num_positions = board.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
@@ -99,7 +101,10 @@ class ModelDrafter:
         if not self._is_followed[batch.idx_mapping_np].any():
             found_B[:num_requests] = 0
             return
-        options["num_speculative_tokens"] = depth
+        if compat.CHOOSES_ON_DEVICE:
+            options["num_speculative_tokens"] = depth
+        elif depth:
+            depth = self._board.num_positions  # it drafts all or none
         self._timer.start()
         self._only_reads = depth == 0  # and not outside a step: CUDA graphs are captured with sampling
         drafts_BK = self._propose(*inputs, **options)
@@ -107,7 +112,7 @@ class ModelDrafter:
         self._timer.stop((batch.num_tokens, num_requests, depth))
         self._learn_times()
         self._board.tokens_DBK[self._index, :num_requests] = drafts_BK
-        if not self._shares_noise:
+        if not self._grades_tokens:
             self._board.levels_DBK[self._index, :num_requests] = self._positions_K
         found_B[:num_requests] = ((num_sampled > 0) & self._follows_S[batch.idx_mapping]) * depth
 
