@@ -75,7 +75,7 @@ def allow_text_drafters() -> None:
 
 def mend_bad_words(sampler: Any) -> None:
     """Lets bad words look at the draft before a row, where vLLM's kernel looks at the token before that (0.25)."""
-    if "spec_offset + 1" in inspect.getsource(inspect.unwrap(bad_words._bad_words_kernel.fn)):
+    if "spec_offset + 1" in inspect.getsource(bad_words):
         return
     state = sampler.bad_words_state
     apply = state.apply_bad_words
