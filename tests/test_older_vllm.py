@@ -91,7 +91,8 @@ def test_the_default_budget_and_new_weights(
     engine.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
     engine.load_head(HEAD_FOLDER)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
-    assert engine.take_stamps(ASKED)[0]["policy_version"] == 1
+    report = engine.report()
+    assert report is not None and report["policy_version"] == 1
 
 
 @pytest.mark.parametrize("type_", ["draft_model", "remote"])
