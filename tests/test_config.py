@@ -285,14 +285,14 @@ def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: 
     assert read_run_config(prepared.tree)[0] == prepared.config
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32", "0.33.0", "0.32.0+cpu", "0.32.3.post1"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.28.0", "0.32.0", "0.32", "0.33.0", "0.32.0+cpu", "0.32.3.post1"])
 def test_supported_versions(version: str) -> None:
     assert unsupported_version(version) is None
 
 
 @pytest.mark.parametrize(
-    "version", ["0.25.1", "0.31.9", "0.34.0", "0.34.0rc1", "0.34.0.dev5+g12ab", "1.0.0", "0.9.1", "dev"]
+    "version", ["0.25.0", "0.24.9", "0.34.0", "0.34.0rc1", "0.34.0.dev5+g12ab", "1.0.0", "0.9.1", "dev"]
 )
 def test_unsupported_versions(version: str) -> None:
     sentence = unsupported_version(version)
-    assert sentence is not None and version in sentence and "0.32.0 or later, before 0.34.0" in sentence
+    assert sentence is not None and version in sentence and "0.25.1 or later, before 0.34.0" in sentence

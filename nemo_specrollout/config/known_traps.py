@@ -140,7 +140,7 @@ TRAPS = (
               "policy's states it reads, two of them for a policy of four layers: a crash, or rows mixed up in silence",
               "`refresh-draft` writes the layers down; a local run, and one that refreshes the head, refuse a head without"),
     KnownTrap(VLLM, _BEGINNING, (0, 21, 0), _by("mtp"), "MTP with prefix caching returned wrong log-probs",
-              "vLLM before 0.32 is refused"),
+              "vLLM before 0.25.1 is refused"),
     KnownTrap(NEMO_RL, (0, 7, 0), None, _draft_trained, "the drafter shares the policy's lm_head, and each refit of a head "
               "with the policy's whole vocabulary overwrites it in the engine: Generation KL Error 0.08 instead of 0.0000, "
               "and nothing fails", "the two are parted before anything is loaded, and the log-prob gap is watched"),

@@ -8,7 +8,7 @@ import platform
 import re
 from pathlib import Path
 
-VLLM_RANGE = ((0, 32, 0), (0, 34, 0))
+VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
 PACKAGES = (
     "nemo-specrollout",
     "vllm",
@@ -51,7 +51,7 @@ def version_numbers(version: str) -> tuple[int, ...] | None:
 
 
 def unsupported_version(version: str) -> str | None:
-    """A sentence if this vLLM is outside the supported range [0.32.0, 0.34.0), else None."""
+    """A sentence if this vLLM is outside the supported range [0.25.1, 0.34.0), else None."""
     numbers, (low, high) = version_numbers(version), VLLM_RANGE
     if numbers is not None and low <= numbers < high:
         return None

@@ -51,11 +51,13 @@ def set_process_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str) -> dict[str, Any]:
+def with_specrollout(
+    vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str, *, chooses_on_device: bool = True
+) -> dict[str, Any]:
     """`vllm_kwargs` with the block put into effect; unchanged if it is disabled.
 
-    With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. Raises ValueError where
-    the user's arguments contradict the block.
+    With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. `chooses_on_device`: whether
+    this vLLM can choose there which drafts a step verifies. Raises ValueError where the user's arguments contradict the block.
     """
     result = dict(vllm_kwargs)
     if not block.enabled:
@@ -72,9 +74,8 @@ def with_specrollout(vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, d
             )
     elif block.drafters and block.most_drafts:
         _refuse_other_noise(result, block)
-        result["speculative_config"] = _speculative_config(
-            block, adapts=device == "cuda" and not result.get("enforce_eager")
-        )
+        adapts = chooses_on_device and device == "cuda" and not result.get("enforce_eager")
+        result["speculative_config"] = _speculative_config(block, adapts=adapts)
         _make_room_for_drafts(result, block.most_drafts)
         result.setdefault("scheduler_cls", SCHEDULER)
     result["additional_config"] = {**additional, "specrollout": block_dict}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.32.0.
+"""All that differs between vLLM versions, and what of vLLM's inside is relied upon. Tested on 0.25.1, 0.28.0 and 0.32.0.
 
-To support another version, change this file and nothing else. Every accessor names the attribute that it needs;
+To support another version, change this file and `older_runners.py`, and nothing else. Every accessor names the attribute
+that it needs;
 `verify_model_runner` fails with a sentence when one is missing, before the engine serves a request.
 """
 
 import copy
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,10 +31,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils import torch_utils
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, MODEL_DRAFTERS, REMOTE_DRAFTER, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
@@ -40,7 +44,6 @@ from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = (
     "add_requests",
-    "adaptive_verification",
     "execute_model_state",
     "finish_requests",
     "input_buffers",
@@ -60,6 +63,21 @@ GATHERED_ROWS = 8192
 """Of a vocabulary, brought together at a time."""
 
 
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+# What the running vLLM's V2 model runner can do; the comments say since when.
+HAS_MARGINS = hasattr(gumbel, "murmur3_uniform32")
+"""Whether its noise is the function that `draft_sampling` computes itself, so that drafts come with margins (0.32)."""
+CHOOSES_ON_DEVICE = _takes(BaseSpeculator.propose, "num_speculative_tokens")
+"""Whether vLLM drafts as deep as it is asked, and chooses on the device which drafts a step verifies (0.32)."""
+HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
+HAS_DRAFT_MODEL = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is not None
+_ONE_NOISE: dict[str, Any] = {"is_drafting": False} if _takes(gumbel.gumbel_sample, "is_drafting") else {}
+_NEXT_POSITION = 0 if _takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
+
+
 class RolloutSamplingParams(SamplingParams):
     """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too."""
 
@@ -72,6 +90,23 @@ def check_version() -> None:
     message = unsupported_version(VLLM_VERSION)
     if message is not None:
         raise ConfigError(message)
+
+
+def check_drafters(block: SpecrolloutConfig) -> None:
+    """Raises ConfigError for a drafter that the running vLLM's V2 model runner has no place for."""
+    places = {
+        **dict.fromkeys(MODEL_DRAFTERS, True),
+        **dict.fromkeys((*BLOCK_DRAFTERS, REMOTE_DRAFTER), CHOOSES_ON_DEVICE),
+        "draft_model": HAS_DRAFT_MODEL,
+    }
+    methods = set(_names(speculative.SpeculativeMethod))
+    for i, drafter in enumerate(block.drafters if block.enabled else ()):
+        is_known = drafter.type in methods or drafter.type not in MODEL_DRAFTERS
+        if not (is_known and places.get(drafter.type, True)):
+            raise ConfigError(
+                f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; the V2 model runner of vLLM {VLLM_VERSION} has no place "
+                "for it: use eagle3, mtp, ngram or suffix, or vLLM 0.32 or later"
+            )
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -122,16 +157,6 @@ def norm_context_by_layer(speculator: Any) -> None:
     model._normalize_context_k = normalize
 
 
-def check_method(method: str) -> None:
-    """Raises ConfigError for a drafter's type that the running vLLM does not have as a method of its own."""
-    methods = set(_names(speculative.SpeculativeMethod))
-    if method not in methods:
-        raise ConfigError(
-            f"{BLOCK_PATH}.drafters.type: {method!r}; vLLM {VLLM_VERSION} cannot draft in this way: install "
-            "a newer one, or name another drafter"
-        )
-
-
 def _names(literal: Any) -> Iterator[str]:
     """The strings of a Literal, of those in it too."""
     for value in get_args(literal):
@@ -146,6 +171,32 @@ def mask_alike_whatever_the_rows() -> None:
     """
     if hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"):
         topk_topp_triton._SPLIT_MAX_BATCH = 0
+
+
+def draw(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    apply_temperature: bool,
+    use_fp64: bool = False,
+) -> torch.Tensor:
+    """vLLM's sample of each row, int64 [R], with the noise of the target's tokens, whoever asks."""
+    arguments = (logits, slots, temperature, seeds, positions)
+    return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_ONE_NOISE)
+
+
+def draft_logits_and_positions(
+    speculator: Any, hidden_states: torch.Tensor, positions: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `sample_draft`'s arguments: the logits of its drafts, and the positions that the target's noise is keyed by."""
+    if hasattr(speculator, "compute_draft_logits"):
+        logits = speculator.compute_draft_logits(hidden_states, step)
+    else:
+        logits = speculator.model.compute_logits(hidden_states)
+    return logits, positions + _NEXT_POSITION if _NEXT_POSITION else positions
 
 
 def scheduler_of(engine: Any) -> Any:
@@ -218,6 +269,11 @@ def finished_output(
         0, "", tokens, sum(logprobs), entries, finish_reason=reason, stop_reason=tokens[-1] if is_named else None
     )
     return RequestOutput(request_id, None, prompt_token_ids, None, [completion], finished=True)
+
+
+def adapts(runner: Any) -> bool:
+    """Whether vLLM prepares its graphs for drafts that are chosen on the device."""
+    return bool(getattr(runner.speculative_config, "enable_adaptive_verification", False))
 
 
 def device_type() -> str:

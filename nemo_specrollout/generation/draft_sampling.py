@@ -15,6 +15,7 @@ import torch
 from numba import njit
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.cpu_kernels.floats import (
     F32,
     LOWEST_KEY,
@@ -32,7 +33,8 @@ MARGIN_EDGES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.
 MARGIN_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
 """Rates believed of the levels before anything was seen."""
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
-"""The same of draft positions, which are the levels of a drafter that does not share the noise."""
+"""The same of draft positions, which are the levels of a drafter whose drafts come without margins."""
+SHARED_NOISE_PRIORS = MARGIN_PRIORS if compat.HAS_MARGINS else POSITION_PRIORS
 _BLOCK = 1024
 
 
@@ -113,12 +115,13 @@ def _sample_rows(logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens
 def share_noise(speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool]) -> None:
     """Makes a drafter with weights sample its own logits with the noise that the target will draw at each position.
 
-    `levels_RK` gets the evidence levels of its draft tokens. Nothing is sampled where the drafter `only_reads`.
+    `levels_RK` gets the evidence levels of its draft tokens, where this vLLM's noise has margins. Nothing is sampled where the
+    drafter `only_reads`.
     """
 
     def sample_draft(
         hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
+        positions: torch.Tensor,
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
@@ -129,7 +132,10 @@ def share_noise(speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[
     ) -> torch.Tensor:
         if only_reads():
             return torch.zeros(len(hidden_states), dtype=torch.int64, device=hidden_states.device)
-        logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
-        return sample_with_margin(logits, idx_mapping, temperature, seeds, sample_src_positions, levels_RK, draft_step)
+        logits, places = compat.draft_logits_and_positions(speculator, hidden_states, positions, spec_step_idx)
+        rows = (logits, idx_mapping, temperature, seeds, places)
+        if compat.HAS_MARGINS:
+            return sample_with_margin(*rows, levels_RK, draft_step)
+        return compat.draw(*rows, apply_temperature=True)
 
     speculator.sample_draft = sample_draft

@@ -18,7 +18,7 @@ from nemo_specrollout.drafters.base import LEVEL_PRIORS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import to_device
-from nemo_specrollout.generation.draft_sampling import MARGIN_PRIORS, POSITION_PRIORS
+from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.head_rope import head_context
 from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.generation.model_drafter import ModelDrafter
@@ -67,7 +67,7 @@ class Drafting:
         self.remote = None
         if self._remote is not None and compat.is_output_rank():
             self.remote = build_remote_drafter(drafters[self._remote], runner)
-        priors = {"shared_noise": MARGIN_PRIORS, "greedy": POSITION_PRIORS}
+        priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
         graded = (model, self._remote)
         priors_DE = np.array([priors[d.sampling] if i in graded else LEVEL_PRIORS for i, d in enumerate(drafters)])
         self.board = DraftBoard(
@@ -88,7 +88,7 @@ class Drafting:
         # its graphs are to hold drafts of any number; its speculator for text does not say.
         speculator.acceptance_estimator = None
         speculator.use_confidence_head = False
-        speculator.enable_adaptive_verification = runner.speculative_config.enable_adaptive_verification
+        speculator.enable_adaptive_verification = compat.adapts(runner)
 
     @property
     def draft_s(self) -> float:
@@ -116,6 +116,11 @@ class Drafting:
             )
         self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
         self.pacer.opened(len(requests))
+
+    def budgeted(self, num_drafts: int, row_price: float) -> None:
+        """The step verifies so many drafts; in the time of one more row the engine makes `row_price` tokens."""
+        self.pacer.decided(num_drafts)
+        self.row_price = row_price
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of `slots` are done, or put aside."""

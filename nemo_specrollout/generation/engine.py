@@ -65,6 +65,7 @@ class RolloutEngine:
         from nemo_specrollout.generation import compat
 
         compat.check_version()
+        compat.check_drafters(generation.specrollout)
         self.num_steps = 0
         self._num_requests = 0
         self._generation = generation
@@ -92,6 +93,7 @@ class RolloutEngine:
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation.older_runners import allow_text_drafters
 
         block = generation.specrollout
         if self.drafters is not None:
@@ -107,11 +109,12 @@ class RolloutEngine:
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": seed,
         }
-        arguments = with_specrollout(arguments, block, compat.device_type())
+        chooses_on_device = compat.CHOOSES_ON_DEVICE
+        arguments = with_specrollout(arguments, block, compat.device_type(), chooses_on_device=chooses_on_device)
         self._has_our_worker = "worker_cls" in arguments
+        if self._has_our_worker:
+            allow_text_drafters()
         compat.check_arguments(arguments)
-        if block.enabled and block.model_drafter is not None:
-            compat.check_method(block.model_drafter.type)
         try:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:

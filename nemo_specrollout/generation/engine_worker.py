@@ -22,13 +22,13 @@ from nemo_specrollout.generation.drafting import Drafting, NewRequest
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import load_head, own_lm_head
 from nemo_specrollout.generation.head_watch import HeadWatch
+from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, mend_bad_words
 from nemo_specrollout.generation.remote_drafting import ToldOutput
 from nemo_specrollout.generation.resting_scheduler import say_that_drafting_rests
 from nemo_specrollout.generation.runner_binding import bind
 from nemo_specrollout.generation.stamps import Stamps
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier
-from nemo_specrollout.generation.verification_budget import VerificationBudget
 from nemo_specrollout.scheduling.budget import build_budget
 from nemo_specrollout.training.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.training.features import SequenceFeatures
@@ -47,6 +47,7 @@ class EngineWorkerMixin:
     model_runner: Any
     vllm_config: Any
     specrollout_drafting: Drafting | None = None
+    specrollout_host_budget: HostBudget | None = None
     specrollout_stamps: Stamps | None = None
     specrollout_head: HeadWatch | None = None
     specrollout_capture: FeatureCapture | None = None
@@ -55,6 +56,7 @@ class EngineWorkerMixin:
 
     def init_device(self) -> None:
         """vLLM's; then a look at what it has built."""
+        allow_text_drafters()
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
         compat.mask_alike_whatever_the_rows()
@@ -68,6 +70,7 @@ class EngineWorkerMixin:
         runner, config = self.model_runner, self.specrollout_config
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = EqualityVerifier(runner.sampler, runner.speculative_config, runner.device)
+            mend_bad_words(runner.sampler)
         if runner.speculator is not None and config.drafters:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
@@ -79,20 +82,24 @@ class EngineWorkerMixin:
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's, which allocates the KV cache; then how many drafts a step verifies is ours to say."""
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
-        runner = self.model_runner
-        if self.specrollout_drafting is not None:
-            runner.adaptive_verification = VerificationBudget(
-                runner,
-                build_budget(self.specrollout_config.budget),
-                lambda: self.specrollout_accounts.costs,
-                self.specrollout_drafting,
-            )
-            runner.rejection_sampler.enable_adaptive_verification = True
+        runner, drafting = self.model_runner, self.specrollout_drafting
+        if drafting is not None:
+            policy = build_budget(self.specrollout_config.budget)
+            budget = (runner, policy, lambda: self.specrollout_accounts.costs, drafting)
+            if compat.CHOOSES_ON_DEVICE:
+                from nemo_specrollout.generation.verification_budget import VerificationBudget
+
+                runner.adaptive_verification = VerificationBudget(*budget)
+                runner.rejection_sampler.enable_adaptive_verification = True
+            else:
+                self.specrollout_host_budget = HostBudget(*budget)
         self._verify_in_force()
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's, whose requests for warming up have no identities; from then on each request must have one."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self.specrollout_host_budget is not None:
+            self.specrollout_host_budget.bind(self.model_runner)
         bind(self.model_runner, self, self.vllm_config.model_config.seed)
         return times
 

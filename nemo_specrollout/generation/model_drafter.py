@@ -40,6 +40,7 @@ class ModelDrafter:
         self._propose = runner.speculator.propose
         drafter = config.drafters[index]
         self._shares_noise, self._only_reads = drafter.sampling == "shared_noise", False
+        self._grades_tokens = self._shares_noise and compat.HAS_MARGINS
         self._set_up_sampling(drafter.type in BLOCK_DRAFTERS)
         num_slots, num_positions = board.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
@@ -121,7 +122,10 @@ class ModelDrafter:
         if not self.follows(batch.idx_mapping_np):
             found_B[:num_requests] = 0
             return
-        options["num_speculative_tokens"] = depth
+        if compat.CHOOSES_ON_DEVICE:
+            options["num_speculative_tokens"] = depth
+        elif depth:
+            depth = self._board.num_positions  # it drafts all or none
         self._timer.start()
         self._only_reads = depth == 0  # and not outside a step: CUDA graphs are captured with sampling
         drafts_BK = self._propose(*inputs, **options)
@@ -129,7 +133,7 @@ class ModelDrafter:
         self._timer.stop((batch.num_tokens, num_requests, depth))
         self._learn_times()
         self._board.tokens_DBK[self._index, :num_requests] = drafts_BK
-        if not self._shares_noise:
+        if not self._grades_tokens:
             self._board.levels_DBK[self._index, :num_requests] = self._positions_K
         found_B[:num_requests] = ((num_sampled > 0) & self._follows_S[batch.idx_mapping]) * depth
 

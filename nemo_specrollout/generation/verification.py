@@ -5,43 +5,66 @@ vLLM's V2 runner samples by Gumbel-max with noise that is a function of (seed, p
 only if it is the token that the runner would have sampled without it. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
 """
 
-import numpy as np
-import torch
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from nemo_specrollout.generation import compat
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 
-class EqualityVerifier(RejectionSampler):
+class EqualityVerifier(rejection_sampler.RejectionSampler):
     """vLLM's verification of drafts, with another rule: a draft stands if and only if the target samples it.
 
     Log-probs, chunks of rows and counts of rejected drafts are vLLM's. The log-prob of a token is of the row that sampled it.
     """
 
-    def _verify(
-        self,
-        logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        pos: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        expanded_idx_mapping: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits of all rows after sampling parameters, the tokens emitted [B, K + 1], and how many they are [B]."""
-        states = self.sampler.sampling_states
-        processed = self.sampler.apply_sampling_params(
-            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
-            seq_lens_upper_bound_np,
-        )  # fmt: skip
-        sampled = gumbel_sample(
-            processed, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos,
-            apply_temperature=False, is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
-        )  # fmt: skip
-        emitted, counts = accept_by_equality(sampled, verify_draft_sampled, cu_num_logits, self.num_speculative_steps)
-        return processed, emitted, counts
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, by our rule."""
+        with rule_of_equality():
+            return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def rule_of_equality() -> Iterator[None]:
+    """Lets vLLM's verification decide by `sample_and_compare`; the oldest version has no other seam.
+
+    Other engines of this process keep vLLM's rule.
+    """
+    of_vllm = rejection_sampler.rejection_sample
+    rejection_sampler.rejection_sample = sample_and_compare
+    try:
+        yield
+    finally:
+        rejection_sampler.rejection_sample = of_vllm
+
+
+def sample_and_compare(
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    pos: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    num_speculative_steps: int,
+    *_: Any,
+    use_fp64: bool = False,
+    **_others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens emitted [B, K + 1], and how many they are [B]: vLLM's `rejection_sample`, by our rule.
+
+    Args:
+        target_logits: of all rows, after sampling parameters, the temperature among them.
+        draft_sampled: the token that each row's forward pass read; -1 for a draft that must not stand.
+    """
+    sampled = compat.draw(
+        target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, use_fp64=use_fp64
+    )
+    return accept_by_equality(sampled, draft_sampled, cu_num_logits, num_speculative_steps)

@@ -77,6 +77,5 @@ class VerificationBudget(AdaptiveVerificationManager):
         room = self._max_total_logits - len(slots_B) * self.num_bonus_tokens
         budget = max(min(int(decision.counts_B.sum()), total, room), 0)
         self._batch_budget = (num_drafts, num_others, budget)
-        self._drafting.pacer.decided(budget)
-        self._drafting.row_price = decision.row_price
+        self._drafting.budgeted(budget, decision.row_price)
         return sum(num_others.values()) + budget

@@ -121,8 +121,8 @@ def check_index(num_requests: int) -> dict[str, Any]:
 def check_draft_sampling(num_requests: int) -> dict[str, Any]:
     """Draft tokens with the target's noise: the same as vLLM's sampler draws on this device, bit for bit. A CPU has other
     logarithms, so that near ties may go the other way there."""
+    from nemo_specrollout.generation.compat import draw
     from nemo_specrollout.generation.draft_sampling import sample_with_margin
-    from nemo_specrollout.generation.verification import gumbel_sample
 
     generator = torch.Generator().manual_seed(num_requests)
     logits_BV = torch.randn(num_requests, V, generator=generator).mul_(3).bfloat16()
@@ -133,7 +133,7 @@ def check_draft_sampling(num_requests: int) -> dict[str, Any]:
     expected_B = sample_with_margin(*tensors, levels_BK, column)
     on_gpu: Any = (*(t.to(GPU) for t in tensors), torch.zeros_like(levels_BK, device=GPU), column.to(GPU))
     got_B = sample_with_margin(*on_gpu)
-    target_B = gumbel_sample(*[*on_gpu[:5], True, False])
+    target_B = draw(*on_gpu[:5], apply_temperature=True)
     return {
         "unlike_vllm": int((got_B != target_B).sum()),
         "different_tokens": int((got_B.cpu() != expected_B).sum()),

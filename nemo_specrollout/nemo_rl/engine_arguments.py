@@ -9,6 +9,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.older_runners import allow_text_drafters
 from nemo_specrollout.generation.worker_blocks import block_of_worker
 
 _CPU, _GPU = "nemo_specrollout.nemo_rl.cpu_engine_worker.", "nemo_specrollout.nemo_rl.gpu_engine_workers."
@@ -25,12 +26,12 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     """`llm_kwargs`, as NeMo-RL would pass them to vLLM, with our worker, drafters and block. Raises ConfigError."""
     compat.check_version()
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
+    compat.check_drafters(block)
+    allow_text_drafters()
     if len(block.drafters_of_workers) > 1:
         block = block_of_worker(block, _engine_number(generation_config["vllm_cfg"]))
-    if block.model_drafter is not None:
-        compat.check_method(block.model_drafter.type)
     device = compat.device_type()
-    arguments = with_specrollout(llm_kwargs, block, device)
+    arguments = with_specrollout(llm_kwargs, block, device, chooses_on_device=compat.CHOOSES_ON_DEVICE)
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
         # A drafter's weights come from its folder, as NeMo-RL does it for a drafter of its own that it does not train.
         arguments["load_format"] = "auto"

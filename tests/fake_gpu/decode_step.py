@@ -14,7 +14,7 @@ from device import GPU
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.generation.drafting import Drafting, NewRequest
 from nemo_specrollout.generation.identity import RequestIdentity
-from nemo_specrollout.generation.verification import EqualityVerifier
+from nemo_specrollout.generation.verification import sample_and_compare
 from nemo_specrollout.generation.verification_budget import VerificationBudget
 from nemo_specrollout.scheduling.budget import build_budget
 from nemo_specrollout.scheduling.draft_plan import DraftPlan
@@ -61,18 +61,14 @@ class DecodeStep:
             temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),
             seeds=SimpleNamespace(gpu=zeros(S, dtype=torch.int64)),
         )
-        sampler = SimpleNamespace(
-            sampling_states=sampling, apply_sampling_params=lambda logits, *_: logits, use_fp64_gumbel=False
-        )
-        self._verifier = object.__new__(EqualityVerifier)
-        self._verifier.sampler, self._verifier.num_speculative_steps = sampler, K
+        self._sampling = sampling
         self.batch = SimpleNamespace(
             idx_mapping=zeros(B, dtype=torch.int64), idx_mapping_np=np.arange(B), num_reqs=B, num_tokens=B * (K + 1)
         )
         self._rows = (
-            zeros(B * (K + 1), V, dtype=torch.float32), None, zeros(B * (K + 1)), zeros(B * (K + 1), dtype=torch.int64),
-            zeros(B + 1), self.batch.idx_mapping, self.batch.idx_mapping_np, zeros(B * (K + 1), dtype=torch.int64),
-            zeros(B * (K + 1)), np.zeros(B), zeros(B * (K + 1)),
+            zeros(B * (K + 1), V, dtype=torch.float32), None, zeros(B * (K + 1)), zeros(B + 1),
+            zeros(B * (K + 1), dtype=torch.int64), self.batch.idx_mapping, zeros(B * (K + 1), dtype=torch.int64),
+            zeros(B * (K + 1)),
         )  # fmt: skip
         self._hidden_BH, self._num_rejected = zeros(B, H, dtype=torch.bfloat16), zeros(B)
         self._keys = (zeros(S, 1, dtype=torch.int64), zeros(1, S), zeros(S), zeros(S))
@@ -96,7 +92,8 @@ class DecodeStep:
 
     def verify(self) -> torch.Tensor:
         """How many tokens each request emitted, int32 [B]."""
-        return self._verifier._verify(*self._rows)[2]
+        states = self._sampling
+        return sample_and_compare(*self._rows, states.temperature.gpu, states.seeds.gpu, K)[1]
 
     def draft(self, num_sampled_B: torch.Tensor, num_drafts: int = K) -> None:
         """Proposals for the next step, in which each request has room for `num_drafts`."""
@@ -108,8 +105,8 @@ class DecodeStep:
 
     def sample_drafts(self) -> None:
         """What the network of a drafter with weights asks for at each draft position."""
-        states = self._verifier.sampler.sampling_states
+        states = self._sampling
         self.runner.speculator.sample_draft(
-            self._hidden_BH, self._rows[3][:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,
+            self._hidden_BH, self._rows[4][:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,
             self._draft_step, None,
         )  # fmt: skip

@@ -14,27 +14,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import interpreting  # noqa: F401
 import torch
 import triton.backends
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
 # vLLM asks Triton for a backend that is active, and for nothing else.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
-
-
-def _take_any_mask(method: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Triton's interpreter computes some masks as integers, and then does not take them."""
-
-    def masked(self: Any, *args: Any) -> Any:
-        args[index].data = args[index].data.astype(bool)
-        return method(self, *args)
-
-    return masked
-
-
-InterpreterBuilder.create_masked_load = _take_any_mask(InterpreterBuilder.create_masked_load, 1)
-InterpreterBuilder.create_masked_store = _take_any_mask(InterpreterBuilder.create_masked_store, 2)
 
 
 @dataclass

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The promise on an older vLLM, on its own V2 model runner, whose kernels Triton's interpreter runs: few, short requests."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import STEP_ADDER
+from test_equality import SAMPLINGS, assert_equal, requests
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.engine import Rollout, RolloutEngine
+
+pytestmark = [
+    pytest.mark.older_vllm,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-oldest`"),
+]
+HEAD_FOLDER = STEP_ADDER.parent / "step_adder_eagle3"
+HEAD, SUFFIX, NGRAM = DrafterConfig("eagle3", model=str(HEAD_FOLDER)), DrafterConfig("suffix"), DrafterConfig("ngram")
+FIXED, RANDOM = BudgetConfig("fixed", k=3), BudgetConfig("random")
+BLOCKS = {
+    "a head": SpecrolloutConfig(drafters=(HEAD,), budget=FIXED),
+    "a greedy head": SpecrolloutConfig(
+        drafters=(DrafterConfig("eagle3", model=str(HEAD_FOLDER), sampling="greedy"),), budget=FIXED
+    ),
+    "text": SpecrolloutConfig(drafters=(SUFFIX, NGRAM), budget=FIXED),
+    "a head and text, random budgets": SpecrolloutConfig(drafters=(HEAD, SUFFIX), budget=RANDOM),
+}
+SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
+ASKED = requests(3, 2)
+# Triton's interpreter fails in vLLM's kernel for top-k and top-p.
+WAYS = ("T=1", "T=0", "T=0.7, penalties", "T=1, min-p, bias", "T=1, bad words, min tokens")
+
+
+@pytest.fixture(scope="module")
+def start(start_engine: Callable[..., RolloutEngine]) -> Callable[..., RolloutEngine]:
+    def start_small(block: SpecrolloutConfig, **arguments: Any) -> RolloutEngine:
+        return start_engine(STEP_ADDER, block, max_new_tokens=40, **{**SMALL, **arguments})
+
+    return start_small
+
+
+@pytest.fixture(scope="module")
+def expected(start: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
+    """What plain decoding makes, without asynchronous scheduling."""
+    plain = start(SpecrolloutConfig(drafters=()), async_scheduling=False)
+    return {name: plain.generate(ASKED, **SAMPLINGS[name]) for name in WAYS}
+
+
+def num_accepted(engine: RolloutEngine) -> int:
+    report = engine.report()
+    assert report is not None
+    return sum(map(sum, report["accepted"]))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_tokens_are_those_of_plain_decoding(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], name: str, asynchronous: bool
+) -> None:
+    engine = start(BLOCKS[name], async_scheduling=asynchronous)
+    facts = engine.facts()
+    assert (facts["model_runner"], facts["async_scheduling"]) == ("V2", asynchronous)
+    for sampling in ("T=1", "T=0"):
+        before = num_accepted(engine)
+        assert_equal(engine.generate(ASKED, **SAMPLINGS[sampling]), expected[sampling])
+        assert num_accepted(engine) > before + 20, "next to nothing was accepted, so nothing was shown"
+    stamps = engine.take_stamps(ASKED)
+    assert all(s is not None for s in stamps)
+    assert engine._llm.collective_rpc("specrollout_totals")[0]["accepted"]
+
+
+def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+    """Bad words too, where the kernel of vLLM 0.25 looks at the wrong draft."""
+    engine = start(SpecrolloutConfig(drafters=(NGRAM, SUFFIX), budget=RANDOM))
+    for name in WAYS:
+        assert_equal(engine.generate(ASKED, **SAMPLINGS[name]), expected[name])
+    assert num_accepted(engine) > 50
+
+
+def test_the_default_budget_and_new_weights(
+    start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    from safetensors.torch import load_file
+
+    engine = start(SpecrolloutConfig(drafters=(HEAD, SUFFIX)))
+    assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
+    engine.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
+    engine.load_head(HEAD_FOLDER)
+    assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
+    report = engine.report()
+    assert report is not None and report["policy_version"] == 1
+
+
+@pytest.mark.parametrize("type_", ["draft_model", "remote"])
+def test_drafters_that_an_older_runner_has_no_place_for_are_refused(
+    start: Callable[..., RolloutEngine], type_: str
+) -> None:
+    more: dict[str, Any] = {"addresses": ("tcp://127.0.0.1:1",)} if type_ == "remote" else {}
+    drafter = DrafterConfig(type_, model=str(STEP_ADDER), **more)
+    with pytest.raises(ConfigError, match=rf"drafters\[1\]\.type: {type_}; the V2 model runner of vLLM .* no place"):
+        start(SpecrolloutConfig(drafters=(NGRAM, drafter)))
