@@ -31,7 +31,8 @@ def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
         req_states=SimpleNamespace(req_id_to_index=SLOTS), speculator=speculator, max_num_reqs=4, num_speculative_steps=3,
         device=torch.device("cpu"),
     )  # fmt: skip
-    budget = HostBudget(runner, build_budget(BudgetConfig("fixed", k=k)), lambda: None)
+    drafting: Any = SimpleNamespace(budgeted=lambda num_drafts, row_price: None)
+    budget = HostBudget(runner, build_budget(BudgetConfig("fixed", k=k)), lambda: None, drafting)
     budget.record(SimpleNamespace(num_reqs=3, idx_mapping=torch.tensor(list(SLOTS.values()))))
     return budget
 

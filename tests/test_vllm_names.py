@@ -40,6 +40,8 @@ OBJECTS = {
     "input_batch": f"{GPU}.input_batch.InputBatch",
     "states": f"{GPU}.states.RequestState",
     "speculator": f"{GPU}.spec_decode.speculator.DraftModelSpeculator",
+    "dflash": f"{GPU}.spec_decode.dflash.speculator.DFlashSpeculator",
+    "dspark": f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator",
     "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
 }

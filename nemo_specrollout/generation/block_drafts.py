@@ -47,20 +47,18 @@ def _share_noise_of_dflash(speculator: Any, levels_BK: torch.Tensor) -> None:
     speculator.sample_draft = sample_draft
 
 
-def _share_noise_of_dspark(speculator: Any, levels_BK: torch.Tensor) -> None:
+def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:
     """DSpark names the position of the token to be drafted; the noise is keyed by the one before."""
 
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
-        logits_BV = _by_target_id(
-            logits, getattr(speculator.model, "draft_id_to_target_id", None), speculator.vocab_size
-        )
+        logits_BV = _by_target_id(logits, getattr(dspark.model, "draft_id_to_target_id", None), dspark.vocab_size)
         return sample_with_margin(
-            logits_BV, idx_map, speculator.temperature, speculator.seeds, sample_pos - 1, levels_BK,
-            speculator._step_cols[step],
+            logits_BV, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK,
+            dspark._step_cols[step],
         )  # fmt: skip
 
-    speculator._sample_logits = sample_logits
-    speculator.model.sample_sequential = None  # vLLM 0.33: kernels of a model's own, with noise of their own
+    dspark._sample_logits = sample_logits
+    dspark.model.sample_sequential = None  # vLLM 0.33: kernels of a model's own, with noise of their own
 
 
 def _by_target_id(logits: torch.Tensor, offsets: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
@@ -72,15 +70,15 @@ def _by_target_id(logits: torch.Tensor, offsets: torch.Tensor | None, vocab_size
     return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids, logits)
 
 
-def draft_only_on_demand(speculator: Any, only_reads: Callable[[], bool]) -> None:
-    """Leaves out the pass over the block where the speculator `only_reads`: the context's keys and values are stored before.
+def draft_only_on_demand(dflash: Any, only_reads: Callable[[], bool]) -> None:
+    """Leaves out the pass over the block where a DFlash or DSpark speculator `only_reads`.
 
-    A pass that is replayed as a CUDA graph is not left out.
+    The context's keys and values are stored before. A pass that is replayed as a CUDA graph is not left out.
     """
-    generate = speculator._generate_draft
+    generate = dflash._generate_draft
 
     def generate_on_demand(*args: Any, **kwargs: Any) -> None:
         if not only_reads():
             generate(*args, **kwargs)
 
-    speculator._generate_draft = generate_on_demand
+    dflash._generate_draft = generate_on_demand

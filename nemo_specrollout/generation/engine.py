@@ -93,7 +93,6 @@ class RolloutEngine:
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
-        from nemo_specrollout.generation.older_runners import allow_text_drafters
 
         block = generation.specrollout
         if self.drafters is not None:
@@ -113,6 +112,8 @@ class RolloutEngine:
         arguments = with_specrollout(arguments, block, compat.device_type(), chooses_on_device=chooses_on_device)
         self._has_our_worker = "worker_cls" in arguments
         if self._has_our_worker:
+            from nemo_specrollout.generation.older_runners import allow_text_drafters
+
             allow_text_drafters()
         compat.check_arguments(arguments)
         try:

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from nemo_specrollout.generation.arguments import TEXT_METHOD
 from nemo_specrollout.generation.compat import HAS_TEXT_METHOD, agreed
-from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.host_copy import HostCopy
 from nemo_specrollout.scheduling.budget import BudgetObservation, BudgetPolicy
 from nemo_specrollout.scheduling.step_time import StepCosts
+
+if TYPE_CHECKING:
+    from nemo_specrollout.generation.drafting import Drafting
 
 _REFUSED = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
 _config: Any = VllmConfig
@@ -99,7 +101,7 @@ class HostBudget:
         runner: Any,
         policy: BudgetPolicy,
         costs: Callable[[], StepCosts | None],
-        drafting: Drafting,
+        drafting: "Drafting",
     ) -> None:
         """As `VerificationBudget`."""
         self._slot_of, self._speculator = runner.req_states.req_id_to_index, runner.speculator
