@@ -61,7 +61,9 @@ def collect(
     return taken
 
 
-@pytest.mark.parametrize(("in_flight", "max_age"), [(True, 1), (True, 3), (False, 1)])
+@pytest.mark.parametrize(
+    ("in_flight", "max_age"), [(True, 1), pytest.param(True, 3, marks=pytest.mark.slow), (False, 1)]
+)
 def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
     engines: list[RolloutEngine], in_flight: bool, max_age: int
 ) -> None:

@@ -53,7 +53,7 @@ FAULTS = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), FAULTS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([0.0, 0.01, 0.1]))
 def test_output_is_plain_decodings_in_every_schedule(
     seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float

@@ -54,7 +54,7 @@ def test_what_cannot_be_told_is_called_unknown(profile: Path, capsys: pytest.Cap
     assert said["Expected benefit"].startswith("unknown without --profile")
     assert "by suffix, ngram in the policy's engine" in said["Placement and window"]
     assert "unknown without --profile" in said["Placement and window"]
-    assert said["Racing"].startswith("off: nothing moves")
+    assert said["Racing"].startswith("off: no request moves")
 
 
 def test_a_local_config_by_profile_and_ladder(

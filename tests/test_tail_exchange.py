@@ -72,8 +72,12 @@ def assert_idle(engines: list[RolloutEngine]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [("T=1", 12), ("T=0", 20), ("T=1", 24), ("T=1", 0)],
-    ids=["even", "uneven", "second empty", "first empty"],
+    [
+        pytest.param("T=1", 12, id="even"),
+        pytest.param("T=0", 20, id="uneven"),
+        pytest.param("T=1", 24, id="second empty", marks=pytest.mark.slow),
+        pytest.param("T=1", 0, id="first empty", marks=pytest.mark.slow),
+    ],
 )
 def test_moves_between_shards_change_no_token(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, cut: int
