@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,22 @@ def test_every_token_is_accounted_for(accounted: Accounted) -> None:
     assert (accepted <= drafted).all() and (drafted <= NUM_DRAFTS * num_requests).all()
     for name, counts in (("proposed", drafted), ("accepted", accepted)):
         assert np.sum(after[name]) - np.sum(before[name]) == counts.sum()
+
+
+def test_drafts_are_accounted_for_whenever_drafting_rests(
+    start_engine: Callable[..., RolloutEngine], tiny_model: Path
+) -> None:
+    """Rests begin at random here, also right after a step that verified drafts."""
+    engine = start_engine(tiny_model, replace(FIXED, budget=BudgetConfig("random")))
+    rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
+    report = engine.report()
+    assert report is not None
+    drafted, accepted = (
+        sum(column(report, f"{kind}_{d}") for d in report["drafters"]) for kind in ("drafted", "accepted")
+    )
+    num_requests = column(report, "num_requests")
+    assert (column(report, "num_rows") == num_requests + drafted).all() and drafted.sum() > 50
+    assert 0 <= (num_requests + accepted).sum() - LENGTH * len(rollouts) <= len(rollouts)
 
 
 def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Accounted) -> None:

@@ -158,12 +158,13 @@ class Drafting:
         has_readers = self.model is not None and self.model.follows(input_batch.idx_mapping_np)
         self.rests = self.pacer.rests(num_requests) and not has_readers
         was_idle, self.is_idle = self.is_idle, kwargs.get("num_speculative_tokens") == 0 and not has_readers
+        if not (self.is_idle and was_idle):
+            board.observe(slots_B, num_sampled, num_rejected, total_len_S, token_ids_SL, self.step)
         if self.is_idle:
             if not was_idle:
                 board.rates_BK.zero_()
             self.host_s = time.perf_counter() - started
             return board.drafts_BK[:num_requests]
-        board.observe(slots_B, num_sampled, num_rejected, total_len_S, token_ids_SL, self.step)
         most_new, self._most_new = self._most_new, 0
         rates_DE = board.level_rates_DE
         for i, drafter in self._text.items():
