@@ -102,6 +102,7 @@ def test_a_collector_that_fails_tells_whoever_waits(engines: list[RolloutEngine]
     collector.close()
 
 
+@pytest.mark.slow
 def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",

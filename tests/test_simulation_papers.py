@@ -55,6 +55,7 @@ def test_the_projections_of_paper_b() -> None:
         check(cell, 0.15)
 
 
+@pytest.mark.slow
 def test_the_ranges_of_specactor() -> None:
     for cell in specactor():
         check(cell, 0.1 if "rollout over plain" in cell.name else 0.02)
