@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.generation.draft_sampling import sample_with_margin
+from nemo_specrollout.generation.draft_sampling import sample_with_margin, share_noise
 
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
@@ -21,30 +21,10 @@ def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
     """
     if hasattr(speculator, "_sample_logits"):
         _share_noise_of_dspark(speculator, levels_BK)
-    else:
-        _share_noise_of_dflash(speculator, levels_BK)
-
-
-def _share_noise_of_dflash(speculator: Any, levels_BK: torch.Tensor) -> None:
-    """Row b * K + k of what DFlash samples is draft k of request b."""
-    levels_R1 = levels_BK.view(-1, 1)
+        return
+    # Row b * K + k of what DFlash samples is draft k of request b.
     first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
-
-    def sample_draft(
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> torch.Tensor:
-        logits_RV = speculator.compute_draft_logits(hidden_states, 0)
-        return sample_with_margin(
-            logits_RV, idx_mapping, temperature, seeds, sample_src_positions, levels_R1, first_column
-        )
-
-    speculator.sample_draft = sample_draft
+    share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
 
 
 def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:

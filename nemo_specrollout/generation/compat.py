@@ -94,15 +94,13 @@ def check_version() -> None:
 
 def check_drafters(block: SpecrolloutConfig) -> None:
     """Raises ConfigError for a drafter that the running vLLM's V2 model runner has no place for."""
-    places = {
-        **dict.fromkeys(MODEL_DRAFTERS, True),
-        **dict.fromkeys((*BLOCK_DRAFTERS, REMOTE_DRAFTER), CHOOSES_ON_DEVICE),
-        "draft_model": HAS_DRAFT_MODEL,
-    }
-    methods = set(_names(speculative.SpeculativeMethod))
+    lacking = set(MODEL_DRAFTERS).difference(_names(speculative.SpeculativeMethod))
+    if not CHOOSES_ON_DEVICE:
+        lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
+    if not HAS_DRAFT_MODEL:
+        lacking.add("draft_model")
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
-        is_known = drafter.type in methods or drafter.type not in MODEL_DRAFTERS
-        if not (is_known and places.get(drafter.type, True)):
+        if drafter.type in lacking:
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters[{i}].type: {drafter.type}; the V2 model runner of vLLM {VLLM_VERSION} has no place "
                 "for it: use eagle3, mtp, ngram or suffix, or vLLM 0.32 or later"
@@ -183,7 +181,7 @@ def draw(
     apply_temperature: bool,
     use_fp64: bool = False,
 ) -> torch.Tensor:
-    """vLLM's sample of each row, int64 [R], with the noise of the target's tokens, whoever asks."""
+    """vLLM's sample of each row, int64 [R], with the noise of the target's tokens."""
     arguments = (logits, slots, temperature, seeds, positions)
     return gumbel.gumbel_sample(*arguments, apply_temperature=apply_temperature, use_fp64=use_fp64, **_ONE_NOISE)
 

@@ -112,11 +112,13 @@ def _sample_rows(logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens
         levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, margin)
 
 
-def share_noise(speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool]) -> None:
+def share_noise(
+    speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
+) -> None:
     """Makes a drafter with weights sample its own logits with the noise that the target will draw at each position.
 
-    `levels_RK` gets the evidence levels of its draft tokens, where this vLLM's noise has margins. Nothing is sampled where the
-    drafter `only_reads`.
+    `levels_RK` gets the evidence levels of its draft tokens, where this vLLM's noise has margins: in `column`, or in that of
+    the draft step. Nothing is sampled where the drafter `only_reads`.
     """
 
     def sample_draft(
@@ -135,7 +137,7 @@ def share_noise(speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[
         logits, places = compat.draft_logits_and_positions(speculator, hidden_states, positions, spec_step_idx)
         rows = (logits, idx_mapping, temperature, seeds, places)
         if compat.HAS_MARGINS:
-            return sample_with_margin(*rows, levels_RK, draft_step)
+            return sample_with_margin(*rows, levels_RK, draft_step if column is None else column)
         return compat.draw(*rows, apply_temperature=True)
 
     speculator.sample_draft = sample_draft

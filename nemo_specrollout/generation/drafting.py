@@ -76,7 +76,9 @@ class Drafting:
         )  # fmt: skip
         self._native_propose = speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
-        self.pacer, self.rests, self.is_idle = build_pacer(config.budget), False, False
+        self.pacer, self.rests = build_pacer(config.budget), False
+        self.num_idle = 0
+        """Steps in a row without proposals."""
         self.row_price = 0.0
         """Tokens that the engine makes in the time of one more row, as of the last budget."""
         self._most_new, self.host_s, self.step = 0, 0.0, 0
@@ -118,7 +120,7 @@ class Drafting:
         self.pacer.opened(len(requests))
 
     def budgeted(self, num_drafts: int, row_price: float) -> None:
-        """The step verifies so many drafts; in the time of one more row the engine makes `row_price` tokens."""
+        """The step verifies `num_drafts`; in the time of one more row the engine makes `row_price` tokens."""
         self.pacer.decided(num_drafts)
         self.row_price = row_price
 
@@ -157,11 +159,12 @@ class Drafting:
         self._most_new += board.num_positions + 1
         has_readers = self.model is not None and self.model.follows(input_batch.idx_mapping_np)
         self.rests = self.pacer.rests(num_requests) and not has_readers
-        was_idle, self.is_idle = self.is_idle, kwargs.get("num_speculative_tokens") == 0 and not has_readers
-        if not (self.is_idle and was_idle):
+        is_idle = kwargs.get("num_speculative_tokens") == 0 and not has_readers
+        self.num_idle = self.num_idle + 1 if is_idle else 0
+        if self.num_idle <= 1:
             board.observe(slots_B, num_sampled, num_rejected, total_len_S, token_ids_SL, self.step)
-        if self.is_idle:
-            if not was_idle:
+        if is_idle:
+            if self.num_idle == 1:
                 board.rates_BK.zero_()
             self.host_s = time.perf_counter() - started
             return board.drafts_BK[:num_requests]

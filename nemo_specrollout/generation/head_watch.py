@@ -85,7 +85,7 @@ class HeadWatch:
         alarm = alarm.explained_by(replace(health, fails_in_long_contexts=self._contexts.fails_in_long_contexts))
         is_collapse = self._canary.is_silent
         if is_collapse:
-            self._model.is_allowed = False
+            self._model.forbid()
         logger.warning("specrollout: %s", alarm.sentence)
         self.alarms.append(
             {

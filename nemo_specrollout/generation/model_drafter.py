@@ -73,7 +73,7 @@ class ModelDrafter:
 
     def follows(self, slots_B: np.ndarray) -> bool:
         """Whether any request in these slots is followed: the speculator must read what it is given in each step."""
-        return self.is_allowed and bool(self._is_followed[slots_B].any())
+        return bool(self._is_followed[slots_B].any())
 
     def open(self, slots: Sequence[int], slots_N: torch.Tensor) -> None:
         """Requests take `slots`, which are `slots_N` on the device."""
@@ -84,6 +84,12 @@ class ModelDrafter:
     def close(self, slots: Sequence[int]) -> None:
         """The requests of `slots` are done, or put aside."""
         self._planner.ended(int(self._is_followed[list(slots)].sum()))
+
+    def forbid(self) -> None:
+        """It may draft no more, and reads no request further."""
+        self.is_allowed = False
+        self._is_followed[:] = False
+        self._follows_S.zero_()
 
     def replaced(self) -> None:
         """The speculator has other weights: what was learned of it no longer holds, and it may draft again."""
@@ -116,9 +122,6 @@ class ModelDrafter:
         found_B = self._board.found_DB[self._index]
         num_requests, depth = batch.num_reqs, self.plan.depth
         self.seconds = 0.0
-        if not self.is_allowed:
-            self._is_followed[:] = False
-            self._follows_S.zero_()
         if not self.follows(batch.idx_mapping_np):
             found_B[:num_requests] = 0
             return

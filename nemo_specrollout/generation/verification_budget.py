@@ -42,7 +42,6 @@ class VerificationBudget(AdaptiveVerificationManager):
         self._policy, self._costs, self._drafting = policy, costs, drafting
         self._confidence_probs.zero_()
         self._known = HostCopy(self._confidence_probs)
-        self._has_zeros = False
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """None: costs are measured while running."""
@@ -59,9 +58,8 @@ class VerificationBudget(AdaptiveVerificationManager):
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """The drafts that were just proposed come true at these rates; the host hears of it a step later. While drafting is
         idle, the rates stay as they are: zero."""
-        if self._has_zeros and self._drafting.is_idle:
+        if self._drafting.num_idle > 1:
             return
-        self._has_zeros = self._drafting.is_idle
         self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         self._known.refresh()
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.run import GenerationConfig, RunConfig
 from nemo_specrollout.generation.arguments import native_config
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.bench_tables import new_table
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.task import encode_prompt
@@ -52,7 +52,7 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
     """The rows, for a terminal."""
     title = "drafts accepted, with all before them, by position"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = new_table(title)
     positions = len(rows[0]["accepted_by_position"])
     for name in ("drafting", *map(str, range(1, positions + 1)), "tok/step", "tokens equal"):
         table.add_column(name, justify="left" if name == "drafting" else "right", no_wrap=True)

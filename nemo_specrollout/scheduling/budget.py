@@ -63,7 +63,7 @@ class AutoBudget(BudgetPolicy):
             observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
             1.0 + self.margin, counts_B,
         )  # fmt: skip
-        row_price = tokens_per_s * costs.row_s(len(counts_B), len(counts_B) + int(counts_B.sum()))
+        row_price = tokens_per_s * costs.row_s(len(counts_B), int(counts_B.sum()))
         return BudgetDecision(counts_B, least_survival, row_price)
 
 

@@ -22,10 +22,10 @@ class Pacing(Protocol):
     """Says in each step whether drafting rests."""
 
     def decided(self, num_drafts: int) -> None:
-        """The budget gave the batch so many drafts."""
+        """The budget gave the batch `num_drafts`."""
 
     def opened(self, num_requests: int) -> None:
-        """So many requests have come."""
+        """`num_requests` have come."""
 
     def rests(self, num_requests: int) -> bool:
         """Whether drafting should rest now; asked once in each step, which has `num_requests` requests."""

@@ -42,10 +42,9 @@ class StepCosts:
         speculated_s = float(self.plain_s[num_requests + num_drafts]) + self.overhead_s - num_drafts * self.discount_s
         return max(plain_s, speculated_s)
 
-    def row_s(self, num_requests: int, num_rows: int) -> float:
-        """Seconds that a draft row adds, on average up to `num_rows` rows; up to twice the requests where none is drafted."""
-        most = num_rows if num_rows > num_requests else 2 * num_requests
-        num_drafts = min(most, len(self.plain_s) - 1) - num_requests
+    def row_s(self, num_requests: int, num_drafts: int) -> float:
+        """Seconds that a draft row adds, on average over `num_drafts`; over one for each request where there are none."""
+        num_drafts = min(num_drafts or num_requests, len(self.plain_s) - 1 - num_requests)
         if num_drafts <= 0:
             return 0.0
         return (self.step_s(num_requests, num_drafts) - self.step_s(num_requests, 0)) / num_drafts
