@@ -43,6 +43,12 @@ def test_native_heads_come_from_the_policy_s_folder_and_by_refit_only_where_they
     assert made["load_format"] == "auto" and made["additional_config"][MTP_FROM_FOLDER] is not is_trained
 
 
+def test_what_a_native_engine_shares_its_process_with_loads_no_numba() -> None:
+    """vLLM's registration of kernels for a CPU looks at all modules, and fails on those of llvmlite."""
+    code = "import sys; import nemo_specrollout.nemo_rl.engine_arguments; sys.exit('llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # vLLM's CPU worker replaces streams and events of torch.cuda in its process.
 NOTHING_OF_A_CPU = """
 import sys

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.generation.older_runners import HostBudget
+from nemo_specrollout.generation.host_budget import HostBudget
 from nemo_specrollout.scheduling.budget import build_budget
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
 
 
 def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.older_runners.agreed", lambda decision: decision)
+    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
     scheduled = Scheduled()
     trimmed = budget_with([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).trimmed(scheduled)
     assert trimmed.scheduled_spec_decode_tokens == {"a": [-1, -1]}

@@ -22,7 +22,8 @@ from nemo_specrollout.generation.drafting import Drafting, NewRequest
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import load_head, own_lm_head
 from nemo_specrollout.generation.head_watch import HeadWatch
-from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, mend_bad_words
+from nemo_specrollout.generation.host_budget import HostBudget
+from nemo_specrollout.generation.older_runners import allow_text_drafters, mend_bad_words
 from nemo_specrollout.generation.remote_drafting import ToldOutput
 from nemo_specrollout.generation.resting_scheduler import say_that_drafting_rests
 from nemo_specrollout.generation.runner_binding import bind
