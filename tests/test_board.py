@@ -134,6 +134,56 @@ def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:
     assert easy > 0.8 and hard < 0.3
 
 
+def test_factors_count_as_far_as_they_foretold_hits() -> None:
+    """Of the first drafter one request's drafts always come true and another's never do. Of the second, every other draft
+    comes true, in either request: the shares of a few tokens foretell nothing."""
+    world = World(num_drafters=2)
+    rng = np.random.default_rng(0)
+    for _ in range(110):
+        right = {slot: world.next_tokens(slot, 1) for slot in (0, 1)}
+        tossed = {slot: right[slot] if rng.random() < 0.5 else [99] for slot in (0, 1)}
+        world.choose(0, 1, proposals={0: {0: right[0], 1: [99]}, 1: tossed})
+        world.verify(0, 1, most=0)
+    told, square = (world.board.foretold_D2 + 1).T
+    assert told[0] / square[0] > 0.9 and told[1] / square[1] < 0.4
+
+
+def test_what_contradicts_the_witness_is_believed_less() -> None:
+    """The text drafter is right in every other step, the witness always: no level tells, but whether they agree does."""
+    world = World(num_drafters=2, model=1)
+    for n in range(120):
+        right = world.next_tokens(0, 1)
+        world.choose(0, proposals={0: {0: right if n % 2 else [99]}, 1: {0: right}})
+        world.verify(0, most=0)
+    assert world.board.level_rates_DE[0, 0].item() == pytest.approx(0.5, abs=0.1)
+    apart = [{0: {0: [1]}}, {0: {0: [1]}, 1: {0: [1]}}, {0: {0: [1, 2, 3]}, 1: {0: [1, 9]}}]
+    alone, agreed, contradicted = (world.choose(0, proposals=proposals)[0] for proposals in apart)
+    assert alone[0].item() == pytest.approx(LEVEL_PRIORS[0], rel=0.2), "nothing like it was seen"
+    assert agreed[0] > 0.9 and contradicted[0] > 0.9
+    rates_E = world.board.level_DE2[..., 0] / world.board.level_DE2[..., 1]
+    assert rates_E[0, 2 * NUM_LEVELS] < 0.1 and world.board.chosen_S[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "witness", "expected"),
+    [
+        ([1, 2, 3], [], [], [[0, 0, 0], [], []]),
+        ([1, 2, 3], [], [1], [[1, 0, 0], [], [1]]),
+        ([1, 2, 3], [4], [1, 7, 3], [[1, 2, 0], [2], [1, 2, 0]]),
+        ([1], [1, 2], [1, 2, 3], [[1], [1, 1], [1, 1, 0]]),
+        ([], [], [1, 2], [[], [], [0, 0]]),
+    ],
+)
+def test_a_token_s_evidence_says_what_the_other_side_proposes_after_the_same_tokens(
+    text: list[int], other: list[int], witness: list[int], expected: list[list[int]]
+) -> None:
+    world = World(num_drafters=3, model=2)
+    world.choose(0, proposals={0: {0: text}, 1: {0: other}, 2: {0: witness}}, level=3)
+    for d, relations in enumerate(expected):
+        levels = world.board.levels_SDK[0, d, : len(relations)].tolist()
+        assert levels == [NUM_LEVELS * relation + 3 for relation in relations]
+
+
 def test_a_proposal_that_is_not_submitted_waits_until_it_is_refuted_or_used_up() -> None:
     world = World(num_drafters=2)
     board, right = world.board, world.next_tokens(0)
@@ -230,21 +280,32 @@ def test_without_a_proposal_nothing_is_drafted() -> None:
     assert world.board.submitted_S.tolist() == [0, 0]
 
 
-def test_what_drafts_are_expected() -> None:
-    """Of those that cost nothing more, the best proposal's rates; of the model, by position, as far as there is room."""
-    world = World(num_drafters=3, model=2)
+def test_what_the_model_s_drafts_are_expected_to_survive() -> None:
+    """By position, as far as there is room."""
+    world = World(num_drafters=2, model=1)
     world.open(1, limit=13)
-    world.choose(0, 1, proposals={0: {0: [1, 2]}, 1: {0: [1]}, 2: {0: [1, 2, 3]}}, level=1)
-    text_K = LEVEL_PRIORS[1] * np.array([1, 1, 0])
-    assert world.board.outlook_S2K[0].numpy() == pytest.approx(np.stack([text_K, np.full(3, PRIOR_RATE)]))
-    assert world.board.outlook_S2K[1].numpy() == pytest.approx(np.array([[0, 0, 0], [PRIOR_RATE, PRIOR_RATE, 0]]))
+    world.choose(0, 1, proposals={1: {0: [1, 2, 3]}})
+    survival_K = PRIOR_RATE ** np.array([1, 2, 3])
+    assert world.board.outlook_S2K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
     for _ in range(60):
         right = world.next_tokens(0)
-        world.choose(0, proposals={2: {0: [right[0], 99]}})
+        world.choose(0, proposals={1: {0: [right[0], 99]}})
         world.verify(0)
     world.choose(0)
     first, second, third = world.board.outlook_S2K[0, 1].tolist()
-    assert first > 0.9 and second < 0.1 and third > second
+    assert first > 0.9 and third <= second < 0.1
+
+
+def test_what_text_drafts_are_expected_to_survive_is_what_they_usually_do() -> None:
+    """The best proposal of the text drafters, found in every other step, whatever the model proposes."""
+    world = World(num_drafters=3, model=2)
+    for n in range(60):
+        text = {0: {0: [1, 2]}, 1: {0: [1]}} if n % 2 else {}
+        world.choose(0, proposals={**text, 2: {0: [1, 2, 3]}}, level=1)
+    usual_K = 0.5 * LEVEL_PRIORS[1] ** np.array([1, 2, np.inf])
+    assert world.board.outlook_S2K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
+    world.open(0)
+    assert not world.board.outlook_S2K[0].any(), "another request"
 
 
 # What is counted

@@ -4,8 +4,8 @@
 All of it lives on the engine's device, in one kernel before the drafters propose (`observe`) and one after (`choose`).
 Nothing of it is read on the host in a step.
 
-Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, E evidence levels,
-C classes of context length.
+Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, E evidence levels by
+relation, C classes of context length.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,18 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import PRIOR_RATE, PRIOR_STRENGTH, TRACED_STEPS
+from nemo_specrollout.drafters.base import NUM_RELATIONS, PRIOR_RATE, PRIOR_STRENGTH, TRACED_STEPS
 
 
 class DraftBoard:
     """Owns the proposals that await their outcome, what was learned of each drafter, and the counts.
 
-    The rate at which a draft token comes true, if those before it did, is the rate of its evidence level times the
-    request's factor: the decayed share of hits at that level, and hits of the request over what its levels promised. Each
-    proposal is compared with what the policy samples later, submitted or not, so that nothing need be tried to be known.
+    The rate at which a draft token comes true, if those before it did, is the rate of its evidence times the request's
+    factor. Evidence is the drafter's level, and whether text drafters and the witness, the drafter with weights, agree: a
+    token of which the witness proposes another is much less sure. The rate is the decayed share of hits of such evidence. The
+    factor is hits of the request over what its evidence promised, and counts as far as factors have foretold hits so far.
+
+    Each proposal is compared with what the policy samples later, submitted or not, so that nothing need be tried to be known.
     A proposal waits until it is refuted or used up. One that is submitted replaces it.
 
     Example, in each step: `observe(...)`, each drafter writes to `tokens_DBK[d]`, `levels_DBK[d]` and `found_DB[d]`,
@@ -38,11 +41,15 @@ class DraftBoard:
         context_edges: Sequence[int],
         device: torch.device,
         model: int | None = None,
+        witness: int | None = None,
     ) -> None:
         """`priors_DE`: rates believed of each drafter's evidence levels before anything was seen. `context_edges`: lengths of
-        context at which another class of counts begins. `model`: which drafter has weights, if one does."""
+        context at which another class of counts begins. `model`: which drafter has weights in this engine, if one does.
+        `witness`: which one has weights, here or elsewhere; by default `model`."""
         self.names, self.num_positions = list(names), num_positions
         num_drafters = len(self.names)
+        self.model = -1 if model is None else model
+        self.witness = -1 if num_drafters == 1 else self.model if witness is None else witness
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -57,9 +64,12 @@ class DraftBoard:
         self.length_SD, self.base_SD, self.checked_SD = (zeros(num_slots, num_drafters) for _ in range(3))
         self.chosen_S, self.submitted_S, self.limit_S = (zeros(num_slots) for _ in range(3))
         # What was learned: hits and trials (promised hits, for the factors).
-        self._priors_DE = torch.from_numpy(priors_DE.astype(np.float32)).to(device)
+        self._num_relations = 1 if self.witness < 0 else NUM_RELATIONS
+        self._priors_DE = torch.from_numpy(np.tile(priors_DE, self._num_relations).astype(np.float32)).to(device)
         self.factor_SD2 = zeros(num_slots, num_drafters, 2, dtype=torch.float32)
-        self.level_DE2 = zeros(*priors_DE.shape, 2, dtype=torch.float32)
+        self.level_DE2 = zeros(*self._priors_DE.shape, 2, dtype=torch.float32)
+        # Of the regression of hits on factors: products of factor and hit, both beyond what is expected, and squares.
+        self.foretold_D2 = zeros(num_drafters, 2, dtype=torch.float32)
         self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
         for drafter in range(num_drafters):
             self.forget_drafter(drafter)
@@ -71,14 +81,14 @@ class DraftBoard:
         # What the next step verifies: draft tokens, and the rate of each given that those before it are accepted.
         self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
         self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # What drafts are expected: rates of the best proposal of those that cost nothing more, and of the model's.
+        # The survival of drafts that the next steps may expect, whatever the witness proposes: of the best proposal of text
+        # drafters, as it was in the last steps, and of the model's. Written where there is a model.
         self.outlook_S2K = zeros(num_slots, 2, num_positions, dtype=torch.float32)
-        self.model = -1 if model is None else model
         self._kernels = _kernels(device)
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
         """Requests take `slots`, int64; each may get as long as `limits`, int32, and still be drafted for."""
-        for tensor in (self.length_SD, self.submitted_S, self.factor_SD2, self.request_S2):
+        for tensor in (self.length_SD, self.submitted_S, self.factor_SD2, self.request_S2, self.outlook_S2K):
             tensor.index_fill_(0, slots, 0)  # tensor[slots] = 0 would wait for a GPU
         self.limit_S[slots] = limits
 
@@ -88,6 +98,7 @@ class DraftBoard:
         self.level_DE2[drafter, :, 1] = PRIOR_STRENGTH
         self.position_DK2[drafter, :, 0] = PRIOR_RATE * PRIOR_STRENGTH
         self.position_DK2[drafter, :, 1] = PRIOR_STRENGTH
+        self.foretold_D2[drafter] = 0.0
         self.factor_SD2[:, drafter] = 0.0
         self.length_SD[:, drafter] = 0
 
@@ -107,7 +118,7 @@ class DraftBoard:
         self._kernels.observe(
             slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
             self.tokens_SDK, self.levels_SDK, self.length_SD, self.base_SD, self.checked_SD,
-            self.factor_SD2, self.level_DE2, self.position_DK2,
+            self.factor_SD2, self.foretold_D2, self.level_DE2, self.position_DK2,
             self.chosen_S, self.submitted_S, self._edges_C, self.verified_DCK2, self.request_S2,
             self.steps_TD2[step % TRACED_STEPS],
         )  # fmt: skip
@@ -120,15 +131,19 @@ class DraftBoard:
             slots_B, total_len_S, self.limit_S,
             self.tokens_DBK[:, :num_requests], self.levels_DBK[:, :num_requests], self.found_DB[:, :num_requests],
             self.tokens_SDK, self.levels_SDK, self.length_SD, self.base_SD, self.checked_SD,
-            self.factor_SD2, self.level_DE2, self.position_DK2,
+            self.factor_SD2, self.foretold_D2, self.level_DE2, self.position_DK2,
             self.chosen_S, self.submitted_S, self.drafts_BK[:num_requests], self.rates_BK[:num_requests],
-            self.outlook_S2K, self.model, row_price,
+            self.outlook_S2K, self.model, self.witness, row_price,
         )  # fmt: skip
 
     @property
     def level_rates_DE(self) -> torch.Tensor:
-        """The share of each evidence level's tokens that come true, float32, on the device."""
-        return self.level_DE2[..., 0] / self.level_DE2[..., 1]
+        """The share of each level's tokens that come true, whatever the witness says: float32 [D, NUM_LEVELS], on the
+        device."""
+        tried_DL2 = self.level_DE2
+        if self._num_relations > 1:
+            tried_DL2 = tried_DL2.unflatten(1, (self._num_relations, -1)).sum(dim=1)
+        return tried_DL2[..., 0] / tried_DL2[..., 1]
 
 
 def _kernels(device: torch.device) -> ModuleType:

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the draft board for a CPU. What they compute is said in `board.py`.
 
-Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, E evidence levels, C
-classes of context length.
+Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, E evidence levels
+by relation, C classes of context length.
 """
 
 import numpy as np
 from numba import njit
 
-from nemo_specrollout.drafters.base import LEAST_WORTH, LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
+from nemo_specrollout.drafters.base import (
+    LEAST_WORTH,
+    LEVEL_DECAY,
+    MAX_RATE,
+    NUM_LEVELS,
+    OUTLOOK_DECAY,
+    PRIOR_STRENGTH,
+    REQUEST_DECAY,
+)
 from nemo_specrollout.sampling.on_tensors import on_tensors
 
 F32 = np.float32
@@ -27,12 +35,13 @@ def _fade(table_DN2):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def observe(  # type: ignore[no-untyped-def]
     slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
-    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
     chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2,
 ):  # fmt: skip
     rates_DE = level_DE2[..., 0] / level_DE2[..., 1]
     _fade(level_DE2)
     _fade(position_DK2)
+    foretold_D2 *= F32(LEVEL_DECAY)
     step_D2[:] = 0
     for b in range(len(slots_B)):
         slot = slots_B[b]
@@ -53,6 +62,7 @@ def observe(  # type: ignore[no-untyped-def]
             request_S2[slot, 1] += is_accepted
         submitted_S[slot] = 0
         for d in range(length_SD.shape[1]):
+            excess = _raw_factor(factor_SD2[slot, d]) - F32(1)
             while length_SD[slot, d] > 0:
                 k = checked_SD[slot, d]
                 position = base_SD[slot, d] + k
@@ -60,8 +70,11 @@ def observe(  # type: ignore[no-untyped-def]
                     break
                 is_hit = token_ids_SL[slot, position] == tokens_SDK[slot, d, k]
                 level = levels_SDK[slot, d, k]
+                rate = rates_DE[d, level]
+                foretold_D2[d, 0] += excess * (F32(is_hit) - rate)
+                foretold_D2[d, 1] += excess * excess * rate
                 factor_SD2[slot, d, 0] = factor_SD2[slot, d, 0] * REQUEST_DECAY + is_hit
-                factor_SD2[slot, d, 1] = factor_SD2[slot, d, 1] * REQUEST_DECAY + rates_DE[d, level]
+                factor_SD2[slot, d, 1] = factor_SD2[slot, d, 1] * REQUEST_DECAY + rate
                 level_DE2[d, level, 0] += is_hit
                 level_DE2[d, level, 1] += 1.0
                 position_DK2[d, k, 0] += is_hit
@@ -72,9 +85,40 @@ def observe(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _factor(factor_2):  # type: ignore[no-untyped-def]
-    """By how much a request's drafts come true more often than their levels promise."""
-    return (factor_2[0] + PRIOR_STRENGTH) / (factor_2[1] + PRIOR_STRENGTH)
+def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
+    """By how much a request's drafts came true more often than their evidence promised."""
+    return (factor_2[0] + F32(PRIOR_STRENGTH)) / (factor_2[1] + F32(PRIOR_STRENGTH))
+
+
+@njit(cache=True, nogil=True)
+def _factor(factor_2, foretold_2):  # type: ignore[no-untyped-def]
+    """By how much they are expected to do so, as far as factors have foretold hits."""
+    weight = min(max((foretold_2[0] + F32(1)) / (foretold_2[1] + F32(1)), F32(0)), F32(1))
+    return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
+
+
+@njit(cache=True, nogil=True)
+def _relate(tokens_DK, found_D, room, witness, relation_DK):  # type: ignore[no-untyped-def]
+    """For each token, what the other side proposes after the same tokens: 0 nothing, 1 the same, 2 another.
+
+    The witness is one side, the text drafters are the other.
+    """
+    relation_DK[:] = 0
+    if witness < 0:
+        return
+    of_witness = min(found_D[witness], room)
+    for d in range(len(found_D)):
+        count = min(found_D[d], room)
+        if d == witness or count == 0:
+            continue
+        for k in range(min(count, of_witness)):
+            if tokens_DK[d, k] != tokens_DK[witness, k]:
+                relation_DK[d, k] = 2
+                if relation_DK[witness, k] == 0:
+                    relation_DK[witness, k] = 2
+                break
+            relation_DK[d, k] = 1
+            relation_DK[witness, k] = 1
 
 
 @njit(cache=True, nogil=True)
@@ -83,40 +127,71 @@ def _rate(tried_2, factor):  # type: ignore[no-untyped-def]
     return min(tried_2[0] / tried_2[1] * factor, MAX_RATE)
 
 
+@njit(cache=True, nogil=True)
+def _worth(rate_K, row_price):  # type: ignore[no-untyped-def]
+    """What a proposal is worth by the rates of its tokens."""
+    worth, alive = F32(0), F32(1)
+    for rate in rate_K:
+        alive *= rate
+        worth += max(alive - F32(row_price), alive * F32(LEAST_WORTH))
+    return worth
+
+
+@njit(cache=True, nogil=True)
+def _whatever_the_witness_says(level_E2, level):  # type: ignore[no-untyped-def]
+    """Hits and trials of a level, whatever the relation."""
+    tried_2 = np.zeros(2, np.float32)
+    for e in range(level, len(level_E2), NUM_LEVELS):
+        tried_2 += level_E2[e]
+    return tried_2
+
+
 @on_tensors
 @njit(cache=True, nogil=True)
 def choose(  # type: ignore[no-untyped-def]
     slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
-    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, row_price,
+    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
+    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, witness, row_price,
 ):  # fmt: skip
     num_drafters, num_positions = tokens_DBK.shape[0], tokens_DBK.shape[2]
+    level_DK = np.empty((num_drafters, num_positions), np.int8)
+    rate_K, survival_K = np.empty((2, num_positions), np.float32)
     for b in range(len(slots_B)):
         slot = slots_B[b]
         drafts_BK[b] = 0
         rates_BK[b] = 0.0
         if slot < 0:
             continue
-        outlook_S2K[slot] = 0.0
         room = min(max(limit_S[slot] - total_len_S[slot] - 1, 0), num_positions)
+        _relate(tokens_DBK[:, b], found_DB[:, b], room, witness, level_DK)
+        level_DK *= NUM_LEVELS
+        level_DK += levels_DBK[:, b]
         most, most_of_text, best = F32(0), F32(0), -1
+        survival_K[:] = 0.0
         for d in range(num_drafters):
-            worth, alive = F32(0), F32(1)
-            factor = _factor(factor_SD2[slot, d])
+            factor = _factor(factor_SD2[slot, d], foretold_D2[d])
             count = min(found_DB[d, b], room)
             for k in range(count):
-                alive *= _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
-                worth += max(alive - F32(row_price), alive * F32(LEAST_WORTH))
-            if d == model:
-                for k in range(room):
-                    outlook_S2K[slot, 1, k] = _rate(position_DK2[d, k], factor)
-            elif worth > most_of_text:
-                most_of_text = worth
-                outlook_S2K[slot, 0] = 0.0
-                for k in range(count):
-                    outlook_S2K[slot, 0, k] = _rate(level_DE2[d, levels_DBK[d, b, k]], factor)
+                rate_K[k] = _rate(level_DE2[d, level_DK[d, k]], factor)
+            worth = _worth(rate_K[:count], row_price)
             if worth > most:
                 most, best = worth, d
+            if d == model:
+                outlook_S2K[slot, 1] = 0.0
+                alive = F32(1)
+                for k in range(room):
+                    alive *= _rate(position_DK2[d, k], factor)
+                    outlook_S2K[slot, 1, k] = alive
+            if d == model or model < 0:
+                continue
+            for k in range(count):
+                rate_K[k] = _rate(_whatever_the_witness_says(level_DE2[d], levels_DBK[d, b, k]), factor)
+            worth = _worth(rate_K[:count], row_price)
+            if worth > most_of_text:
+                most_of_text, survival_K[:] = worth, F32(0)
+                survival_K[:count] = np.cumprod(rate_K[:count])
+        if model >= 0:
+            outlook_S2K[slot, 0] += F32(1 - OUTLOOK_DECAY) * (survival_K - outlook_S2K[slot, 0])
         submitted_S[slot] = 0
         for d in range(num_drafters):
             count = min(found_DB[d, b], room)
@@ -127,12 +202,12 @@ def choose(  # type: ignore[no-untyped-def]
             checked_SD[slot, d] = 0
             for k in range(count):
                 tokens_SDK[slot, d, k] = tokens_DBK[d, b, k]
-                levels_SDK[slot, d, k] = levels_DBK[d, b, k]
+                levels_SDK[slot, d, k] = level_DK[d, k]
         if best < 0:
             continue
-        factor = _factor(factor_SD2[slot, best])
+        factor = _factor(factor_SD2[slot, best], foretold_D2[best])
         chosen_S[slot] = best
         submitted_S[slot] = min(found_DB[best, b], room)
         for k in range(submitted_S[slot]):
             drafts_BK[b, k] = tokens_DBK[best, b, k]
-            rates_BK[b, k] = _rate(level_DE2[best, levels_DBK[best, b, k]], factor)
+            rates_BK[b, k] = _rate(level_DE2[best, level_DK[best, k]], factor)

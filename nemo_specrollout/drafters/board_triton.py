@@ -14,12 +14,22 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.drafters.base import LEAST_WORTH, LEVEL_DECAY, MAX_RATE, PRIOR_STRENGTH, REQUEST_DECAY
+from nemo_specrollout.drafters.base import (
+    LEAST_WORTH,
+    LEVEL_DECAY,
+    MAX_RATE,
+    NUM_LEVELS,
+    OUTLOOK_DECAY,
+    PRIOR_STRENGTH,
+    REQUEST_DECAY,
+)
 
 _LEAST_WORTH = tl.constexpr(LEAST_WORTH)
 _LEVEL_DECAY = tl.constexpr(LEVEL_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(MAX_RATE)
+_NUM_LEVELS = tl.constexpr(NUM_LEVELS)
+_OUTLOOK_DECAY = tl.constexpr(OUTLOOK_DECAY)
 _PRIOR_STRENGTH = tl.constexpr(PRIOR_STRENGTH)
 
 
@@ -37,13 +47,15 @@ def _fade(table_ptr, rows, num_rows: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit(do_not_specialize_on_alignment=["step_ptr"])
 def _begin_step(  # type: ignore[no-untyped-def]
-    level_ptr, position_ptr, step_ptr, rates_ptr,
+    level_ptr, position_ptr, foretold_ptr, step_ptr, rates_ptr,
     DE: tl.constexpr, DK: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK)
     rates = _fade(level_ptr, rows, DE)
     tl.store(rates_ptr + rows, rates, mask=rows < DE)
     _fade(position_ptr, rows, DK)
+    foretold = tl.load(foretold_ptr + rows, mask=rows < D2, other=0.0)
+    tl.store(foretold_ptr + rows, foretold * _LEVEL_DECAY, mask=rows < D2)
     tl.store(step_ptr + rows, tl.zeros([BLOCK], tl.int32), mask=rows < D2)
 
 
@@ -74,9 +86,16 @@ def _count_verified(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _raw_factor(factor_ptr, row, mask):  # type: ignore[no-untyped-def]
+    """By how much a request's drafts came true more often than their evidence promised."""
+    hits = tl.load(factor_ptr + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
+    return hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
+
+
+@triton.jit
 def _judge(  # type: ignore[no-untyped-def]
-    slot, total_len, text_ptr, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
-    rates_ptr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    slot, total_len, text_ptr, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, level_ptr,
+    position_ptr, rates_ptr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compares the proposals of a request with its text, up to the first miss of each or the end of the text."""
     d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)[None, :]
@@ -94,6 +113,7 @@ def _judge(  # type: ignore[no-untyped-def]
     level = tl.load(levels_ptr + row[:, None] * K + k, mask=judged, other=0).to(tl.int32)
     level = d[:, None] * E + tl.minimum(tl.maximum(level, 0), E - 1)
     rate = tl.load(rates_ptr + level, mask=judged, other=0.0)
+    excess = _raw_factor(factor_ptr, row, mask_D) - 1.0
 
     num_judged = tl.sum(judged.to(tl.int32), axis=1)
     end = checked + num_judged
@@ -102,6 +122,9 @@ def _judge(  # type: ignore[no-untyped-def]
     any_D = num_judged > 0
     hits = tl.load(factor_ptr + 2 * row, mask=any_D, other=0.0) * left + tl.sum(tl.where(hit, weight, 0.0), axis=1)
     promised = tl.load(factor_ptr + 2 * row + 1, mask=any_D, other=0.0) * left + tl.sum(weight * rate, axis=1)
+    beyond = tl.sum(tl.where(hit, 1.0, 0.0) - rate, axis=1)
+    tl.atomic_add(foretold_ptr + 2 * d, excess * beyond, mask=any_D, sem="relaxed")
+    tl.atomic_add(foretold_ptr + 2 * d + 1, excess * excess * tl.sum(rate, axis=1), mask=any_D, sem="relaxed")
     tl.store(factor_ptr + 2 * row, hits, mask=any_D)
     tl.store(factor_ptr + 2 * row + 1, promised, mask=any_D)
     tl.store(checked_ptr + row, end, mask=any_D)
@@ -118,7 +141,7 @@ def _judge(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize_on_alignment=["step_ptr"])
 def _observe(  # type: ignore[no-untyped-def]
     slots_ptr, num_sampled_ptr, num_rejected_ptr, total_len_ptr, text_ptr, text_stride,
-    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, level_ptr, position_ptr,
     chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr, step_ptr, rates_ptr,
     D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -135,16 +158,71 @@ def _observe(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         _judge(
             slot, total_len, text_ptr + slot * text_stride, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr,
-            factor_ptr, level_ptr, position_ptr, rates_ptr, D, K, E, BLOCK_D, BLOCK_K,
+            factor_ptr, foretold_ptr, level_ptr, position_ptr, rates_ptr, D, K, E, BLOCK_D, BLOCK_K,
         )  # fmt: skip
+
+
+@triton.jit
+def _relation(token, is_draft, count, d, k, WITNESS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """For each token, what the other side proposes after the same tokens, int32 [D, K]: 0 nothing, 1 the same, 2 another."""
+    is_witness = d == WITNESS
+    of_witness = tl.sum(tl.where(is_witness, count, 0), axis=0)
+    beside = tl.sum(tl.where(is_witness[:, None], token, 0), axis=0)
+    both = is_draft & (k < of_witness)[None, :] & (is_witness == 0)[:, None]
+    alike = tl.cumprod(tl.where(both & (token == beside[None, :]), 1.0, 0.0), axis=1) > 0.0
+    num_alike = tl.sum(alike.to(tl.int32), axis=1)
+    differs = both & (k[None, :] == num_alike[:, None])
+    of_text = tl.where(alike, 1, tl.where(differs, 2, 0))
+    agreed, contradicted = tl.max(alike.to(tl.int32), axis=0), tl.max(differs.to(tl.int32), axis=0)
+    of_witness_K = tl.where(agreed > 0, 1, 2 * contradicted)
+    return tl.where(is_witness[:, None], of_witness_K[None, :], of_text)
+
+
+@triton.jit
+def _factor(factor_ptr, foretold_ptr, row, d, mask):  # type: ignore[no-untyped-def]
+    """By how much drafts are expected to come true more often than promised, as far as factors have foretold hits."""
+    told = tl.load(foretold_ptr + 2 * d, mask=mask, other=0.0) + 1.0
+    weight = told / (tl.load(foretold_ptr + 2 * d + 1, mask=mask, other=0.0) + 1.0)
+    return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(factor_ptr, row, mask) - 1.0)
+
+
+@triton.jit
+def _worth(rate, is_draft, row_price):  # type: ignore[no-untyped-def]
+    """What each proposal is worth, [D], by the rates of its tokens, [D, K]."""
+    alive = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
+    return tl.sum(tl.maximum(alive - row_price, alive * _LEAST_WORTH), axis=1)
+
+
+@triton.jit
+def _store_outlook(  # type: ignore[no-untyped-def]
+    outlook_ptr, level_ptr, position_ptr, entry, factor, is_draft, row_price, room, d, k,
+    MODEL: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Survival of the best proposal of text drafters, whatever the witness proposes, and of the model's drafts."""
+    hits, trials = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+    for relation in tl.static_range(E // _NUM_LEVELS):
+        hits += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)
+        trials += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation + 1, mask=is_draft, other=1.0)
+    rate = tl.minimum(hits / trials * factor, _MAX_RATE)
+    worth = tl.where(d == MODEL, 0.0, _worth(rate, is_draft, row_price))
+    _, best = tl.max(worth, axis=0, return_indices=True)
+    is_best = is_draft & ((d == best) & (worth > 0.0))[:, None]
+    survival = tl.sum(tl.where(is_best, tl.cumprod(rate, axis=1), 0.0), axis=0)
+    before = tl.load(outlook_ptr + k, mask=k < K, other=0.0)
+    tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=k < K)
+    place = position_ptr + 2 * (MODEL * K + k)
+    by_place = tl.load(place, mask=k < room, other=0.0) / tl.load(place + 1, mask=k < room, other=1.0)
+    forecast = tl.minimum(by_place * tl.sum(tl.where((d == MODEL)[:, None], factor, 0.0)), _MAX_RATE)
+    tl.store(outlook_ptr + K + k, tl.cumprod(forecast, axis=0), mask=k < K)
 
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
     slots_ptr, total_len_ptr, limit_ptr, new_tokens_ptr, new_levels_ptr, found_ptr, new_stride, found_stride,
-    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, level_ptr, position_ptr,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, level_ptr, position_ptr,
     chosen_ptr, submitted_ptr, drafts_ptr, rates_ptr, outlook_ptr, row_price,
-    MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    MODEL: tl.constexpr, WITNESS: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
@@ -162,27 +240,22 @@ def _choose(  # type: ignore[no-untyped-def]
         source = d[:, None] * new_stride + out[None, :]
         token = tl.load(new_tokens_ptr + source, mask=is_draft, other=0)
         level = tl.load(new_levels_ptr + source, mask=is_draft, other=0)
-        entry = 2 * (d[:, None] * E + tl.minimum(tl.maximum(level.to(tl.int32), 0), E - 1))
-        hits = tl.load(factor_ptr + 2 * row, mask=mask_D, other=0.0) + _PRIOR_STRENGTH
-        factor = hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask_D, other=0.0) + _PRIOR_STRENGTH)
+        level = tl.minimum(tl.maximum(level.to(tl.int32), 0), _NUM_LEVELS - 1)
+        entry = 2 * (d[:, None] * E + level)
+        factor = _factor(factor_ptr, foretold_ptr, row, d, mask_D)[:, None]
+        if MODEL >= 0:
+            _store_outlook(
+                outlook_ptr + slot * 2 * K, level_ptr, position_ptr, entry, factor, is_draft, row_price, room, d, k,
+                MODEL, K, E, BLOCK_D, BLOCK_K,
+            )  # fmt: skip
+        if WITNESS >= 0:
+            level += _NUM_LEVELS * _relation(token, is_draft, count, d, k, WITNESS)
+            entry = 2 * (d[:, None] * E + level)
         level_hits = tl.load(level_ptr + entry, mask=is_draft, other=0.0)
-        level_rate = level_hits / tl.load(level_ptr + entry + 1, mask=is_draft, other=1.0)
-        rate = tl.minimum(level_rate * factor[:, None], _MAX_RATE)
-        alive = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
-        worth = tl.sum(tl.maximum(alive - row_price, alive * _LEAST_WORTH), axis=1)
+        rate = tl.minimum(level_hits / tl.load(level_ptr + entry + 1, mask=is_draft, other=1.0) * factor, _MAX_RATE)
+        worth = _worth(rate, is_draft, row_price)
         most, best = tl.max(worth, axis=0, return_indices=True)
         is_best = (d == best) & (worth > 0.0)
-        of_text = tl.where(d == MODEL, 0.0, worth)
-        _, best_text = tl.max(of_text, axis=0, return_indices=True)
-        is_of_text = is_draft & ((d == best_text) & (of_text > 0.0))[:, None]
-        outlook = slot * 2 * K + k
-        tl.store(outlook_ptr + outlook, tl.sum(tl.where(is_of_text, rate, 0.0), axis=0), mask=k < K)
-        if MODEL >= 0:
-            place = 2 * (MODEL * K + k)
-            place_hits = tl.load(position_ptr + place, mask=k < room, other=0.0)
-            place_rate = place_hits / tl.load(position_ptr + place + 1, mask=k < room, other=1.0)
-            forecast = tl.minimum(place_rate * tl.sum(tl.where(d == MODEL, factor, 0.0), axis=0), _MAX_RATE)
-            tl.store(outlook_ptr + outlook + K, forecast, mask=k < K)
 
         is_kept = (count > 0) & (is_best | (tl.load(length_ptr + row, mask=mask_D, other=0) == 0))
         tl.store(length_ptr + row, count, mask=is_kept)
@@ -190,7 +263,7 @@ def _choose(  # type: ignore[no-untyped-def]
         tl.store(checked_ptr + row, tl.zeros([BLOCK_D], tl.int32), mask=is_kept)
         kept = is_draft & is_kept[:, None]
         tl.store(tokens_ptr + row[:, None] * K + k[None, :], token, mask=kept)
-        tl.store(levels_ptr + row[:, None] * K + k[None, :], level, mask=kept)
+        tl.store(levels_ptr + row[:, None] * K + k[None, :], level.to(tl.int8), mask=kept)
 
         is_submitted = is_draft & is_best[:, None]
         tl.store(drafts_ptr + out, tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64), mask=k < K)
@@ -204,35 +277,35 @@ def observe(*tensors: torch.Tensor) -> None:
     """See `board.DraftBoard.observe`."""
     (
         slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
         chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2,
     ) = tensors  # fmt: skip
     sizes = _sizes(tokens_SDK, level_DE2)
     rates_DE = level_DE2.new_empty(level_DE2.shape[:2])
     num_levels, num_positions = rates_DE.numel(), position_DK2.numel() // 2
     _begin_step[(1,)](
-        level_DE2, position_DK2, step_D2, rates_DE, DE=num_levels, DK=num_positions, D2=step_D2.numel(),
+        level_DE2, position_DK2, foretold_D2, step_D2, rates_DE, DE=num_levels, DK=num_positions, D2=step_D2.numel(),
         BLOCK=triton.next_power_of_2(max(num_levels, num_positions)), num_warps=1,
     )  # fmt: skip
     _observe[(len(slots_B),)](
         slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL, token_ids_SL.stride(0),
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
         chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, rates_DE,
         C=len(edges_C), BLOCK_C=triton.next_power_of_2(len(edges_C) + 1), num_warps=1, **sizes,
     )  # fmt: skip
 
 
 def choose(*arguments: Any) -> None:
-    """See `board.DraftBoard.choose`; the last two arguments are numbers."""
+    """See `board.DraftBoard.choose`; the last three arguments are numbers."""
     (
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, row_price,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, witness, row_price,
     ) = arguments  # fmt: skip
     _choose[(len(slots_B),)](
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB, tokens_DBK.stride(0), found_DB.stride(0),
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, row_price, MODEL=model, num_warps=1,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, row_price, MODEL=model, WITNESS=witness, num_warps=1,
         **_sizes(tokens_SDK, level_DE2),
     )  # fmt: skip
 

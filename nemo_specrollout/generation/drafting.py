@@ -72,7 +72,7 @@ class Drafting:
         priors_DE = np.array([priors[d.sampling] if i in graded else LEVEL_PRIORS for i, d in enumerate(drafters)])
         self.board = DraftBoard(
             [d.type for d in drafters], priors_DE, runner.max_num_reqs, runner.num_speculative_steps,
-            _context_edges(config, runner.max_model_len), device, model,
+            _context_edges(config, runner.max_model_len), device, model, self._remote if model is None else model,
         )  # fmt: skip
         self._native_propose = speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
@@ -169,10 +169,10 @@ class Drafting:
             self.host_s = time.perf_counter() - started
             return board.drafts_BK[:num_requests]
         most_new, self._most_new = self._most_new, 0
-        rates_DE = board.level_rates_DE
+        rates_of = list(board.level_rates_DE) if self._text else []
         for i, drafter in self._text.items():
             drafter.propose(
-                slots_B, total_len_S, token_ids_SL, most_new, rates_DE[i],
+                slots_B, total_len_S, token_ids_SL, most_new, rates_of[i],
                 board.tokens_DBK[i], board.levels_DBK[i], board.found_DB[i],
             )  # fmt: skip
         if self.remote is not None:

@@ -109,8 +109,7 @@ class ModelDrafter:
         self._planner.worked(self.plan, len(slots_B), now_s)
         if not self._planner.should_plan(len(slots_B)):
             return
-        rates_B2K = self._outlook.values[slots_B].astype(np.float64)
-        found_BK, forecast_BK = rates_B2K.cumprod(axis=2).transpose(1, 0, 2)
+        found_BK, forecast_BK = self._outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2)
         forecast_BK = forecast_BK * self._is_followed[slots_B, None]
         found_BK = np.ascontiguousarray(found_BK)
         self.plan = agreed(
