@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board on a CPU: what is learned of drafters, who drafts, what is counted. For a GPU: `test_own_kernels.py`.
+"""The draft board on a CPU: what is learned of drafters, who drafts, what is counted. For a GPU: `test_kernels.py`.
 
 Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, C classes of context
 length.

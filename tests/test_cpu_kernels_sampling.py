@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of vLLM's kernels for sampling: what the kernels do (tests/interpreted), row by row, in whatever company."""
-
-import os
-import subprocess
-import sys
+"""The bodies of vLLM's kernels for sampling, row by row, in whatever company. Beside the kernels: `test_kernels.py`."""
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from numba import njit
 from torch import Tensor
 
 from nemo_specrollout.generation.cpu_kernels import gumbel, logprobs, noise
 from nemo_specrollout.generation.cpu_kernels.floats import exp_of_negative, log, stored, value_of
 
-MODULE = "tests/interpreted/sampling_kernels.py"
+pytestmark = pytest.mark.unit
+
 BLOCK = 1024
 SAMPLE = "vllm.v1.worker.gpu.sample."
-
-
-@pytest.mark.integration
-def test_bodies_do_what_the_kernels_do() -> None:
-    """In a process of their own, where Triton interprets the kernels."""
-    pytest.importorskip("triton")
-    pytest.importorskip("vllm.triton_utils.dispatcher")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "pytest", MODULE, "-q", "-p", "no:cacheprovider", "--noconftest"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def sample(logits_RV: Tensor, temperatures_R: Tensor, divide: bool = True) -> Tensor:
@@ -70,7 +55,6 @@ def inputs(num_rows: int, vocab_size: int, scale: float, seed: int = 0) -> tuple
     return logits_RV, 0.5 + torch.arange(num_rows) / num_rows
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
 def test_no_block_is_passed_over_in_error(scale: float) -> None:
     """Sampling computes the noise of few blocks; the token is that of the noise of all of them."""
@@ -85,7 +69,6 @@ def test_no_block_is_passed_over_in_error(scale: float) -> None:
         assert (row_V / temperature + np.float32(noise_V)).argmax() == tokens_R[r]
 
 
-@pytest.mark.unit
 def test_the_bound_of_the_noise_is_above_it() -> None:
     bits = np.concatenate([np.arange(1 << 12), 2**32 - 1 - np.arange(1 << 12), np.arange(0, 2**32, 99991)])
     for word in bits.astype(np.uint32):
@@ -95,7 +78,6 @@ def test_the_bound_of_the_noise_is_above_it() -> None:
         assert bound < noise_of_word + 0.07 or word > 2**22
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
     logits_RV, temperatures_R = inputs(33, 4097, 2.0)
@@ -109,7 +91,6 @@ def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
         assert torch.equal(ranks(logits_RV[rows], tokens_R[rows]), ranks_R[rows])
 
 
-@pytest.mark.unit
 def test_bits_of_bfloat16_and_padding_change_nothing() -> None:
     logits_RV, temperatures_R = inputs(9, 2500, 2.0)
     expected_R = sample(logits_RV.float(), temperatures_R)
@@ -121,7 +102,6 @@ def test_bits_of_bfloat16_and_padding_change_nothing() -> None:
         assert torch.equal(ranks(same_RV, expected_R), ranks(logits_RV.float(), expected_R))
 
 
-@pytest.mark.unit
 def test_ties_and_rows_without_a_token() -> None:
     logits_RV = torch.full((4, 3000), -1.0)
     logits_RV[0, [1700, 2900]] = 5.0
@@ -132,7 +112,6 @@ def test_ties_and_rows_without_a_token() -> None:
     assert sample(logits_RV[1:2], torch.ones(1)).tolist() == [0]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_log_probabilities_are_as_good_as_those_of_torch(scale: float) -> None:
     torch.manual_seed(1)
@@ -148,7 +127,6 @@ def decoded_and_encoded(bits_N, values_N, encoded_N):  # type: ignore[no-untyped
         encoded_N[i] = stored(values_N[i], encoded_N)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, torch.uint16), (torch.float16, torch.int16)])
 def test_values_of_16_bit_floats(dtype: torch.dtype, bits: torch.dtype) -> None:
     every = torch.arange(1 << 16).to(torch.int16).view(dtype)
@@ -158,7 +136,6 @@ def test_values_of_16_bit_floats(dtype: torch.dtype, bits: torch.dtype) -> None:
     torch.testing.assert_close(encoded.view(torch.bfloat16), every.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.unit
 def test_logarithm_and_exponential() -> None:
     x = np.exp(np.linspace(-60, 60, 20_000)).astype(np.float32)
     assert np.allclose([log(v) for v in x], np.log(x.astype(np.float64)), rtol=2e-7, atol=1.5e-7)

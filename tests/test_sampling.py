@@ -2,7 +2,7 @@
 """Drafts with the target's noise, acceptance by equality, seeds and identities.
 
 Shapes: B requests, R rows, S request slots, V vocabulary, K draft positions. Seeds are fixed, so a test passes always or
-never. The noise itself: `test_noise_v2.py`; the same kernels for a GPU: `test_own_kernels.py`.
+never. The noise itself: `test_noise_v2.py`; the same kernels for a GPU: `test_kernels.py`.
 """
 
 import math

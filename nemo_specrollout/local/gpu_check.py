@@ -34,7 +34,7 @@ STAGES: dict[str, Callable[[Stage], None]] = {
     "sleep": gpu_engines.sleep_and_wake,
 }
 NEEDS_GPU = {
-    "kernels": "Triton compiles its kernels for a GPU only; tests/test_own_kernels.py interprets them",
+    "kernels": "Triton compiles its kernels for a GPU only; tests/test_kernels.py interprets them",
     "profile": "torch's profiler counts launches and waits of a GPU only",
     "sleep": "vLLM's sleep mode needs a GPU",
 }
