@@ -62,7 +62,8 @@ def collect(
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "max_age"), [(True, 1), pytest.param(True, 3, marks=pytest.mark.slow), (False, 1)]
+    ("in_flight", "max_age"),
+    [(True, 1), pytest.param(True, 3, marks=pytest.mark.slow), pytest.param(False, 1, marks=pytest.mark.slow)],
 )
 def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
     engines: list[RolloutEngine], in_flight: bool, max_age: int

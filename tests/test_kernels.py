@@ -4,6 +4,7 @@
 Triton and torch are set up there as they cannot be here. The tests themselves are in `interpreted` and `fake_gpu`.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -55,3 +56,21 @@ def test_kernels(runs: dict[str, "Future[subprocess.CompletedProcess[str]]"], na
         pytest.skip("compared with vLLM 0.32's kernels")
     done = runs[name].result()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_makes_the_same_tokens_by_vllms_kernels_and_by_our_bodies() -> None:
+    """A head, text drafts and random budgets, more than a thousand tokens."""
+    command = [sys.executable, "tests/interpreted/engine_tokens.py"]
+    said = []
+    for interpret in ("1", "0"):
+        settings = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=1500, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append({name: rest for name, _, rest in (line.partition(" ") for line in done.stdout.splitlines())})
+    tokens = json.loads(said[0]["TOKENS"])
+    assert said[0]["TOKENS"] == said[1]["TOKENS"]
+    assert sum(len(ids) for rollouts in tokens.values() for ids in rollouts) > 1000
+    assert int(said[0]["ACCEPTED"]) > 200

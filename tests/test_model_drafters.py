@@ -493,6 +493,7 @@ def test_the_policy_s_own_heads_follow_its_weights(
     assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and alarm["drafter_off"]
 
 
+@pytest.mark.slow
 def test_a_drafter_that_fails_in_long_contexts_only_is_told_apart(start_engine: Callable[..., RolloutEngine]) -> None:
     """Its table of rotations ends too early, as that of a head whose config names a shorter context."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(GREEDY,), budget=BudgetConfig("fixed", k=3)))

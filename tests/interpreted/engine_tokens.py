@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the tokens that an engine with drafters makes, as JSON: of each way of sampling, the token ids of each request.
+
+With TRITON_INTERPRET=1 Triton interprets vLLM's own kernels, in the place of our bodies for a CPU. Run by `test_kernels.py`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+from conftest import STEP_ADDER
+from test_equality import SAMPLINGS, SUFFIX, requests
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.generation.cpu_platform import CpuPlatformForV2
+from nemo_specrollout.generation.engine import RolloutEngine
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    CpuPlatformForV2.register_triton_kernel_overrides = staticmethod(lambda: None)
+head = DrafterConfig("eagle3", model=str(STEP_ADDER.parent / "step_adder_eagle3"))
+block = SpecrolloutConfig(drafters=(head, SUFFIX), budget=BudgetConfig("random"))
+small = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
+generation = GenerationConfig(VllmConfig(max_model_len=512), 40, vllm_kwargs=small, specrollout=block)
+engine = RolloutEngine(STEP_ADDER, generation, seed=7)
+made = {name: engine.generate(requests(8, 2), **SAMPLINGS[name]) for name in ("T=1", "T=0")}
+report = engine.report()
+assert report is not None
+print("TOKENS", json.dumps({name: [r.token_ids for r in rollouts] for name, rollouts in made.items()}))
+print("ACCEPTED", sum(map(sum, report["accepted"])))
+engine.close()
