@@ -26,6 +26,7 @@ from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter
 from nemo_specrollout.decoupled.transport import VerifierSocket
 from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
+from nemo_specrollout.local.rollout import MeasuredRollout
 
 pytestmark = pytest.mark.integration
 
@@ -341,7 +342,11 @@ def test_an_engine_starts_and_ends_its_own_drafters(
 ) -> None:
     remote = DrafterConfig("remote", model=str(similar_model), workers=1)
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote, DrafterConfig("suffix"))))
-    assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
+    measured = MeasuredRollout(engine, requests(8, 4))
+    measured.advance()
+    rollouts, stats = measured.result()
+    assert_equal(rollouts, expected["T=1"])
+    assert stats.draft_supply is not None and stats.draft_supply["num_request_steps"] > 0, "metrics.jsonl names it"
     assert engine.drafters is not None
     pid = engine.drafters.processes[0].pid
     engine.close()

@@ -194,6 +194,8 @@ class EngineWorkerMixin:
             report["policy_version"] = self.specrollout_stamps.policy_version
             report["head_version"] = self.specrollout_stamps.head_version
             report["capture_s"] = self.specrollout_capture_seconds()
+        if (supply := self.specrollout_draft_supply()) is not None:
+            report["draft_supply"] = supply
         return report
 
     def specrollout_totals(self) -> dict[str, Any] | None:
