@@ -357,7 +357,8 @@ def test_the_bench_compares_like_with_like(
     assert rows["ngram k=3"]["acceptance_length"] > 1.0 and rows["eagle3 greedy k=3"]["acceptance_length"] > 2.0
     for row in rows.values():
         assert sum(entry["tokens"] for entry in row["by_running"]) == row["tokens"]
-        assert sum(entry["seconds"] for entry in row["by_running"]) <= row["seconds"]
+        assert 0 < sum(entry["seconds"] for entry in row["by_running"]) <= row["seconds"]
+        assert all((entry["seconds"] > 0) == (entry["tokens"] > 0) for entry in row["by_running"])
         assert [e["running"] for e in row["by_running"] if e["tokens"]][-1] == "5-8"
     assert rows["ours"]["best_fixed"] in ("ngram k=3", "eagle3 greedy k=3", "vLLM's eagle3 probabilistic k=3")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -135,8 +135,8 @@ def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:
 
 
 def test_factors_count_as_far_as_they_foretold_hits() -> None:
-    """Of the first drafter one request's drafts always come true and another's never do. Of the second, every other draft
-    comes true, in either request: the shares of a few tokens foretell nothing."""
+    """The first drafter is always right for one request and never for the other. The second is right at random in both, so
+    its factors predict nothing."""
     world = World(num_drafters=2)
     rng = np.random.default_rng(0)
     for _ in range(110):

@@ -52,8 +52,10 @@ def runs(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_kernels(runs: dict[str, "Future[subprocess.CompletedProcess[str]]"], name: str) -> None:
-    if name.startswith("vllm's") and not vllm.__version__.startswith("0.32."):
+    if name == "vllm's, for batches and drafters" and not vllm.__version__.startswith("0.32."):
         pytest.skip("compared with vLLM 0.32's kernels")
+    if name == "vllm's, for sampling":
+        pytest.importorskip("vllm.triton_utils.dispatcher")
     done = runs[name].result()
     assert done.returncode == 0, done.stdout + done.stderr
 

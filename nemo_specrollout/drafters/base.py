@@ -11,8 +11,10 @@ import numpy as np
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 NUM_LEVELS = len(LEVEL_PRIORS)
 NUM_RELATIONS = 3
-"""What the drafter with weights makes of a text drafter's token, and text drafters of its tokens: nothing, where they have no
-token after the same ones before; the same token; another token. What comes true is learned of each apart."""
+"""How a draft token relates to the other side's proposal. One side is the drafter with weights, the other the text drafters.
+
+0: the other side proposes no token after the same draft tokens. 1: it proposes the same token. 2: it proposes another token.
+The board learns a rate for each relation."""
 # How fast what was learned fades: of a level, by step; of a request, by draft token judged.
 LEVEL_DECAY, REQUEST_DECAY = 0.998, 0.94
 # What is believed at first: the rate of a draft position, and how many tokens such a belief weighs. No draft is surer than
@@ -22,7 +24,7 @@ LEAST_WORTH = 1e-3
 """What a draft token that is not worth its row counts for, of its survival, where proposals are compared: such tokens decide
 where there is nothing better."""
 OUTLOOK_DECAY = 0.875
-"""How much of what text drafters are expected to find stays, by step. A plan holds for some steps, so a single proposal that
-happens to be good must not make it."""
+"""The weight that a step leaves to earlier steps in the usual survival of text drafts. A plan holds for several steps, so a
+single good proposal must not decide it."""
 TRACED_STEPS = 1 << 16
 """Steps of which counts are kept."""

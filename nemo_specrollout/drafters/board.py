@@ -20,10 +20,11 @@ from nemo_specrollout.drafters.base import NUM_RELATIONS, PRIOR_RATE, PRIOR_STRE
 class DraftBoard:
     """Owns the proposals that await their outcome, what was learned of each drafter, and the counts.
 
-    The rate at which a draft token comes true, if those before it did, is the rate of its evidence times the request's
-    factor. Evidence is the drafter's level, and whether text drafters and the witness, the drafter with weights, agree: a
-    token of which the witness proposes another is much less sure. The rate is the decayed share of hits of such evidence. The
-    factor is hits of the request over what its evidence promised, and counts as far as factors have foretold hits so far.
+    The rate of a draft token is the probability that it is accepted if the tokens before it are. It is the rate of the token's
+    evidence times the request's factor. Evidence has two parts: the drafter's level, and the token's relation to the witness,
+    the drafter with weights (`NUM_RELATIONS`). A text token that contradicts the witness is rarely accepted. The rate of
+    evidence is a decayed share of hits. A request's factor is its hits over the hits that its evidence promised. The factor
+    is weighted by how well factors have predicted hits so far.
 
     Each proposal is compared with what the policy samples later, submitted or not, so that nothing need be tried to be known.
     A proposal waits until it is refuted or used up. One that is submitted replaces it.
@@ -68,7 +69,7 @@ class DraftBoard:
         self._priors_DE = torch.from_numpy(np.tile(priors_DE, self._num_relations).astype(np.float32)).to(device)
         self.factor_SD2 = zeros(num_slots, num_drafters, 2, dtype=torch.float32)
         self.level_DE2 = zeros(*self._priors_DE.shape, 2, dtype=torch.float32)
-        # Of the regression of hits on factors: products of factor and hit, both beyond what is expected, and squares.
+        # The regression of hits on factors, both less what was expected: their products, and the squares of factors.
         self.foretold_D2 = zeros(num_drafters, 2, dtype=torch.float32)
         self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
         for drafter in range(num_drafters):
@@ -81,8 +82,8 @@ class DraftBoard:
         # What the next step verifies: draft tokens, and the rate of each given that those before it are accepted.
         self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
         self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # The survival of drafts that the next steps may expect, whatever the witness proposes: of the best proposal of text
-        # drafters, as it was in the last steps, and of the model's. Written where there is a model.
+        # The expected survival of drafts in the next steps, over all relations: of the best text proposal, averaged over the
+        # last steps, and of the model's drafts. Written only if there is a model.
         self.outlook_S2K = zeros(num_slots, 2, num_positions, dtype=torch.float32)
         self._kernels = _kernels(device)
 
@@ -138,8 +139,7 @@ class DraftBoard:
 
     @property
     def level_rates_DE(self) -> torch.Tensor:
-        """The share of each level's tokens that come true, whatever the witness says: float32 [D, NUM_LEVELS], on the
-        device."""
+        """The share of hits of each level, over all relations: float32 [D, NUM_LEVELS], on the device."""
         tried_DL2 = self.level_DE2
         if self._num_relations > 1:
             tried_DL2 = tried_DL2.unflatten(1, (self._num_relations, -1)).sum(dim=1)

@@ -86,23 +86,20 @@ def observe(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _raw_factor(factor_2):  # type: ignore[no-untyped-def]
-    """By how much a request's drafts came true more often than their evidence promised."""
+    """Returns a request's hits over the hits that its evidence promised, with a prior of 1."""
     return (factor_2[0] + F32(PRIOR_STRENGTH)) / (factor_2[1] + F32(PRIOR_STRENGTH))
 
 
 @njit(cache=True, nogil=True)
 def _factor(factor_2, foretold_2):  # type: ignore[no-untyped-def]
-    """By how much they are expected to do so, as far as factors have foretold hits."""
+    """Returns the factor for new drafts: the raw factor, weighted by how well factors have predicted hits."""
     weight = min(max((foretold_2[0] + F32(1)) / (foretold_2[1] + F32(1)), F32(0)), F32(1))
     return F32(1) + weight * (_raw_factor(factor_2) - F32(1))
 
 
 @njit(cache=True, nogil=True)
 def _relate(tokens_DK, found_D, room, witness, relation_DK):  # type: ignore[no-untyped-def]
-    """For each token, what the other side proposes after the same tokens: 0 nothing, 1 the same, 2 another.
-
-    The witness is one side, the text drafters are the other.
-    """
+    """Writes the relation of each token to the other side's proposal (`NUM_RELATIONS`). The witness is one side."""
     relation_DK[:] = 0
     if witness < 0:
         return
@@ -129,7 +126,7 @@ def _rate(tried_2, factor):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _worth(rate_K, row_price):  # type: ignore[no-untyped-def]
-    """What a proposal is worth by the rates of its tokens."""
+    """Returns the worth of a proposal, in tokens, from the rates of its tokens."""
     worth, alive = F32(0), F32(1)
     for rate in rate_K:
         alive *= rate
@@ -138,8 +135,8 @@ def _worth(rate_K, row_price):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _whatever_the_witness_says(level_E2, level):  # type: ignore[no-untyped-def]
-    """Hits and trials of a level, whatever the relation."""
+def _over_relations(level_E2, level):  # type: ignore[no-untyped-def]
+    """Returns the hits and trials of a level, summed over relations."""
     tried_2 = np.zeros(2, np.float32)
     for e in range(level, len(level_E2), NUM_LEVELS):
         tried_2 += level_E2[e]
@@ -185,7 +182,7 @@ def choose(  # type: ignore[no-untyped-def]
             if d == model or model < 0:
                 continue
             for k in range(count):
-                rate_K[k] = _rate(_whatever_the_witness_says(level_DE2[d], levels_DBK[d, b, k]), factor)
+                rate_K[k] = _rate(_over_relations(level_DE2[d], levels_DBK[d, b, k]), factor)
             worth = _worth(rate_K[:count], row_price)
             if worth > most_of_text:
                 most_of_text, survival_K[:] = worth, F32(0)

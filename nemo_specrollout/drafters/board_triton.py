@@ -87,7 +87,7 @@ def _count_verified(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _raw_factor(factor_ptr, row, mask):  # type: ignore[no-untyped-def]
-    """By how much a request's drafts came true more often than their evidence promised."""
+    """Returns a request's hits over the hits that its evidence promised, with a prior of 1."""
     hits = tl.load(factor_ptr + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
     return hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
 
@@ -164,7 +164,7 @@ def _observe(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _relation(token, is_draft, count, d, k, WITNESS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For each token, what the other side proposes after the same tokens, int32 [D, K]: 0 nothing, 1 the same, 2 another."""
+    """Returns the relation of each token to the other side's proposal (`NUM_RELATIONS`), int32 [D, K]."""
     is_witness = d == WITNESS
     of_witness = tl.sum(tl.where(is_witness, count, 0), axis=0)
     beside = tl.sum(tl.where(is_witness[:, None], token, 0), axis=0)
@@ -180,7 +180,7 @@ def _relation(token, is_draft, count, d, k, WITNESS: tl.constexpr):  # type: ign
 
 @triton.jit
 def _factor(factor_ptr, foretold_ptr, row, d, mask):  # type: ignore[no-untyped-def]
-    """By how much drafts are expected to come true more often than promised, as far as factors have foretold hits."""
+    """Returns the factor for new drafts: the raw factor, weighted by how well factors have predicted hits."""
     told = tl.load(foretold_ptr + 2 * d, mask=mask, other=0.0) + 1.0
     weight = told / (tl.load(foretold_ptr + 2 * d + 1, mask=mask, other=0.0) + 1.0)
     return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(factor_ptr, row, mask) - 1.0)
@@ -188,7 +188,7 @@ def _factor(factor_ptr, foretold_ptr, row, d, mask):  # type: ignore[no-untyped-
 
 @triton.jit
 def _worth(rate, is_draft, row_price):  # type: ignore[no-untyped-def]
-    """What each proposal is worth, [D], by the rates of its tokens, [D, K]."""
+    """Returns the worth of each proposal, [D], in tokens, from the rates of its tokens, [D, K]."""
     alive = tl.where(is_draft, tl.cumprod(rate, axis=1), 0.0)
     return tl.sum(tl.maximum(alive - row_price, alive * _LEAST_WORTH), axis=1)
 
@@ -198,7 +198,7 @@ def _store_outlook(  # type: ignore[no-untyped-def]
     outlook_ptr, level_ptr, position_ptr, entry, factor, is_draft, row_price, room, d, k,
     MODEL: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Survival of the best proposal of text drafters, whatever the witness proposes, and of the model's drafts."""
+    """Stores the expected survival of the best text proposal, over all relations, and of the model's drafts."""
     hits, trials = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     for relation in tl.static_range(E // _NUM_LEVELS):
         hits += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts a step verifies where vLLM has no adaptive verification, that is before 0.32.
+"""The number of drafts that a step verifies on vLLM before 0.32, which has no adaptive verification.
 
 Shapes: S request slots, B requests of the batch, K draft positions.
 """

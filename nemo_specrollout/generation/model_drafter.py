@@ -86,7 +86,7 @@ class ModelDrafter:
         self._planner.ended(int(self._is_followed[list(slots)].sum()))
 
     def forbid(self) -> None:
-        """It may draft no more, and reads no request further."""
+        """Stops all drafting: the drafter follows no request any more."""
         self.is_allowed = False
         self._is_followed[:] = False
         self._follows_S.zero_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the V2 model runners of vLLM before 0.32 lack, made up for: drafters without weights. A budget: `host_budget.py`.
+"""Mends of the V2 model runners of vLLM before 0.32: a place for text drafters, and bad words. The budget: `host_budget.py`.
 
 Nothing here is in force where vLLM has its own. Shapes: B requests of the batch, K draft positions.
 """

@@ -22,9 +22,10 @@ _BINS = 128
 
 @dataclass(frozen=True)
 class PlanObservation:
-    """`found_BK`: survival of the drafts that cost nothing more, as usual in the last steps; `forecast_BK`: of the model's, 0
-    for requests that it cannot draft for. `costs` and `draft_costs` are None while too little was measured. `now_s`: seconds
-    that the engine has worked so far. `row_price`: tokens that it makes in the time of one more row."""
+    """`found_BK`: survival of the drafts that cost nothing more, averaged over the last steps. `forecast_BK`: survival of the
+    model's drafts, 0 for requests that it cannot draft for. `costs` and `draft_costs` are None while too little was
+    measured. `now_s`: seconds that the engine has worked so far. `row_price`: tokens that it makes in the time of one more
+    row."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
