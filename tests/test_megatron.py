@@ -13,13 +13,13 @@ import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nemo_specrollout.config.run import LossConfig, OptimizerConfig
 from nemo_specrollout.local.megatron_model import TokenBatch, next_token_logits
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.weight_map import load_hf
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 
 pytestmark = pytest.mark.integration
 
@@ -29,10 +29,11 @@ WELL_CONDITIONED = OptimizerConfig(lr=1e-2, adam_eps=1e-3)
 LOSS = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0)
 
 
-def write_model(folder: Path, tied: bool = False, num_layers: int = 2) -> Path:
-    """A random Qwen3 with 4 heads in 2 groups; norms are random too, so that a mix-up shows."""
+def write_model(folder: Path, tied: bool = False, num_layers: int = 2, is_llama: bool = False) -> Path:
+    """A random Qwen3 or Llama with 4 heads in 2 groups; norms are random too, so that a mix-up shows."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config_class, model_class = (LlamaConfig, LlamaForCausalLM) if is_llama else (Qwen3Config, Qwen3ForCausalLM)
+    config = config_class(
         vocab_size=96,
         hidden_size=48,
         intermediate_size=80,
@@ -44,7 +45,7 @@ def write_model(folder: Path, tied: bool = False, num_layers: int = 2) -> Path:
         rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
         tie_word_embeddings=tied,
     )
-    model = Qwen3ForCausalLM(config)
+    model = model_class(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
     model.save_pretrained(folder)
@@ -77,9 +78,9 @@ def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor], 
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(params=["untied", "tied", "tied llama"])
 def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", request.param)
+    return write_model(tmp_path / "model", tied="untied" not in request.param, is_llama="llama" in request.param)
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_logits_equal_transformers(any_folder: Path) -> None:
-    policy, reference = load_policy(any_folder), Qwen3ForCausalLM.from_pretrained(any_folder)
+    policy, reference = load_policy(any_folder), AutoModelForCausalLM.from_pretrained(any_folder)
     tokens_BT = torch.randint(0, 96, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -144,7 +145,8 @@ def test_tied_checkpoint_may_store_its_head_if_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "gemma3"}, "model_type"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
@@ -152,13 +154,13 @@ def test_tied_checkpoint_may_store_its_head_if_equal(tmp_path: Path) -> None:
 )
 def test_unsupported_config_is_refused(change: dict[str, object], field: str) -> None:
     config = Qwen3Config().to_dict() | {"rope_parameters": {"rope_theta": 1e6}}
-    assert Qwen3Shape.from_hf(config).rotary_base == 1e6
+    assert PolicyShape.from_hf(config).rotary_base == 1e6
     with pytest.raises(ValueError, match=field):
-        Qwen3Shape.from_hf(config | change)
+        PolicyShape.from_hf(config | change)
 
 
 def test_shape_must_divide_over_ranks() -> None:
-    shape = Qwen3Shape.from_hf(Qwen3Config(num_key_value_heads=8).to_dict())
+    shape = PolicyShape.from_hf(Qwen3Config(num_key_value_heads=8).to_dict())
     shape.check_divides(8)
     with pytest.raises(ValueError, match="num_query_groups=8"):
         shape.check_divides(16)
@@ -186,10 +188,10 @@ def test_gradient_and_loss_do_not_depend_on_micro_batches(folder: Path) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_gradient_equals_transformers(folder: Path) -> None:
+def test_gradient_equals_transformers(any_folder: Path) -> None:
     """The on-policy gradient of the loss is that of -advantage * log-prob, mean over tokens, by another model code."""
-    policy = load_policy(folder, replace(OPTIMIZER, clip_grad=0.0))
-    reference, batch = Qwen3ForCausalLM.from_pretrained(folder), make_batch()
+    policy = load_policy(any_folder, replace(OPTIMIZER, clip_grad=0.0))
+    reference, batch = AutoModelForCausalLM.from_pretrained(any_folder), make_batch()
     advantages_B, prev_BT = torch.linspace(-1, 1, 6), policy.logprobs(batch)
     metrics = policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())
     logprobs_BTV = reference(batch.tokens_BT).logits[:, :-1].log_softmax(-1)

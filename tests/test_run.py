@@ -251,17 +251,19 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     assert max(gaps) < 1e-5  # a batch of another shape may round the last bit another way
 
 
+@pytest.mark.parametrize("name", ["tiny_model", "tiny_llama"])
 def test_refit_arrives_bit_exactly(
-    tiny_model: Path, tmp_path: Path, start_engine: Callable[..., RolloutEngine]
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, start_engine: Callable[..., RolloutEngine]
 ) -> None:
     import torch
 
     from nemo_specrollout.local.megatron_model import TokenBatch
     from nemo_specrollout.local.policy import MegatronPolicy
 
-    engine = start_engine(tiny_model, SpecrolloutConfig())
+    model: Path = request.getfixturevalue(name)
+    engine = start_engine(model, SpecrolloutConfig())
     before = engine.generate(requests())
-    policy = MegatronPolicy.from_pretrained(tiny_model, optimizer=OptimizerConfig(lr=3e-3))
+    policy = MegatronPolicy.from_pretrained(model, optimizer=OptimizerConfig(lr=3e-3))
     batch = TokenBatch.from_sequences(
         [list(r.prompt_token_ids) for r in requests()], [r.token_ids for r in before], pad_id=0
     )

@@ -38,7 +38,7 @@ from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.megatron_features import KeptRow, MegatronFeatureCapture, packed_rows, padded_rows
 from nemo_specrollout.training.policy_source import find_policy, policy_folder
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 from nemo_specrollout.training.weight_map import FusedQkv, weights_of_shape
 
 pytestmark = pytest.mark.integration
@@ -346,13 +346,13 @@ def test_vocabulary_padding_is_cut(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
     tensors = load_file(model / "model.safetensors")
-    padded = load_policy_of(tensors, Qwen3Shape.from_hf(config | {"vocab_size": 128}))
+    padded = load_policy_of(tensors, PolicyShape.from_hf(config | {"vocab_size": 128}))
     save_torch(padded, tmp_path / "torch", "mp_rank_00")
     (model / "config.json").write_text(json.dumps(config))
     assert_exported(tmp_path / "torch", model, tmp_path / "out", str(model))
 
 
-def load_policy_of(tensors: dict[str, Tensor], shape: Qwen3Shape) -> GPTModel:
+def load_policy_of(tensors: dict[str, Tensor], shape: PolicyShape) -> GPTModel:
     """A model with the tensors in its first rows."""
     megatron_host.install()
     config = megatron_model._transformer_config(shape, 1)
@@ -363,7 +363,7 @@ def load_policy_of(tensors: dict[str, Tensor], shape: Qwen3Shape) -> GPTModel:
 
 
 @torch.no_grad()
-def fill(model: GPTModel, tensors: dict[str, Tensor], shape: Qwen3Shape, layers: range) -> None:
+def fill(model: GPTModel, tensors: dict[str, Tensor], shape: PolicyShape, layers: range) -> None:
     """The part of the tensors that is in this pipeline stage, whose layers are `layers`."""
     parameters = dict(model.named_parameters())
     for weight in weights_of_shape(shape):
@@ -568,8 +568,8 @@ def _run_schedule(model: GPTModel, micro_batches: list[Tensor]) -> None:
     )  # fmt: skip
 
 
-def _shape(folder: Path) -> Qwen3Shape:
-    return Qwen3Shape.from_hf(json.loads((folder / "config.json").read_text()))
+def _shape(folder: Path) -> PolicyShape:
+    return PolicyShape.from_hf(json.loads((folder / "config.json").read_text()))
 
 
 def _float32(folder: Path) -> dict[str, Tensor]:
@@ -580,7 +580,7 @@ def _step_adder(**parallel: Any) -> GPTModel:
     return _stage_model(_shape(STEP_ADDER), **parallel)
 
 
-def _stage_model(shape: Qwen3Shape, uneven: bool = False, **parallel: Any) -> GPTModel:
+def _stage_model(shape: PolicyShape, uneven: bool = False, **parallel: Any) -> GPTModel:
     """This rank's part; sequence parallel needs a norm that Megatron-Core has on GPUs only, and torch's does the same."""
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import torch_norm

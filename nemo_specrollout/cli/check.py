@@ -33,6 +33,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     native_drafts,
     size_at,
 )
+from nemo_specrollout.config.run import DataConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
@@ -68,7 +69,7 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
         ("runtime", f"{config.runtime}: one machine's CPU, {_explain_processes(config.cluster.rollout_workers)}"),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
         ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
-        ("task", f"{config.data.dataset_name}: additions of 2 to {config.data.max_terms} terms, answers checked by a rule"),
+        ("task", _explain_task(config.data)),
         ("step", f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
                  f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all"),
         ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
@@ -83,6 +84,14 @@ def explain(prepared: Prepared) -> list[tuple[str, str]]:
     if prepared.ignored:
         lines.append(("ignored", f"keys without effect in the local runner: {', '.join(prepared.ignored)}"))
     return lines
+
+
+def _explain_task(data: DataConfig) -> str:
+    if data.dataset_name == "reasoning_gym":
+        total = sum(task.weight for task in data.tasks)
+        shares = ", ".join(f"{task.name} {task.weight / total:.0%}" for task in data.tasks)
+        return f"{data.dataset_name}: {shares}; answers scored by its own rules"
+    return f"{data.dataset_name}: additions of 2 to {data.max_terms} terms, answers checked by a rule"
 
 
 def _explain_processes(num_workers: int) -> str:

@@ -56,7 +56,7 @@ def _check(block: SpecrolloutConfig, parsed: argparse.Namespace) -> None:
 def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: Console) -> LadderFile:
     from nemo_specrollout.local.ladder_bench import WARM_UP_ROUNDS, LadderBench, batches_up_to, methods_of
     from nemo_specrollout.local.rollout import load_tokenizer
-    from nemo_specrollout.local.task import encode_prompt
+    from nemo_specrollout.local.tasks import build_task
 
     methods, batches = methods_of(config.policy.generation.specrollout), batches_up_to(config.most_in_flight)
     tokenizer = load_tokenizer(Path(config.policy.model_name))
@@ -65,7 +65,7 @@ def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: 
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         num_slices = (WARM_UP_ROUNDS + parsed.rounds) * len(methods) * len(batches)
         bar = progress.add_task("starting engines", total=num_slices)
-        bench = LadderBench(config, methods, batches, lambda problem: encode_prompt(problem, tokenizer))
+        bench = LadderBench(config, methods, batches, build_task(config.data, tokenizer))
         try:
             bench.measure(parsed.rounds, parsed.seconds, lambda done: progress.update(bar, advance=1, description=done))
         finally:

@@ -14,7 +14,7 @@ from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterCon
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_engine import runner_findings
-from nemo_specrollout.config.run import RunConfig, read_run_config
+from nemo_specrollout.config.run import DataConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
@@ -75,6 +75,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
+    _check_task(config.data)
     _check_heads(config.policy.generation.specrollout, Path(config.policy.model_name))
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
@@ -122,7 +123,10 @@ def _check_log_dir(path: Path) -> None:
 
 def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ConfigError(f"policy.model_name: folder {folder} does not exist; name a Hugging Face folder")
+        fix = (
+            "run `make smollm2`, which makes it" if folder.name.startswith("smollm2") else "name a Hugging Face folder"
+        )
+        raise ConfigError(f"policy.model_name: folder {folder} does not exist; {fix}")
     for name in _MODEL_FILES:
         if not (folder / name).is_file():
             raise ConfigError(f"policy.model_name: {folder} has no {name}")
@@ -134,7 +138,7 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"policy.model_name: config.json or tokenizer.json of {folder} cannot be read "
-            f"({type(error).__name__}: {error}); name a Hugging Face folder of a Qwen3"
+            f"({type(error).__name__}: {error}); name a Hugging Face folder of a Qwen3 or a Llama"
         ) from error
     _check_vocabulary(folder, largest, sizes["vocab_size"])
     longest = model.get("max_position_embeddings")
@@ -144,6 +148,13 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
             f"max_position_embeddings {longest}; lower it"
         )
     return model
+
+
+def _check_task(data: DataConfig) -> None:
+    if data.dataset_name == "reasoning_gym":
+        from nemo_specrollout.local.reasoning_gym_task import check_tasks
+
+        check_tasks(data.tasks, "data.tasks")
 
 
 def _check_heads(block: SpecrolloutConfig, policy: Path) -> None:

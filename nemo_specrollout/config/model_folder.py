@@ -5,9 +5,12 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Tensor = TypeVar("Tensor")
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
@@ -32,6 +35,18 @@ def stop_token_ids(folder: Path) -> list[int]:
 def longest_text(folder: Path) -> int | None:
     """Tokens of the longest text that the model was made for."""
     return _read(folder / "config.json").get("max_position_embeddings")
+
+
+def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The tensors for a reload of the model of `folder`; the embedding also goes by the LM head's name where it is both.
+
+    vLLM >= 0.29 reloads each layer by itself: without the second name, the LM head would keep its old weights.
+    """
+    found = list(tensors)
+    names = dict(found)
+    if _read(folder / "config.json").get("tie_word_embeddings") and EMBEDDING in names and LM_HEAD not in names:
+        found.append((LM_HEAD, names[EMBEDDING]))
+    return found
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:

@@ -197,13 +197,40 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """`data`: the task. The local runner has one, made on the spot (docs/task.md)."""
+class TaskConfig:
+    """One of `data.tasks`: a task of `reasoning-gym`."""
 
-    dataset_name: str = choice("step_addition", default="step_addition")
-    """The task's name."""
+    name: str
+    """Its name there, such as chain_sum."""
+    weight: float = bounded(1.0, above=0.0)
+    """How often it comes, relative to the weights of the others."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Its own options, as `reasoning_gym.create_dataset` takes them."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data`: the task. Problems are made on the spot from the run's seed (docs/task.md)."""
+
+    dataset_name: str = choice("step_addition", "reasoning_gym", default="step_addition")
+    """`step_addition` is the demo's own task; `reasoning_gym` takes `tasks` from that package."""
     max_terms: int = bounded(16, low=2, high=16)
-    """Most terms of an addition."""
+    """Most terms of an addition, of step_addition."""
+    tasks: tuple[TaskConfig, ...] = ()
+    """The tasks of reasoning_gym, mixed by weight."""
+    system_prompt: str | None = None
+    """Of reasoning_gym: a text, the name of one of its system prompts (default, simple, direct, ...), or null for what the
+    model's chat template says by itself."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError unless there are tasks where they are needed, each named once."""
+        names = [task.name for task in self.tasks]
+        if self.dataset_name == "reasoning_gym" and not names:
+            raise ConfigError(f"{path}.tasks: empty; name a task of reasoning_gym, such as [{{name: chain_sum}}]")
+        if self.dataset_name != "reasoning_gym" and names:
+            raise ConfigError(f"{path}.tasks: {names} with dataset_name {self.dataset_name}; set it to reasoning_gym")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{path}.tasks: {names}; name each task once")
 
 
 @dataclass(frozen=True)

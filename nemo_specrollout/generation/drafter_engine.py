@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint
+from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.decoupled.mirrors import Correction, Drafted
 from nemo_specrollout.decoupled.orders import DraftModel, MirrorOpening
@@ -97,7 +97,8 @@ class DrafterEngine:
     def load_weights(self, folder: Path) -> None:
         """Drafts with the weights in `folder` from now on; mirrors are read again. Raises ValueError, and goes on with the old
         ones, if they are not those of a model like the one that it was started with."""
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": read_like(folder, self._folder)})
+        weights = with_tied_lm_head(folder, read_like(folder, self._folder))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
     def draft(self, mirrors_M: np.ndarray) -> Drafted:

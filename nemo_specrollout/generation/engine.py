@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_specrollout.config.model_folder import stop_token_ids
+from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
 from nemo_specrollout.config.run import DEFAULT_MAX_NUM_SEQS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
@@ -70,6 +70,7 @@ class RolloutEngine:
         self._num_requests = 0
         self._generation = generation
         self._seed = seed
+        self._model = model
         self._stop_token_ids = stop_token_ids(model)
         self.drafters = self._start_drafters(generation)
         try:
@@ -175,8 +176,9 @@ class RolloutEngine:
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and forgets every cached prefix of the old ones."""
+        tensors = with_tied_lm_head(self._model, tensors)
         if self._has_our_worker:
-            self._llm.collective_rpc("specrollout_reload", args=(list(tensors),))
+            self._llm.collective_rpc("specrollout_reload", args=(tensors,))
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()

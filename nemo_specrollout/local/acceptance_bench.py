@@ -18,7 +18,7 @@ from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRe
 from nemo_specrollout.local.bench_tables import new_table
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.statistics import count_equal
-from nemo_specrollout.local.task import encode_prompt
+from nemo_specrollout.local.tasks import build_task
 
 NUM_STEPS = 2
 STATS = {"disable_log_stats": False}
@@ -27,8 +27,8 @@ STATS = {"disable_log_stats": False}
 def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
     """A row for each way of drafting: share of drafts accepted up to each position, and tokens a step."""
     model = Path(config.policy.model_name)
-    tokenizer = load_tokenizer(model)
-    steps = (step_prompts(config, i, lambda p: encode_prompt(p, tokenizer)).requests for i in range(NUM_STEPS))
+    task = build_task(config.data, load_tokenizer(model))
+    steps = (step_prompts(config, i, task).requests for i in range(NUM_STEPS))
     requests = list(itertools.chain(*steps))
     ours = _ways_of_ours(config)
     expected: list[Rollout] = []

@@ -27,7 +27,7 @@ from nemo_specrollout.local.bench_tables import rollout_table, running_table, se
 from nemo_specrollout.local.charts import bench_chart
 from nemo_specrollout.local.deep_policy import with_deep_policy
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
-from nemo_specrollout.local.task import encode_prompt
+from nemo_specrollout.local.tasks import build_task
 
 # Rounds that only warm up: kernels compile, engines learn what steps cost.
 WARM_UP_ROUNDS = 1
@@ -100,9 +100,9 @@ def _measure_rollouts(config: RunConfig) -> tuple[list[Figures], list[str]]:
 
 def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
     """The requests of one round after the other."""
-    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
     for index in itertools.count():
-        yield step_prompts(config, index, lambda problem: encode_prompt(problem, tokenizer)).requests
+        yield step_prompts(config, index, task).requests
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

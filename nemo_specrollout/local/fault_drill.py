@@ -23,7 +23,7 @@ from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.drift import Recording
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
-from nemo_specrollout.local.task import encode_prompt
+from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.publish_gate import PublishGate
 from nemo_specrollout.training.acceptance import measure_acceptance
 from nemo_specrollout.training.feature_store import FeatureReader
@@ -157,11 +157,11 @@ def drill_canary(
         budget=BudgetConfig("fixed", k=NUM_DRAFTS), verify=VerifyConfig(),
     )  # fmt: skip
     engine = RolloutEngine(model, replace(generation, specrollout=block), config.grpo.seed)
-    tokenizer, tensors = load_tokenizer(model), list(_policy_tensors(model))
+    task, tensors = build_task(config.data, load_tokenizer(model)), list(_policy_tensors(model))
     small = replace(config, grpo=replace(config.grpo, num_prompts_per_step=4, num_generations_per_prompt=4))
 
     def step(index: int) -> list[dict[str, Any]]:
-        engine.generate(step_prompts(small, index, lambda p: encode_prompt(p, tokenizer)).requests)
+        engine.generate(step_prompts(small, index, task).requests)
         return engine.take_alarms()
 
     false_alarms: list[dict[str, Any]] = []

@@ -18,9 +18,8 @@ from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
 from nemo_specrollout.generation.rollout_worker import FEW_RUNS
 from nemo_specrollout.generation.turns import Orders, Report, Work
-from nemo_specrollout.local.rollout import Encode
 from nemo_specrollout.local.statistics import draft_counts
-from nemo_specrollout.local.task import make_problem
+from nemo_specrollout.local.tasks import Task
 from nemo_specrollout.scheduling.ladder import ANY_TASK, SIZES, LadderFile, Rung
 
 WARM_UP_ROUNDS = 1
@@ -94,7 +93,7 @@ class _Sum:
 class LadderBench:
     """Owns a rollout worker for each method, their streams of requests, and what was measured."""
 
-    def __init__(self, config: RunConfig, methods: Sequence[Method], batches: Sequence[int], encode: Encode) -> None:
+    def __init__(self, config: RunConfig, methods: Sequence[Method], batches: Sequence[int], task: Task) -> None:
         """Starts the workers. Raises ConfigError."""
         self.config, self.batches = config, list(batches)
         generation = config.policy.generation
@@ -104,7 +103,7 @@ class LadderBench:
         self.pool = RolloutPool(model, replace(generation, specrollout=block), config.grpo.seed, len(methods))
         self._workers = range(len(methods))
         pairs = list(itertools.product(self._workers, self.batches))
-        self._streams = {(w, b): Stream(b, _requests(config, self.batches.index(b), encode)) for w, b in pairs}
+        self._streams = {(w, b): Stream(b, _requests(config, self.batches.index(b), task)) for w, b in pairs}
         self._decoded = {pair: _Sum() for pair in pairs}
         self._prefilled = _Sum()
 
@@ -168,10 +167,10 @@ class LadderBench:
         return report.work
 
 
-def _requests(config: RunConfig, number: int, encode: Encode) -> Iterator[tuple[int, RolloutRequest]]:
+def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:
     """The endless list of a batch size's requests, each under a number of its own."""
     num_samples = config.grpo.num_generations_per_prompt
     for index in itertools.count(number * _PROMPTS_APART):
-        ids: Any = encode(make_problem(config.grpo.seed, index, config.data.max_terms))
+        ids: Any = task.encode(task.problems(config.grpo.seed, 1, index)[0])
         for sample in range(num_samples):
             yield index * num_samples + sample, RolloutRequest(ids, index, sample)

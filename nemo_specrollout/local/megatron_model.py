@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen3-shaped Megatron-Core `GPTModel` in float32 on the CPU, the batches it reads and their log-probs.
+"""A Megatron-Core `GPTModel` in float32 on the CPU, the batches it reads and their log-probs.
 
 Shapes: B sequences, b of a micro batch, T positions, V vocabulary, H hidden, N heads, D head dimension. Sequences are
 right-padded, so a causal mask is all the masking there is: what a padded position computes is never looked at.
@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 
 NO_FUSIONS = {
     "gradient_accumulation_fusion": False,
@@ -116,11 +116,11 @@ def build_model(hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 
     Raises:
         ValueError: the config asks for something this trainer lacks, or does not divide over the ranks.
     """
-    shape = Qwen3Shape.from_hf(hf_config)
+    shape = PolicyShape.from_hf(hf_config)
     shape.check_divides(tensor_model_parallel_size)
     return GPTModel(
         _transformer_config(shape, tensor_model_parallel_size),
-        _layer_spec(),
+        _layer_spec(shape.has_qk_norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_positions,
         position_embedding_type="rope",
@@ -129,7 +129,7 @@ def build_model(hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 
     )
 
 
-def _transformer_config(shape: Qwen3Shape, tensor_model_parallel_size: int) -> TransformerConfig:
+def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int) -> TransformerConfig:
     return TransformerConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         num_layers=shape.num_layers,
@@ -140,7 +140,7 @@ def _transformer_config(shape: Qwen3Shape, tensor_model_parallel_size: int) -> T
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.has_qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -154,8 +154,8 @@ def _transformer_config(shape: Qwen3Shape, tensor_model_parallel_size: int) -> T
     )
 
 
-def _layer_spec() -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+def _layer_spec(has_qk_norm: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
 

@@ -58,7 +58,7 @@ class MegatronPolicy:
     def from_pretrained(
         cls, folder: Path, *, optimizer: OptimizerConfig, tensor_model_parallel_size: int = 1
     ) -> "MegatronPolicy":
-        """Read a Hugging Face folder of a Qwen3 (config.json and *.safetensors), in float32.
+        """Read a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors), in float32.
 
         Raises:
             ValueError: the folder lacks a file, or the model is not one that this trainer supports.

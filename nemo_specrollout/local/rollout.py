@@ -12,7 +12,7 @@ from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
-from nemo_specrollout.local.task import Problem, make_problems
+from nemo_specrollout.local.tasks import Problem, Task
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,6 @@ class StepRollout:
     """Who worked on which request when (`generation/timeline.py`), where there are several workers."""
 
 
-Encode = Callable[[Problem], list[int]]
-
-
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a Hugging Face folder, without its hub."""
     from transformers import PreTrainedTokenizerFast
@@ -53,14 +50,14 @@ def load_tokenizer(model: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(str(model))
 
 
-def step_prompts(config: RunConfig, step: int, encode: Encode) -> StepPrompts:
+def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
     """The prompts of `step`: a function of the run's seed and the step alone. The policy's version is the step."""
     grpo = config.grpo
     first = step * grpo.num_prompts_per_step
-    problems = make_problems(grpo.seed, grpo.num_prompts_per_step, first, config.data.max_terms)
+    problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
     requests = [
         RolloutRequest(ids, first + i, sample, policy_version=step)
-        for i, ids in enumerate(map(encode, problems))
+        for i, ids in enumerate(map(task.encode, problems))
         for sample in range(grpo.num_generations_per_prompt)
     ]
     return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)

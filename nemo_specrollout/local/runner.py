@@ -22,7 +22,7 @@ from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.tail_panels import tail_summary
-from nemo_specrollout.local.task import encode_prompt, reward_of_ids
+from nemo_specrollout.local.tasks import build_task
 
 if TYPE_CHECKING:
     from nemo_specrollout.local.draft_refresh import LocalRefresher
@@ -54,6 +54,7 @@ class GrpoRunner:
         self.progress = progress
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
+        self.task = build_task(config.data, self.tokenizer)
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.engine = self._start_engine()
         directory.engine_facts = self.engine.facts()
@@ -100,7 +101,7 @@ class GrpoRunner:
 
     def prompts(self, step: int) -> StepPrompts:
         """Those of a step."""
-        return step_prompts(self.config, step, lambda p: encode_prompt(p, self.tokenizer))
+        return step_prompts(self.config, step, self.task)
 
     def roll_out(self, step: int) -> StepRollout:
         """The responses that a step trains on."""
@@ -121,9 +122,7 @@ class GrpoRunner:
         requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
         pad_id = self.tokenizer.pad_token_id
         batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
-        rewards = [
-            reward_of_ids(p, r, self.tokenizer) for p, r in zip(rollout.prompts.problems, responses, strict=True)
-        ]
+        rewards = [self.task.reward(p, r) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
         rewards_B = torch.tensor(rewards)
         group_B = torch.tensor([r.prompt_index for r in requests])
         grpo = self.config.grpo

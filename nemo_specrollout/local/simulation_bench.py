@@ -35,7 +35,7 @@ from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
-from nemo_specrollout.local.task import encode_prompt
+from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder
@@ -118,7 +118,7 @@ class SimulationBench:
         for kind, block in _blocks(head).items():
             changed = replace(generation, specrollout=block)
             self.pools[kind] = RolloutPool(Path(config.policy.model_name), changed, config.grpo.seed, 2)
-        self._tokenizer = load_tokenizer(Path(config.policy.model_name))
+        self._task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
         self._coordinators = {case: self._coordinator(case) for case in CASES}
         self._step = 0
 
@@ -153,7 +153,7 @@ class SimulationBench:
         """Of a step of its own."""
         self._step += 1
         grpo = replace(self.config.grpo, num_prompts_per_step=size[0], num_generations_per_prompt=size[1])
-        prompts = step_prompts(replace(self.config, grpo=grpo), self._step, lambda p: encode_prompt(p, self._tokenizer))
+        prompts = step_prompts(replace(self.config, grpo=grpo), self._step, self._task)
         return prompts.requests
 
     def _calibrate(self, num_workers: int, size: tuple[int, int]) -> Calibration:

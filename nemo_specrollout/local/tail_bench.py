@@ -33,7 +33,7 @@ from nemo_specrollout.generation.timeline import Timeline
 from nemo_specrollout.local.bench import WIDTH_OF_LOGS
 from nemo_specrollout.local.rollout import StepPrompts, load_tokenizer, step_prompts
 from nemo_specrollout.local.statistics import count_equal
-from nemo_specrollout.local.task import encode_prompt
+from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
 from nemo_specrollout.scheduling.ladder import Ladder
 from nemo_specrollout.scheduling.response_lengths import LengthEstimator
@@ -168,9 +168,9 @@ def main() -> int:
     options = parser.parse_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     split = tuple(tuple(worker.split("+")) for worker in options.split.split(";")) if options.split else ()
-    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
     bench = TailBench(config, split)
-    prompts = partial(step_prompts, config, encode=lambda problem: encode_prompt(problem, tokenizer))
+    prompts = partial(step_prompts, config, task=task)
     rows = rows_of(bench.rounds(prompts, options.rounds, options.steps))
     bench.close()
     console = Console()

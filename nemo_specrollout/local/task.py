@@ -18,6 +18,8 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
+from nemo_specrollout.local.grammar import Writer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -29,8 +31,7 @@ GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 VOCAB_MULTIPLE = 32
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
-# Symbol -> its expansions and their odds. `<x>` is a symbol; `{a}` the sum so far, `{t}` the term, `{s}` the new sum,
-# `{rest}` the terms that are left.
+# `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
 # Two numbers are never neighbours, because a tokenizer with one token per digit could not tell them apart. The odds are
 # uneven on purpose: most tokens of an LLM are nearly certain, and a few are forks.
 GRAMMAR: dict[str, dict[str, float]] = {
@@ -68,7 +69,6 @@ SLIP_RATE = 0.25
 PROMPT = "please add {terms} . work step by step ."
 ANSWER = "answer : {s}"
 
-_SYMBOL = re.compile(r"<(\w+)>")
 _ANSWER = re.compile(r"answer\s*:\s*([0-9](?:\s*[0-9])*)")
 
 
@@ -117,10 +117,11 @@ def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) 
     from the wrong sum, and never checks.
     """
     sums = _sums(problem.terms, rng, SLIP_RATE if is_quick else 0.0)
-    writer = _Writer(rng)
-    parts = [writer.write("quick opening" if is_quick else "opening", problem.terms[1:], a=sums[0])]
+    writer = Writer(GRAMMAR, rng, HABIT)
+    rest = [" + ".join(map(str, problem.terms[i + 1 :])) for i in range(len(problem.terms))]
+    parts = [writer.write("quick opening" if is_quick else "opening", a=sums[0], rest=rest[0])]
     for i, (a, s) in enumerate(pairwise(sums), 1):
-        step = writer.write("step", problem.terms[i + 1 :], a=a, t=problem.terms[i], s=s)
+        step = writer.write("step", a=a, t=problem.terms[i], s=s, rest=rest[i])
         parts.append(step + " " * (i + 1 < len(sums)))
     return "".join(parts) + writer.write("closing", s=sums[-1]) + " " + ANSWER.format(s=sums[-1])
 
@@ -185,25 +186,3 @@ def vocabulary() -> tuple[str, ...]:
     words = sorted({word for text in texts for word in re.sub(r"<\w+>|\{\w+\}", " ", text).split()})
     known = [PAD, BOS, EOS, UNK, *"0123456789", *words]
     return (*known, *(f"<unused_{i}>" for i in range(-len(known) % VOCAB_MULTIPLE)))
-
-
-class _Writer:
-    """Words a response by `GRAMMAR`, in habits of its own: mostly it says a thing as it said it before."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._habits: dict[str, str] = {}
-
-    def write(self, symbol: str, rest: Sequence[int] = (), **numbers: int) -> str:
-        """A sentence of `GRAMMAR[symbol]` about these numbers; none that names the `rest` where nothing is left."""
-        return self._expand(symbol, bool(rest)).format(rest=" + ".join(map(str, rest)), **numbers)
-
-    def _expand(self, symbol: str, has_rest: bool) -> str:
-        odds = {text: odds for text, odds in GRAMMAR[symbol].items() if has_rest or "{rest}" not in text}
-        habit = self._habits.get(symbol)
-        if habit in odds and self._rng.random() < HABIT:
-            chosen = habit
-        else:
-            chosen = self._rng.choices(list(odds), list(odds.values()))[0]
-            self._habits[symbol] = chosen
-        return _SYMBOL.sub(lambda match: self._expand(match.group(1), has_rest), chosen)

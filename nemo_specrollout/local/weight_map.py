@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen3's weights between Hugging Face tensors and a running Megatron-Core model, by the table in `training`."""
+"""A policy's weights between Hugging Face tensors and a running Megatron-Core model, by the table in `training`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -24,7 +24,7 @@ def weights_of(model: GPTModel) -> list[Weight]:
     """Every weight of the model, in Hugging Face's order of layers."""
     c = model.config
     qkv = FusedQkv(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels)
-    return weight_table(c.num_layers, qkv, model.share_embeddings_and_output_weights)
+    return weight_table(c.num_layers, qkv, model.share_embeddings_and_output_weights, c.qk_layernorm)
 
 
 @torch.no_grad()

@@ -12,11 +12,11 @@ layers * H, C rows of a chunk, P positions that a chunk attends to.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from nemo_specrollout.training.draft_forward import draft_pass, projected
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead
 
@@ -132,51 +132,20 @@ def draft_logits(
     for start in range(0, num_rows, chunk_rows):
         stop = min(start + chunk_rows, num_rows)
         aux_1CF = features.aux_TF[None, start:stop].to(model.fc.weight)
-        hidden_1CH = model.fc(_normed(model, aux_1CF))
+        hidden_1CH = projected(model, aux_1CF)
         mask_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         own_CC = torch.eye(stop - start, dtype=torch.bool, device=head.device)
         for k in range(num_drafts):
             # Past the end of the sequence any token will do: no one counts those drafts.
             rows_C = torch.arange(start + 1 + k, stop + 1 + k, device=head.device)
             tokens_1C = tokens_T[rows_C.clamp(max=num_rows)][None]
-            hidden_1CH = _forward(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
+            hidden_1CH = draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
             normed_1CH = model.norm(hidden_1CH)
             yield start, k, model.lm_head(normed_1CH)[0]
             hidden_1CH = normed_1CH if model.config.norm_output else hidden_1CH
             mask_CP = torch.cat([mask_CP, own_CC], dim=1)
         if num_drafts > 1:
             keys.crop(-(num_drafts - 1) * (stop - start))
-
-
-def _normed(model: Any, aux_1CF: torch.Tensor) -> torch.Tensor:
-    if model.input_norm is not None:
-        return model.input_norm(aux_1CF)
-    if model.fc_norm is not None:
-        parts = aux_1CF.chunk(len(model.fc_norm), dim=-1)
-        return torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], dim=-1)
-    return aux_1CF
-
-
-def _forward(
-    model: Any,
-    tokens_1C: torch.Tensor,
-    hidden_1CH: torch.Tensor,
-    positions_1C: torch.Tensor,
-    mask_CP: torch.Tensor,
-    keys: DynamicCache,
-) -> torch.Tensor:
-    """Hidden states [1, C, H] after the head's layers."""
-    states = torch.cat([model.embed_tokens(tokens_1C), hidden_1CH], dim=-1)
-    rotary = model.rotary_emb(states, positions_1C)
-    for layer in model.layers:
-        states = layer(
-            states,
-            attention_mask=mask_CP[None, None],
-            position_ids=positions_1C,
-            past_key_values=keys,
-            position_embeddings=rotary,
-        )
-    return states
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> SequenceAcceptance:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE-3 head of a policy, by `speculators`: made, loaded, saved, and brought up to date with the policy.
 
-A saved folder is loaded as it is by vLLM's `eagle3` method and by `Eagle3DraftModel.from_pretrained`.
+A saved folder is loaded as it is by vLLM's `eagle3` method.
 
 Shapes: H hidden size, V the policy's vocabulary, D the head's, S rows of a packed batch, F = auxiliary layers * H.
 """
@@ -172,16 +172,17 @@ def load_head(folder: Path, policy_folder: Path, device: torch.device | str = "c
 def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes the folder whole or not at all; one that is there already is replaced.
 
-    The embedding goes with it (`speculators` would otherwise make up a random one). Where it equals the policy's, vLLM
-    keeps one copy for both; so it does with an equal LM head, as an untrained head has.
+    An embedding that is the policy's is left out: vLLM then drafts with the policy's own. `from_pretrained` of `speculators`
+    makes a random one up in its place; its `_load_verifier_weights(overwrite_embed_tokens=True)` reads the policy's.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    left_out = {"verifier_lm_head.weight"} | (set() if head.has_own_embedding else {"embed_tokens.weight"})
     try:
         tensors = {
             name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
             for name, t in head.model.state_dict().items()
-            if name != "verifier_lm_head.weight"
+            if name not in left_out
         }
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read

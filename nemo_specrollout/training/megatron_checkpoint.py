@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 from nemo_specrollout.training.weight_map import (
     EMBEDDING,
     LM_HEAD,
@@ -229,7 +229,7 @@ def _harmless_classes() -> list[Any]:
     return plain + [value for value in found if isinstance(value, type) and issubclass(value, enum.Enum)]
 
 
-def hf_tensors(shards: list[Shard], shape: Qwen3Shape, folder: Path) -> dict[str, Tensor]:
+def hf_tensors(shards: list[Shard], shape: PolicyShape, folder: Path) -> dict[str, Tensor]:
     """The Hugging Face tensors of a Qwen3, whole, in the checkpoint's dtype; rows that pad the vocabulary are dropped.
 
     Raises ValueError, naming the tensor, for weights that do not fit the shape; `folder` is named in it.

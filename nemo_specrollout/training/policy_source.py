@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 
 Kind = Literal["hugging_face", "torch_dist", "torch", "local"]
 
@@ -136,7 +136,7 @@ def export_policy(source: PolicySource, out: Path, hf_config: str | None = None)
     if out.exists():
         raise ValueError(f"{out} exists: name a folder that does not")
     config = _config_folder(source, hf_config)
-    shape = Qwen3Shape.from_hf(json.loads((config / "config.json").read_text()))
+    shape = PolicyShape.from_hf(json.loads((config / "config.json").read_text()))
     readers = {
         "torch_dist": checkpoint.read_torch_dist, "torch": checkpoint.read_torch, "local": checkpoint.read_local,
     }  # fmt: skip

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from speculators.losses.utils import resolve_loss_config
+from speculators.losses.utils import LossConfig, resolve_loss_config
 
 from nemo_specrollout.config.refresh import MIXED_LOSS
+from nemo_specrollout.training.draft_forward import row_loss, training_loss
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead
-from nemo_specrollout.training.packing import Piece, pack, plan_batches
+from nemo_specrollout.training.packing import PackedBatch, Piece, pack, plan_batches
 
 OnStep = Callable[[int, int, float], None]
 """Told the step, the (estimated) total of steps, and the loss."""
@@ -22,6 +23,9 @@ OnStep = Callable[[int, int, float], None]
 
 BATCH_TOKENS = {"cpu": 256, "cuda": 4096}
 """Rows of a packed batch by device: dense attention masks make long ones slow on a CPU."""
+BFLOAT16_HIDDEN = 512
+"""Hidden size from which a CPU with matrix units for bfloat16 trains faster with them; smaller heads lose by converting."""
+TV = "tv"
 
 
 def default_learning_rate(hidden_size: int) -> float:
@@ -36,6 +40,8 @@ class TrainingSettings:
     loss: str = MIXED_LOSS
     """A loss of `speculators` by name, or JSON of several with weights. TV is what acceptance depends on, but alone it
     barely moves a head that knows nothing; the divergence beside it does."""
+    tv_after: float = 1.0
+    """Share of a run after which the loss is total variation alone (Bebop, arXiv 2606.12370); 1 is never."""
     learning_rate: float = 3e-3
     """After warm-up. Found for a hidden size of 256; larger heads want less (1e-4 is usual at 4096)."""
     schedule: str = "cosine"
@@ -65,6 +71,8 @@ class TrainingSettings:
         for name in ("learning_rate", "ttt_steps", "batch_tokens", "max_grad_norm", "step_decay"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        if not 0 <= self.tv_after <= 1:
+            raise ValueError(f"tv_after is {self.tv_after}; give a share of the run, 0 to 1")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps is {self.warmup_steps}; give 0 or more")
         resolve_loss_config(self.loss, "eager")
@@ -142,7 +150,7 @@ class HeadTrainer:
             self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, betas=(0.9, 0.95)
         )
         implementation = "fused" if head.device.type == "cuda" else "eager"
-        self._loss_config = resolve_loss_config(settings.loss, implementation)
+        self._losses = [resolve_loss_config(spec, implementation) for spec in (settings.loss, TV)]
 
     def train(
         self,
@@ -223,13 +231,8 @@ class HeadTrainer:
         is_cuda = device.type == "cuda"
         # On a GPU every batch has the same shape, for compiled kernels.
         batch = pack(sequences, pieces, settings.ttt_steps, settings.batch_tokens if is_cuda else None).to(device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=is_cuda):
-            _, loss, _ = self.head.model(
-                **batch.arguments(),
-                ttt_steps=settings.ttt_steps,
-                ttt_step_loss_decay=settings.step_decay,
-                loss_config=self._loss_config,
-            )
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_cuda or self._has_fast_bfloat16()):
+            loss = self._loss(batch, self._losses[progress >= settings.tv_after])
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, settings.max_grad_norm)
@@ -243,6 +246,22 @@ class HeadTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         self.num_steps += 1
         return value
+
+    def _loss(self, batch: PackedBatch, loss_config: LossConfig) -> torch.Tensor:
+        """The same number on any device: `speculators` has fused kernels for a GPU, this package less work for a CPU."""
+        model, settings = self.head.model, self.settings
+        if self.head.device.type != "cuda":
+            return training_loss(model, batch, settings.ttt_steps, settings.step_decay, row_loss(loss_config))
+        _, loss, _ = model(
+            **batch.arguments(),
+            ttt_steps=settings.ttt_steps,
+            ttt_step_loss_decay=settings.step_decay,
+            loss_config=loss_config,
+        )
+        return loss
+
+    def _has_fast_bfloat16(self) -> bool:
+        return self.head.model.hidden_size >= BFLOAT16_HIDDEN and torch.cpu.get_capabilities().get("amx_bf16", False)
 
     def _learning_rate(self, progress: float) -> float:
         settings = self.settings

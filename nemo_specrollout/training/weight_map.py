@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and layouts of a Qwen3's weights: Hugging Face <-> Megatron-Core, bit-exact both ways. Torch only.
+"""Names and layouts of a Qwen3's or a Llama's weights: Hugging Face <-> Megatron-Core, bit-exact both ways. Torch only.
 
 A `Weight` pairs one Megatron parameter with the Hugging Face tensors it is made of; its layout cuts them into
 tensor-parallel shards and puts shards together again. Layouts only slice, concatenate and reshape.
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_specrollout.training.qwen3_shape import Qwen3Shape
+from nemo_specrollout.training.policy_shape import PolicyShape
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MEGATRON_EMBEDDING, MEGATRON_LM_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -92,42 +92,45 @@ class Weight:
     layout: Layout
 
 
-def weights_of_shape(shape: Qwen3Shape) -> list[Weight]:
-    """Every weight of a Qwen3 of this shape, in Hugging Face's order of layers."""
+def weights_of_shape(shape: PolicyShape) -> list[Weight]:
+    """Every weight of a policy of this shape, in Hugging Face's order of layers."""
     qkv = FusedQkv(shape.num_query_groups, shape.num_heads // shape.num_query_groups, shape.head_dim)
-    return weight_table(shape.num_layers, qkv, shape.tied)
+    return weight_table(shape.num_layers, qkv, shape.tied, shape.has_qk_norm)
 
 
-def weight_table(num_layers: int, qkv: FusedQkv, tied: bool) -> list[Weight]:
-    """Every weight of a Qwen3 whose attention lies as `qkv` says; `tied` ones have no head of their own."""
+def weight_table(num_layers: int, qkv: FusedQkv, tied: bool, has_qk_norm: bool) -> list[Weight]:
+    """Every weight of a policy whose attention lies as `qkv` says; with `tied` it has no LM head of its own."""
     head = [] if tied else [Weight(MEGATRON_LM_HEAD, (LM_HEAD,), Split(0))]
     return [
         Weight(MEGATRON_EMBEDDING, (EMBEDDING,), Split(0)),
-        *(weight for layer in range(num_layers) for weight in _layer_weights(layer, qkv)),
+        *(weight for layer in range(num_layers) for weight in _layer_weights(layer, qkv, has_qk_norm)),
         Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
         *head,
     ]
 
 
-def _layer_weights(layer: int, qkv: FusedQkv) -> list[Weight]:
+def _layer_weights(layer: int, qkv: FusedQkv, has_qk_norm: bool) -> list[Weight]:
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     table: list[tuple[str, tuple[str, ...], Layout]] = [
         ("input_layernorm", ("input_layernorm",), Replicated()),
         ("self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv),
-        ("self_attention.q_layernorm", ("self_attn.q_norm",), Replicated()),
-        ("self_attention.k_layernorm", ("self_attn.k_norm",), Replicated()),
         ("self_attention.linear_proj", ("self_attn.o_proj",), Split(1)),
         ("pre_mlp_layernorm", ("post_attention_layernorm",), Replicated()),
         ("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), FusedGateUp()),
         ("mlp.linear_fc2", ("mlp.down_proj",), Split(1)),
     ]
+    if has_qk_norm:
+        table += [
+            ("self_attention.q_layernorm", ("self_attn.q_norm",), Replicated()),
+            ("self_attention.k_layernorm", ("self_attn.k_norm",), Replicated()),
+        ]
     return [
         Weight(f"{ours}{megatron}.weight", tuple(f"{theirs}{name}.weight" for name in hf), layout)
         for megatron, hf, layout in table
     ]
 
 
-def hf_shapes(shape: Qwen3Shape) -> dict[str, tuple[int, ...]]:
+def hf_shapes(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     """The shape of every Hugging Face tensor."""
     hidden, ffn, dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     queries, keys = shape.num_heads * dim, shape.num_query_groups * dim

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hugging Face config.json says about a Qwen3, checked, in Megatron-Core's words."""
+"""What a Hugging Face config.json says about a Qwen3 or a Llama, checked, in Megatron-Core's words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MODEL_TYPES = ("qwen3", "llama")
+
 
 @dataclass(frozen=True)
-class Qwen3Shape:
-    """What a Hugging Face Qwen3 config.json says about the network, checked."""
+class PolicyShape:
+    """What the config.json of a Qwen3 or a Llama says about the network, checked."""
 
     num_layers: int
     hidden_size: int
@@ -21,9 +23,12 @@ class Qwen3Shape:
     norm_eps: float
     rotary_base: float
     tied: bool
+    """The LM head is the embedding."""
+    has_qk_norm: bool
+    """Queries and keys are normed in each head: True of Qwen3, False of Llama."""
 
     @classmethod
-    def from_hf(cls, hf_config: Mapping[str, Any]) -> "Qwen3Shape":
+    def from_hf(cls, hf_config: Mapping[str, Any]) -> "PolicyShape":
         """Read config.json's keys. Raises ValueError for a model that this trainer would silently get wrong."""
         _refuse_unsupported(hf_config)
         return cls(
@@ -38,6 +43,7 @@ class Qwen3Shape:
             norm_eps=hf_config["rms_norm_eps"],
             rotary_base=float(_rope_parameters(hf_config)["rope_theta"]),
             tied=bool(hf_config.get("tie_word_embeddings", False)),
+            has_qk_norm=hf_config["model_type"] == "qwen3",
         )
 
     def check_divides(self, tensor_model_parallel_size: int) -> None:
@@ -58,14 +64,18 @@ def _rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
     rope = _rope_parameters(hf_config)
+    if (model_type := hf_config.get("model_type")) not in MODEL_TYPES:
+        raise ValueError(
+            f"config.json: model_type={model_type!r} is not supported: use one of {', '.join(MODEL_TYPES)}"
+        )
     wanted: list[tuple[str, Any, Any]] = [
-        ("model_type", hf_config.get("model_type"), "qwen3"),
         ("hidden_act", hf_config.get("hidden_act", "silu"), "silu"),
         ("attention_bias", hf_config.get("attention_bias", False), False),
+        ("mlp_bias", hf_config.get("mlp_bias", False), False),
         ("use_sliding_window", hf_config.get("use_sliding_window", False), False),
         ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
     ]
     for field, value, supported in wanted:
         if value != supported:
-            raise ValueError(f"config.json: {field}={value!r} is not supported: use a Qwen3 with {field}={supported!r}")
+            raise ValueError(f"config.json: {field}={value!r} is not supported: use a model with {field}={supported!r}")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of `reasoning-gym` as a data source: its problems through the model's chat template, its scorers as the reward."""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_specrollout.config.strict import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from nemo_specrollout.config.run import TaskConfig
+
+ENDLESS = 2**31
+"""The size that datasets are made with; problems are made one by one when they are asked for."""
+
+
+def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
+    """Makes one problem of each task. Raises ConfigError for an unknown task or option, and if the package is missing."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: the package reasoning-gym cannot be imported ({error}); `make smollm2` installs it"
+        ) from error
+    for i, task in enumerate(tasks):
+        if task.name not in DATASETS:
+            raise ConfigError(
+                f"{path}[{i}].name: {task.name!r} is no task of reasoning_gym{nearest(task.name, DATASETS)}"
+            )
+        try:
+            reasoning_gym.create_dataset(task.name, size=ENDLESS, seed=0, **task.options)[0]
+        except Exception as error:  # each task has checks of its own: assertions, type errors, value errors
+            reason = str(error) or type(error).__name__
+            raise ConfigError(
+                f"{path}[{i}].options: {dict(task.options)} does not suit {task.name}: {reason}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class GymProblem:
+    """One problem: the task that scores it, and `reasoning-gym`'s own entry."""
+
+    task: str
+    entry: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        return str(self.entry["question"])
+
+
+class ReasoningGymTask:
+    """Problems of one or several `reasoning-gym` tasks, mixed by weight, in an endless list for each seed."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", tasks: "Sequence[TaskConfig]", system_prompt: str | None = None
+    ) -> None:
+        """`system_prompt` is a text, the name of one of `reasoning-gym`'s, or None for the chat template's own."""
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        self._tokenizer = tokenizer
+        self._tasks = tuple(tasks)
+        self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
+        self._datasets: dict[tuple[int, str], Any] = {}
+
+    def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
+        """Problems `start` to `start + num - 1` of the seed's list; the same in every process."""
+        names, weights = [t.name for t in self._tasks], [t.weight for t in self._tasks]
+        found = []
+        for index in range(start, start + num):
+            name = random.Random(f"{seed}-{index}").choices(names, weights)[0]
+            found.append(GymProblem(name, self._dataset(seed, name)[index]))
+        return found
+
+    def encode(self, problem: GymProblem) -> list[int]:
+        """The prompt's token ids, chat template applied; a response's first token follows the last."""
+        messages = [{"role": "user", "content": problem.prompt}]
+        if self._system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
+        """The task's own score, 0 to 1, of what stands in the last `<answer>...</answer>`; 0 without one."""
+        from reasoning_gym.utils import extract_answer
+
+        text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
+        dataset = next(d for (_, name), d in self._datasets.items() if name == problem.task)
+        return float(dataset.score_answer(extract_answer(text), problem.entry))
+
+    def _dataset(self, seed: int, name: str) -> Any:
+        if (seed, name) not in self._datasets:
+            import reasoning_gym
+
+            # A dataset seeds problem i with seed + i, so that lists of close seeds would overlap.
+            far = int.from_bytes(hashlib.sha256(f"{seed}-{name}".encode()).digest()[:5], "big")
+            options = next(t.options for t in self._tasks if t.name == name)
+            self._datasets[seed, name] = reasoning_gym.create_dataset(name, size=ENDLESS, seed=far, **options)
+        return self._datasets[seed, name]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervised start of the real model: a low-rank change that teaches it the form of worked solutions.
+
+    python -m nemo_specrollout.local.smollm2_start --base models/smollm2 --out examples/models/smollm2_start
+
+The shipped file was made by this command. `make smollm2` adds it to the converted model, so that a user trains nothing.
+
+Shapes: B sequences of a batch, T positions.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from nemo_specrollout.config.run import TaskConfig
+from nemo_specrollout.local.low_rank import add_low_rank, save_low_rank
+from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
+from nemo_specrollout.local.warm_start_data import IGNORED
+from nemo_specrollout.local.worked_solutions import worked_solution
+
+TASKS = (
+    TaskConfig("chain_sum", 1.0, {"min_terms": 2, "max_terms": 16, "max_digits": 2}),
+    TaskConfig("leg_counting", 1.0, {"max_animals": 10}),
+    TaskConfig("number_sorting", 0.4, {"max_numbers": 8, "max_decimals": 0}),
+)
+SYSTEM_PROMPT = "simple"
+POOL = 256
+"""Batches are cut from this many examples, sorted by length, which keeps padding small."""
+
+
+@dataclass(frozen=True)
+class StartSettings:
+    """What decides the change of the weights."""
+
+    steps: int = 450
+    seed: int = 0
+    rank: int = 16
+    learning_rate: float = 2e-3
+    warm_up_steps: int = 30
+    batch_tokens: int = 2048
+    """Positions of a batch, padding included."""
+    max_grad_norm: float = 1.0
+    digit_weight: float = 2.0
+    """Loss weight of a digit against another token; digits are what is hard."""
+
+
+def batches(task: ReasoningGymTask, tokenizer: Any, settings: StartSettings) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields endless (ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
+    rng = random.Random(f"start-{settings.seed}")
+    for pool in itertools.count():
+        problems = task.problems(settings.seed, POOL, pool * POOL)
+        examples = []
+        for index, problem in enumerate(problems, pool * POOL):
+            text = worked_solution(problem.entry, random.Random(f"solution-{settings.seed}-{index}"))
+            response = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            examples.append((task.encode(problem), response))
+        cut: list[list[tuple[list[int], list[int]]]] = [[]]
+        for example in sorted(examples, key=lambda e: len(e[0]) + len(e[1])):
+            if (len(cut[-1]) + 1) * (len(example[0]) + len(example[1])) > settings.batch_tokens:
+                cut.append([])
+            cut[-1].append(example)
+        rng.shuffle(cut)
+        for batch in cut:
+            yield pad(batch, tokenizer.pad_token_id)
+
+
+def pad(batch: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """(ids_BT, labels_BT) of prompts and responses."""
+    width = max(len(p) + len(r) for p, r in batch)
+    ids_BT, labels_BT = torch.full((len(batch), width), pad_id), torch.full((len(batch), width), IGNORED)
+    for row, (prompt, response) in enumerate(batch):
+        end = len(prompt) + len(response)
+        ids_BT[row, :end] = torch.tensor(prompt + response)
+        labels_BT[row, len(prompt) : end] = torch.tensor(response)
+    return ids_BT, labels_BT
+
+
+def loss_of(model: Any, ids_BT: Tensor, labels_BT: Tensor, weight_V: Tensor) -> Tensor:
+    """Weighted mean cross-entropy in nats over response tokens; logits are computed where there is a label, only."""
+    hidden_BTH = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state[:, :-1]
+    labelled_BT = labels_BT[:, 1:] != IGNORED
+    logits = model.lm_head(hidden_BTH[labelled_BT]).float()
+    return F.cross_entropy(logits, labels_BT[:, 1:][labelled_BT], weight_V)
+
+
+def train(base: Path, out: Path, settings: StartSettings, console: Console) -> None:
+    """Trains the change and writes it with a card to `out`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    layers = add_low_rank(model, settings.rank, settings.seed)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    weight_V = torch.ones(model.config.vocab_size)
+    weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = settings.digit_weight
+    source = batches(ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), tokenizer, settings)
+    losses: list[float] = []
+    num_tokens, started = 0, time.monotonic()
+    model.train()
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task("supervised start", total=settings.steps, loss=math.nan)
+        for step in range(settings.steps):
+            ids_BT, labels_BT = next(source)
+            loss = loss_of(model, ids_BT, labels_BT, weight_V)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * learning_rate_factor(step, settings)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            num_tokens += ids_BT.numel()
+            progress.update(bar, advance=1, loss=sum(losses[-20:]) / len(losses[-20:]))
+            if (step + 1) % 50 == 0:
+                seconds = time.monotonic() - started
+                console.print(
+                    f"step {step + 1}: loss {sum(losses[-50:]) / 50:.4f}, {num_tokens} tokens, {seconds:.0f} s"
+                )
+    out.mkdir(parents=True, exist_ok=True)
+    save_low_rank(layers, out / "change.safetensors")
+    card = {
+        "command": "python -m nemo_specrollout.local.smollm2_start --base models/smollm2 --out DIR",
+        "settings": asdict(settings), "tasks": [asdict(t) for t in TASKS], "system_prompt": SYSTEM_PROMPT,
+        "tokens": num_tokens, "seconds": round(time.monotonic() - started), "threads": torch.get_num_threads(),
+        "loss": round(sum(losses[-50:]) / len(losses[-50:]), 4),
+    }  # fmt: skip
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+
+
+def learning_rate_factor(step: int, settings: StartSettings) -> float:
+    """Linear warm-up to 1, then half a cosine down to 0 at the last step."""
+    if step < settings.warm_up_steps:
+        return (step + 1) / settings.warm_up_steps
+    rest = max(1, settings.steps - settings.warm_up_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - settings.warm_up_steps) / rest)))
+
+
+def main() -> None:
+    """Parses the command line and trains."""
+    parser = argparse.ArgumentParser(description="Train the low-rank change of the supervised start.")
+    parser.add_argument("--base", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=StartSettings.steps)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    train(args.base, args.out, StartSettings(steps=args.steps, seed=args.seed), Console(highlight=False))
+
+
+if __name__ == "__main__":
+    main()

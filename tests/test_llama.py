@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real model's shape in small: a Llama with tied embeddings, its head with a reduced vocabulary, in the engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.local.statistics import count_equal
+
+pytestmark = pytest.mark.integration
+
+SUFFIX, NGRAM = (DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"))
+
+
+@pytest.fixture(scope="module")
+def head(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head as it is before training, with three auxiliary layers and half of the vocabulary."""
+    from nemo_specrollout.training.head import create_head, save_head
+
+    folder = tmp_path_factory.mktemp("llama") / "head"
+    save_head(create_head(tiny_llama, draft_token_ids=range(1, 96, 2)), folder)
+    return folder
+
+
+def requests() -> list[RolloutRequest]:
+    prompts = [[(7 * i + j) % 90 + 5 for j in range(20)] for i in range(4)]
+    return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(3)]
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0}], ids=["T=1", "T=0"])
+def test_tokens_are_plain_decoding_s(
+    tiny_llama: Path, head: Path, start_engine: Callable[..., RolloutEngine], sampling: dict[str, Any]
+) -> None:
+    plain = start_engine(tiny_llama, SpecrolloutConfig(drafters=())).generate(requests(), **sampling)
+    drafters = (SUFFIX, NGRAM, DrafterConfig("eagle3", model=str(head)))
+    engine = start_engine(tiny_llama, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")))
+    equal, total = count_equal(engine.generate(requests(), **sampling), plain)
+    assert equal == total > 400, f"{total - equal} of {total} tokens differ"
+    assert sum(map(sum, engine.report()["accepted"])) > 0, "no draft was ever right, so little was shown"
