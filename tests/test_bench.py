@@ -185,7 +185,7 @@ def some_entrants() -> list[Entrant]:
 
 @pytest.mark.unit
 def test_ours_is_compared_with_the_best_fixed_row_per_token() -> None:
-    rows = {row["mode"]: row for row in figures_of(some_entrants())}
+    rows = {row["mode"]: row for row in figures_of([some_entrants()])}
     best = best_fixed(list(rows.values()))
     assert best is not None and best["mode"] == "ngram k=3" and best["speedup_vs_plain"] == pytest.approx(1.25)
     ours = rows["ours"]
@@ -199,7 +199,7 @@ def test_ours_is_compared_with_the_best_fixed_row_per_token() -> None:
 
 @pytest.mark.unit
 def test_the_best_of_each_bin_is_named() -> None:
-    rows = figures_of(some_entrants())
+    rows = figures_of([some_entrants()])
     winners = best_by_running(rows)
     assert {label: row["mode"] for label, row in winners.items()} == {"1": "ours", "33-64": "ours"}
     ours = {entry["running"]: entry for entry in rows[-1]["by_running"]}
@@ -220,7 +220,7 @@ def test_our_host_time() -> None:
 @pytest.mark.unit
 def test_what_is_printed() -> None:
     entrants = some_entrants()
-    rows = figures_of(entrants)
+    rows = figures_of([entrants])
     console = Console(file=io.StringIO(), width=132, record=True)
     for table in (
         rollout_table(rows),
@@ -238,7 +238,7 @@ def test_what_is_printed() -> None:
     assert "our host time: 0.39% of the rollout, 2.00% of decode steps with 60 or more requests" in said
     assert "counterfactual: plain time as estimated while speculating is off by" in said
     without_ours = [e for e in entrants if e.row.kind != OURS]
-    assert "our host time" not in "\n".join(sentences(figures_of(without_ours), without_ours))
+    assert "our host time" not in "\n".join(sentences(figures_of([without_ours]), without_ours))
 
 
 # A deeper policy.

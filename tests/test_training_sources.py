@@ -37,8 +37,8 @@ from nemo_specrollout.local.megatron_model import TokenBatch, token_logprobs
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.megatron_features import KeptRow, MegatronFeatureCapture, packed_rows, padded_rows
-from nemo_specrollout.training.policy_source import find_policy, policy_folder
 from nemo_specrollout.training.policy_shape import PolicyShape
+from nemo_specrollout.training.policy_source import find_policy, policy_folder
 from nemo_specrollout.training.weight_map import FusedQkv, weights_of_shape
 
 pytestmark = pytest.mark.integration

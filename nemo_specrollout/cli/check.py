@@ -91,6 +91,8 @@ def _explain_task(data: DataConfig) -> str:
         total = sum(task.weight for task in data.tasks)
         shares = ", ".join(f"{task.name} {task.weight / total:.0%}" for task in data.tasks)
         return f"{data.dataset_name}: {shares}; answers scored by its own rules"
+    if data.dataset_name == "free_text":
+        return f"{data.dataset_name}: stories, letters, explanations; no reward, so for `bench` only"
     return f"{data.dataset_name}: additions of 2 to {data.max_terms} terms, answers checked by a rule"
 
 

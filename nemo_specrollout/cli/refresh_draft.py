@@ -6,7 +6,6 @@ import os
 import sys
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import use_one_thread
 from nemo_specrollout.cli.refresh_draft_options import options_of
 from nemo_specrollout.config.strict import ConfigError
 
@@ -17,7 +16,8 @@ EXIT_INTERRUPTED = 130
 def refresh_draft(parsed: argparse.Namespace) -> int:
     """Makes the head; 0 if it is at --out, 3 if the gate refused it, 130 if interrupted. Raises ConfigError."""
     options = options_of(parsed)
-    use_one_thread()
+    # An offline command has the machine to itself.
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from nemo_specrollout.cli.refresh_draft_run import DraftRefresh

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.refresh_draft_options import RefreshOptions
-from nemo_specrollout.cli.refresh_draft_rollouts import generate_rollouts
+from nemo_specrollout.cli.refresh_draft_rollouts import CONFIG_SUFFIXES, generate_rollouts, task_prompts
 from nemo_specrollout.cli.refresh_draft_view import RefreshView
 
 if TYPE_CHECKING:
@@ -88,7 +88,10 @@ class DataSource:
     def _generate(self, file: Path) -> None:
         from nemo_specrollout.training.rollout_files import held_out_share, read_prompts
 
-        found = read_prompts(file, self._policy, self._facts.vocab_size)
+        if file.suffix in CONFIG_SUFFIXES:
+            found = task_prompts(file, self._options.num_prompts, self._options.seed)
+        else:
+            found = read_prompts(file, self._policy, self._facts.vocab_size)
         prompts = [p for p in found if len(p) < self._max_length]
         if len(prompts) < len(found):
             self._view.say(

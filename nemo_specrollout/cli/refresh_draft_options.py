@@ -31,7 +31,12 @@ class RefreshOptions:
     rollouts: tuple[str, ...] = _flag(
         "JSONL files, folders of them (NeMo-RL's logs too), or a feature store", "PATH", ()
     )
-    prompts: str | None = _flag("without --rollouts: prompts that the policy answers itself", "FILE", None)
+    prompts: str | None = _flag(
+        "without --rollouts: prompts that the policy answers itself, or a config of the local runner, whose tasks make them",
+        "FILE",
+        None,
+    )
+    num_prompts: int = _flag("of --prompts CONFIG: prompts, of its bench.workloads or else its data", "N", 256, low=16)
     samples_per_prompt: int = _flag("of --prompts: responses to each", "N", 4, low=1)
     max_new_tokens: int = _flag("of --prompts: longest response", "N", 512, low=1)
     hf_config: str | None = _flag("config and tokenizer of a Megatron checkpoint that does not name them", "DIR", None)
@@ -45,6 +50,9 @@ class RefreshOptions:
     )
     loss: str = _flag(
         "a loss of speculators: nla, kl_div, tv, lk_hybrid, or JSON of several with weights", "NAME", MIXED_LOSS
+    )
+    tv_after: float = _flag(
+        "share of the training after which the loss is total variation alone; 1 is never", "X", 1.0, low=0.0, high=1.0
     )
     lr: float | None = _flag(
         "learning rate; else 3e-3 up to hidden size 256, falling to 1e-4 at 4096", "X", None, above=0.0
@@ -62,6 +70,7 @@ class RefreshOptions:
     store_gb: float = _flag(
         "most disk space, and memory, of features; the first rollouts are left out", "G", 8.0, above=0.0
     )
+    dtype: str = _flag("of the saved head: float32 or bfloat16", "NAME", "float32")
     seed: int = _flag(
         "of the new head, the order of its data, and the rollouts of --prompts", "N", 0, low=0, high=2**32 - 1
     )
@@ -133,3 +142,5 @@ def _check(options: RefreshOptions) -> None:
         raise ConfigError("--layer-ids are a new head's, and --draft has its own; leave out one of them")
     if options.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device: {options.device!r} is not available; choose auto, cpu or cuda")
+    if options.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype: {options.dtype!r} is not available; choose float32 or bfloat16")

@@ -15,6 +15,28 @@ CHUNK_REQUESTS = 256
 KV_CACHE_BYTES = 1 << 30
 
 
+CONFIG_SUFFIXES = (".yaml", ".yml")
+# Far from the seeds of runs and benches, whose prompts a head must not have learned.
+SEED_OFFSET = 1_000_000
+
+
+def task_prompts(config_file: Path, num: int, seed: int) -> list[list[int]]:
+    """Prompts that the tasks of a config of the local runner make: of its `bench.workloads` in turn, or of its `data`.
+
+    Raises ConfigError for a config that cannot run here.
+    """
+    from nemo_specrollout.cli.prepare import prepare
+    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.tasks import build_task
+
+    config = prepare(config_file, []).config
+    tokenizer = load_tokenizer(Path(config.policy.model_name))
+    tasks = [build_task(w.data, tokenizer) for w in config.bench.workloads] or [build_task(config.data, tokenizer)]
+    made = [task.problems(config.grpo.seed + SEED_OFFSET + seed, -(-num // len(tasks))) for task in tasks]
+    pairs = [(task, problem) for row in zip(*made, strict=True) for task, problem in zip(tasks, row, strict=True)]
+    return [task.encode(problem) for task, problem in pairs[:num]]
+
+
 def generate_rollouts(
     options: RefreshOptions,
     policy_folder: Path,

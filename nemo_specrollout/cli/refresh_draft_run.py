@@ -107,9 +107,9 @@ class DraftRefresh:
         try:
             with self._view.training() as move:
                 report = self._reporter(head, data, move)
-                result = work.train(trainer, data.training, self._budget(), self._state, report, verifier)
+                result = work.train(trainer, data.training, self._budget(), self._state, report, verifier, self._dtype)
         except FloatingPointError as error:
-            work.save_candidate(trainer.head, self._state, verifier)
+            work.save_candidate(trainer.head, self._state, verifier, self._dtype)
             return trainer, None, f"refused: training failed, {error}", time.perf_counter() - started
         self._view.say(f"trained {result.steps} steps, {result.tokens} tokens, in {result.seconds:.0f} s")
         return trainer, result, "", result.seconds
@@ -186,8 +186,15 @@ class DraftRefresh:
             learning_rate=options.lr or default_learning_rate(self._facts.hidden_size),
             batch_tokens=options.batch_tokens or BATCH_TOKENS[self._device.type],
             ttt_steps=options.ttt_steps,
+            tv_after=options.tv_after,
             seed=options.seed,
         )
+
+    @property
+    def _dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
 
     def _budget(self) -> "Budget":
         from nemo_specrollout.training.trainer import Budget

@@ -45,6 +45,8 @@ def _run_local(tree: dict[str, Any]) -> int:
     from nemo_specrollout.local.run_directory import RunDirectory
 
     config = prepared.config
+    if config.data.dataset_name == "free_text":
+        raise ConfigError("data.dataset_name: free_text has no reward to train on; use it in bench.workloads")
     directory = RunDirectory.open(Path(config.logger.log_dir), prepared.tree, config.grpo.max_num_steps)
     from nemo_specrollout.local.charts import run_picture
     from nemo_specrollout.local.progress import Progress

@@ -212,8 +212,9 @@ class TaskConfig:
 class DataConfig:
     """`data`: the task. Problems are made on the spot from the run's seed (docs/task.md)."""
 
-    dataset_name: str = choice("step_addition", "reasoning_gym", default="step_addition")
-    """`step_addition` is the demo's own task; `reasoning_gym` takes `tasks` from that package."""
+    dataset_name: str = choice("step_addition", "reasoning_gym", "free_text", default="step_addition")
+    """`step_addition` is the demo's own task; `reasoning_gym` takes `tasks` from that package;
+    `free_text` asks for stories and explanations and has no reward, so it is for `bench` only."""
     max_terms: int = bounded(16, low=2, high=16)
     """Most terms of an addition, of step_addition."""
     tasks: tuple[TaskConfig, ...] = ()
@@ -264,6 +265,16 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class WorkloadConfig:
+    """One of `bench.workloads`: a task under a name."""
+
+    name: str
+    """What tables and files call it."""
+    data: DataConfig
+    """Its problems, as `data` of the config."""
+
+
+@dataclass(frozen=True)
 class BenchConfig:
     """`bench`: what `nemo-specrollout bench` compares."""
 
@@ -278,8 +289,23 @@ class BenchConfig:
     of a deep policy then (`local/deep_policy.py`). 1 leaves the policy as it is."""
     useless_batches: tuple[int, ...] = bounded((), low=1)
     """Batch sizes at which to measure drafters that are always wrong; empty leaves that out."""
+    workloads: tuple[WorkloadConfig, ...] = ()
+    """Tasks to measure one after the other, each in tables of its own; empty is the config's `data` alone."""
+    constant_batches: tuple[int, ...] = bounded((), low=1)
+    """Batch sizes at which to measure the rows while finished requests are replaced; empty leaves that out."""
+    rows_at_a_time: int = bounded(0, low=0)
+    """Rows whose engines are in memory at the same time, `plain` among them; 0 is all. Fewer need less memory; rows are
+    compared with `plain` of the same time."""
     acceptance_k: int = bounded(0, low=0, high=64)
     """Draft tokens of the table of acceptance by way of drafting, where a drafter has weights; 0 leaves that out."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for workloads of one name, and for groups of rows that have no room for a row."""
+        names = [workload.name for workload in self.workloads]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{path}.workloads: {names}; give each a name of its own")
+        if self.rows_at_a_time == 1:
+            raise ConfigError(f"{path}.rows_at_a_time: 1 has no room beside plain; set 2 or more, or 0 for all")
 
 
 @dataclass(frozen=True)

@@ -275,14 +275,17 @@ class Generation:
         requests: Sequence[RolloutRequest],
         on_finished: Callable[[int], None] = lambda done: None,
         sampling: Mapping[str, Any] = MappingProxyType({}),
+        at_a_time: int | None = None,
     ) -> None:
-        self._engine, self._on_finished = engine, on_finished
-        self._ids = engine.submit(requests, sampling)
+        """Submits the requests; with `at_a_time` no more than so many, and the others as those end."""
+        self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
+        self._waiting = list(requests[at_a_time:]) if at_a_time else []
+        self._ids = engine.submit(requests[:at_a_time], sampling)
         self._done: dict[str, Rollout] = {}
 
     @property
     def is_done(self) -> bool:
-        return len(self._done) == len(self._ids)
+        return len(self._done) == len(self._ids) and not self._waiting
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -310,8 +313,12 @@ class Generation:
     def _step(self) -> None:
         finished = self._engine.step()
         self._done.update(finished)
-        if finished:
-            self._on_finished(len(self._done))
+        if not finished:
+            return
+        if self._waiting:
+            self._ids += self._engine.submit(self._waiting[: len(finished)], self._sampling)
+            del self._waiting[: len(finished)]
+        self._on_finished(len(self._done))
 
 
 def rollout_of(finished: Any) -> Rollout:

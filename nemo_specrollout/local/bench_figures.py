@@ -21,15 +21,22 @@ Figures = dict[str, Any]
 FULL = 0.75
 
 
-def figures_of(entrants: Sequence[Entrant]) -> list[Figures]:
-    """The rows of `bench.json`; those of ours are compared with the best fixed one too."""
-    plain = next(e for e in entrants if e.row.kind == PLAIN)
-    rows = [row_figures(e, plain) for e in entrants]
-    best = best_fixed(rows)
-    for entrant, row in zip(entrants, rows, strict=True):
-        if best is not None and entrant.row.kind == OURS:
-            rival = next(e for e in entrants if e.row.name == best["mode"])
-            row |= {"best_fixed": best["mode"], **_spread("over_best_fixed", _over(rival, entrant))}
+def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
+    """The rows of `bench.json`; those of ours are compared with the best fixed one too.
+
+    Each group of entrants took turns, and has a `plain` of its own, which its other rows are compared with.
+    """
+    rows, speedups = [], {}
+    for number, entrants in enumerate(groups):
+        plain = next(e for e in entrants if e.row.kind == PLAIN)
+        for entrant in entrants:
+            if entrant is not plain or number == 0:
+                rows.append(row_figures(entrant, plain))
+                speedups[entrant.row.name] = _over(plain, entrant)
+    if (best := best_fixed(rows)) is not None:
+        for row in (r for r in rows if r["kind"] == OURS):
+            pairs = zip(speedups[row["mode"]], speedups[best["mode"]], strict=True)
+            row |= {"best_fixed": best["mode"], **_spread("over_best_fixed", [ours / rival for ours, rival in pairs])}
     _mark_best(rows)
     return rows
 
@@ -96,9 +103,9 @@ def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, flo
 
 
 def _over(slower: Entrant, faster: Entrant) -> list[float]:
-    """Seconds a token of the one over those of the other, of each round, the smallest first."""
+    """Seconds a token of the one over those of the other, of each round."""
     pairs = zip(slower.rounds, faster.rounds, strict=True)
-    return sorted(_token_s(a.stats) / _token_s(b.stats) for a, b in pairs)
+    return [_token_s(a.stats) / _token_s(b.stats) for a, b in pairs]
 
 
 def _token_s(stats: RolloutStats) -> float:
@@ -108,7 +115,7 @@ def _token_s(stats: RolloutStats) -> float:
 def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figures:
     """Median and extremes."""
     return {
-        median_name or name: statistics.median(ratios), f"{name}_low": ratios[0], f"{name}_high": ratios[-1]
+        median_name or name: statistics.median(ratios), f"{name}_low": min(ratios), f"{name}_high": max(ratios)
     }  # fmt: skip
 
 

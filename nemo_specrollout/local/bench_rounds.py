@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.progress import Progress
@@ -31,9 +31,11 @@ class Entrant:
     tokens_equal: int = 0
     tokens_total: int = 0
 
-    def reset(self) -> None:
-        """Forgets what was measured."""
+    def take(self) -> "Entrant":
+        """What was measured, as a record; forgets it here."""
+        measured = replace(self)
         self.rounds, self.tokens_equal, self.tokens_total = [], 0, 0
+        return measured
 
     def took(self, found: BinnedStats, plain: BinnedStats, *, keep: bool) -> None:
         """The next round will have turns by what this one took; its figures count if they are to be kept."""
@@ -59,9 +61,11 @@ def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entran
             entrant.engine.close()
 
 
-def play_round(entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool) -> None:
-    """Every entrant once on the same requests, in short turns."""
-    under_way = {e.row.name: BinnedRollout(e.engine, requests) for e in entrants}
+def play_round(
+    entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool, at_a_time: int | None = None
+) -> None:
+    """Every entrant once on the same requests, in short turns; with `at_a_time` no more than so many of them at once."""
+    under_way = {e.row.name: BinnedRollout(e.engine, requests, at_a_time) for e in entrants}
     while not all(rollout.is_done for rollout in under_way.values()):
         for entrant in entrants:
             rollout = under_way[entrant.row.name]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows a bench has: each a way of rolling out, with the generation config of its engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,15 @@ def bench_rows(config: RunConfig) -> list[BenchRow]:
             names = ", ".join(row.name for row in rows)
             raise ConfigError(f"bench.rows: no row begins with {prefix!r}; there are: {names}")
     return [r for r in rows if not wanted or r.kind == PLAIN or r.name.startswith(wanted)]
+
+
+def row_groups(rows: Sequence[BenchRow], at_a_time: int) -> list[list[BenchRow]]:
+    """The rows in groups of at most `at_a_time` (0: one group), plain first in each."""
+    plain = next(row for row in rows if row.kind == PLAIN)
+    others = [row for row in rows if row is not plain]
+    if not at_a_time or len(rows) <= at_a_time:
+        return [list(rows)]
+    return [[plain, *others[i : i + at_a_time - 1]] for i in range(0, len(others), at_a_time - 1)]
 
 
 def plain_row(config: RunConfig) -> BenchRow:

@@ -41,6 +41,22 @@ def running_table(rows: Sequence[Figures]) -> Table:
     return table
 
 
+def constant_table(rows: Sequence[Figures]) -> Table:
+    """Speed over plain of all rows with so many requests at all times."""
+    batches = sorted({row["batch"] for row in rows})
+    table = new_table("constant batches: speed over plain; tokens equal, of all")
+    table.add_column("mode", no_wrap=True)
+    for name in (*map(str, batches), "tokens equal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        own = {row["batch"]: row for row in rows if row["mode"] == mode}
+        cells = ["-" if (s := own[b]["speedup_vs_plain"]) is None else f"{s:.2f}" for b in batches]
+        equal, total = ([own[b][name] for b in batches] for name in ("tokens_equal", "tokens_total"))
+        said = "-" if None in equal else f"{sum(equal)}/{sum(total)}"
+        table.add_row(mode, *cells, said, style="bold" if mode == OURS else None)
+    return table
+
+
 def useless_table(rows: Sequence[Figures]) -> Table:
     """What drafters cost that are always wrong."""
     table = new_table("drafters that are always wrong")

@@ -192,6 +192,28 @@ def draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
     ax.set_title("tokens equal to plain", loc="right", color=GREY)
 
 
+def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
+    """Ours in colours, what it is compared with in greys; labels at the right end."""
+    modes = [m for m in dict.fromkeys(str(r["mode"]) for r in rows) if m != "plain"]
+    own = [m for m in modes if m.startswith("ours")]
+    batches = sorted({int(r["batch"]) for r in rows})
+    labels = []
+    for mode in sorted(modes, key=own.__contains__):
+        of_mode = {int(r["batch"]): number(r, "speedup_vs_plain") for r in rows if r["mode"] == mode}
+        speedup = [of_mode.get(batch, math.nan) for batch in batches]
+        is_all = mode == "ours"
+        colour = BLUE if is_all else _colour(1 + own.index(mode)) if mode in own else "#8c959f"
+        style: dict[str, Any] = {"linewidth": 2.6 if is_all else 1.6, "alpha": 1.0 if mode in own else 0.6}
+        ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
+        labels.append((speedup[-1], mode, colour))
+    ax.axhline(1, color=INK, linewidth=1)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(batches, [str(batch) for batch in batches])
+    ax.minorticks_off()
+    ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
+    _label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
+
+
 def _equality(row: Record) -> tuple[str, str]:
     """Text and colour of a row's equality with plain."""
     equal, total = number(row, "tokens_equal"), number(row, "tokens_total")

@@ -27,6 +27,7 @@ from nemo_specrollout.local.chart_panels import (
     draw_drain,
     draw_gap,
     draw_reward,
+    draw_running,
     draw_seconds,
     draw_speedup,
     draw_time,
@@ -104,6 +105,16 @@ def bench_chart(rows: Sequence[Record], path: Path) -> None:
         figure = Figure((8.0, 0.9 + 0.3 * len(rows)), layout="constrained")
         FigureCanvasAgg(figure)
         draw_bench(figure.subplots(), rows)
+        for suffix in (".png", ".svg"):
+            figure.savefig(path.with_suffix(suffix), dpi=150)
+
+
+def running_chart(rows: Sequence[Record], path: Path) -> None:
+    """Speedup over plain by running requests, a line for each row of a `bench_constant.json`; PNG and SVG."""
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
+        figure = Figure((8.0, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw_running(figure.subplots(), rows)
         for suffix in (".png", ".svg"):
             figure.savefig(path.with_suffix(suffix), dpi=150)
 

@@ -91,12 +91,13 @@ class MeasuredRollout:
         engine: RolloutEngine,
         requests: Sequence[RolloutRequest],
         on_finished: Callable[[int], None] = lambda done: None,
+        at_a_time: int | None = None,
     ) -> None:
         self._engine = engine
         self._report, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
         self._turn_since: float | None = None
         started = time.perf_counter()
-        self._generation = Generation(engine, requests, on_finished)
+        self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
         self._rested_since = time.perf_counter()
         self._seconds = self._rested_since - started
 

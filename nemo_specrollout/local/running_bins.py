@@ -43,12 +43,13 @@ class BinnedRollout:
     Example, of three requests: the bins are "3-4", then "2" once one has ended, then "1".
     """
 
-    def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+    def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], at_a_time: int | None = None) -> None:
         self._engine, self._num_requests = engine, len(requests)
+        self._most_running = min(engine.max_num_seqs, at_a_time or engine.max_num_seqs)
         self._seconds_N, self._tokens_N = np.zeros((2, len(LABELS)))
         self._num_running = self._running(0)
         self._num_steps, self._num_request_steps = engine.num_steps, 0
-        self._rollout = MeasuredRollout(engine, requests, self._finished)
+        self._rollout = MeasuredRollout(engine, requests, self._finished, at_a_time)
 
     @property
     def is_done(self) -> bool:
@@ -64,7 +65,7 @@ class BinnedRollout:
         return BinnedStats(rollouts, stats, self._seconds_N, self._tokens_N, self._num_request_steps)
 
     def _running(self, num_done: int) -> int:
-        return min(self._num_requests - num_done, self._engine.max_num_seqs)
+        return min(self._num_requests - num_done, self._most_running)
 
     def _finished(self, num_done: int) -> None:
         """Requests have ended in this step, whose tokens are of the bin before."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervised start of the real model: a low-rank change that teaches it the form of worked solutions.
 
+It learns from solutions that are written by rule (`worked_solutions.py`), and from texts of its own, so that it does not
+forget how to write.
+
     python -m nemo_specrollout.local.smollm2_start --base models/smollm2 --out examples/models/smollm2_start
 
 The shipped file was made by this command. `make smollm2` adds it to the converted model, so that a user trains nothing.
@@ -26,17 +29,26 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from torch import Tensor
 
 from nemo_specrollout.config.run import TaskConfig
+from nemo_specrollout.generation.arguments import set_process_environment
+from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.low_rank import add_low_rank, save_low_rank
 from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
+from nemo_specrollout.local.rollout import load_tokenizer
 from nemo_specrollout.local.warm_start_data import IGNORED
 from nemo_specrollout.local.worked_solutions import worked_solution
 
 TASKS = (
-    TaskConfig("chain_sum", 1.0, {"min_terms": 2, "max_terms": 16, "max_digits": 2}),
+    TaskConfig("chain_sum", 1.0, {"min_terms": 2, "max_terms": 12, "max_digits": 2}),
     TaskConfig("leg_counting", 1.0, {"max_animals": 10}),
-    TaskConfig("number_sorting", 0.4, {"max_numbers": 8, "max_decimals": 0}),
+    TaskConfig("number_sorting", 0.3, {"max_numbers": 8, "max_decimals": 0}),
 )
 SYSTEM_PROMPT = "simple"
+OWN_TEXTS, OWN_TEXT_TOKENS, OWN_TEXT_TEMPERATURE = 384, 256, 0.7
+"""How many texts of its own the model learns from, the longest, and the temperature of their sampling."""
+OWN_TEXT_RATE = 0.12
+"""Share of the examples that are texts of its own."""
+Example = tuple[list[int], list[int]]
+"""Token ids of a prompt and of the response to it."""
 POOL = 256
 """Batches are cut from this many examples, sorted by length, which keeps padding small."""
 
@@ -45,7 +57,7 @@ POOL = 256
 class StartSettings:
     """What decides the change of the weights."""
 
-    steps: int = 450
+    steps: int = 700
     seed: int = 0
     rank: int = 16
     learning_rate: float = 2e-3
@@ -53,21 +65,46 @@ class StartSettings:
     batch_tokens: int = 2048
     """Positions of a batch, padding included."""
     max_grad_norm: float = 1.0
-    digit_weight: float = 2.0
+    digit_weight: float = 3.0
     """Loss weight of a digit against another token; digits are what is hard."""
 
 
-def batches(task: ReasoningGymTask, tokenizer: Any, settings: StartSettings) -> Iterator[tuple[Tensor, Tensor]]:
+def own_texts(base: Path, seed: int) -> list[Example]:
+    """Texts that the model writes before its start, with their prompts."""
+    from nemo_specrollout.config.block import SpecrolloutConfig
+    from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+    from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+
+    task = FreeText(load_tokenizer(base))
+    prompts = [task.encode(problem) for problem in task.problems(seed, OWN_TEXTS)]
+    generation = GenerationConfig(
+        VllmConfig(max_model_len=512, precision="bfloat16"),
+        OWN_TEXT_TOKENS,
+        OWN_TEXT_TEMPERATURE,
+        vllm_kwargs={"kv_cache_memory_bytes": 1 << 29},
+        specrollout=SpecrolloutConfig(drafters=()),
+    )
+    engine = RolloutEngine(base, generation, seed)
+    try:
+        rollouts = engine.generate([RolloutRequest(ids, i, 0) for i, ids in enumerate(prompts)])
+    finally:
+        engine.close()
+    return [(ids, rollout.token_ids) for ids, rollout in zip(prompts, rollouts, strict=True)]
+
+
+def batches(
+    task: ReasoningGymTask, texts: list[Example], tokenizer: Any, settings: StartSettings
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields endless (ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
     rng = random.Random(f"start-{settings.seed}")
     for pool in itertools.count():
         problems = task.problems(settings.seed, POOL, pool * POOL)
-        examples = []
-        for index, problem in enumerate(problems, pool * POOL):
+        examples: list[Example] = [rng.choice(texts) for _ in range(round(POOL * OWN_TEXT_RATE))]
+        for index, problem in enumerate(problems[len(examples) :], pool * POOL):
             text = worked_solution(problem.entry, random.Random(f"solution-{settings.seed}-{index}"))
             response = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             examples.append((task.encode(problem), response))
-        cut: list[list[tuple[list[int], list[int]]]] = [[]]
+        cut: list[list[Example]] = [[]]
         for example in sorted(examples, key=lambda e: len(e[0]) + len(e[1])):
             if (len(cut[-1]) + 1) * (len(example[0]) + len(example[1])) > settings.batch_tokens:
                 cut.append([])
@@ -77,7 +114,7 @@ def batches(task: ReasoningGymTask, tokenizer: Any, settings: StartSettings) -> 
             yield pad(batch, tokenizer.pad_token_id)
 
 
-def pad(batch: list[tuple[list[int], list[int]]], pad_id: int) -> tuple[Tensor, Tensor]:
+def pad(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor]:
     """(ids_BT, labels_BT) of prompts and responses."""
     width = max(len(p) + len(r) for p, r in batch)
     ids_BT, labels_BT = torch.full((len(batch), width), pad_id), torch.full((len(batch), width), IGNORED)
@@ -100,6 +137,8 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
     """Trains the change and writes it with a card to `out`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    with console.status("writing texts of its own"):
+        texts = own_texts(base, settings.seed)
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     layers = add_low_rank(model, settings.rank, settings.seed)
@@ -107,7 +146,7 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     weight_V = torch.ones(model.config.vocab_size)
     weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = settings.digit_weight
-    source = batches(ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), tokenizer, settings)
+    source = batches(ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), texts, tokenizer, settings)
     losses: list[float] = []
     num_tokens, started = 0, time.monotonic()
     model.train()
@@ -158,6 +197,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=StartSettings.steps)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    set_process_environment()  # before vLLM is imported
     train(args.base, args.out, StartSettings(steps=args.steps, seed=args.seed), Console(highlight=False))
 
 

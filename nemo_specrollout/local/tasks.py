@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_specrollout.config.run import DataConfig
+from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.task import encode_prompt, make_problems, reward_of_ids
 
 if TYPE_CHECKING:
@@ -59,4 +60,6 @@ def build_task(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> Task:
         from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
 
         return ReasoningGymTask(tokenizer, data.tasks, data.system_prompt)
+    if data.dataset_name == "free_text":
+        return FreeText(tokenizer)
     return StepAddition(tokenizer, data.max_terms)

@@ -77,7 +77,7 @@ NUMBER_SORTING: Grammar = {
     },
     "closing": {"": 4, "Now all numbers are sorted.\n": 3, "The sorted list is {done}.\n": 3},
 }  # fmt: skip
-DIRECT_RATE = {"chain_sum": 0.4, "leg_counting": 0.4, "number_sorting": 0.0}
+DIRECT_RATE = {"chain_sum": 0.25, "leg_counting": 0.25, "number_sorting": 0.0}
 """How often a solution is a direct answer."""
 
 

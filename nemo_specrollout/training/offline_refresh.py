@@ -147,10 +147,12 @@ def train(
     state: RefreshState,
     on_step: OnTrained,
     verifier: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> TrainingResult:
     """Trains and saves the candidate in `state`, going on from what is there; the trainer is saved every 15 s.
 
-    `verifier`: the policy that the saved config names. Raises FloatingPointError as the trainer does, OSError for a full disk.
+    `verifier`: the policy that the saved config names. `dtype`: of the saved tensors; the head is rounded to it, so that what
+    is judged is what is saved. Raises FloatingPointError as the trainer does, OSError for a full disk.
     """
     if state.trainer.is_file():
         trainer.load(state.trainer)
@@ -165,15 +167,18 @@ def train(
         on_step(step, total, loss, trainer.run_tokens)
 
     result = trainer.train(sequences, budget, stepped)
-    save_candidate(trainer.head, state, verifier)
+    save_candidate(trainer.head, state, verifier, dtype)
     write_atomically(state.trained, json.dumps(asdict(result)) + "\n")
     return result
 
 
-def save_candidate(head: DraftHead, state: RefreshState, verifier: str | None) -> None:
+@torch.no_grad()
+def save_candidate(head: DraftHead, state: RefreshState, verifier: str | None, dtype: torch.dtype) -> None:
+    for parameter in head.learned().values():
+        parameter.copy_(parameter.to(dtype))
     head.model.config.speculators_config.verifier.name_or_path = verifier
     with disk_errors(state.folder):
-        save_head(head, state.candidate)
+        save_head(head, state.candidate, dtype)
 
 
 def trained_already(
