@@ -21,7 +21,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.local.bench_figures import best_by_running, best_fixed, figures_of, host_shares
 from nemo_specrollout.local.bench_rounds import Entrant
-from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows
+from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
 from nemo_specrollout.local.bench_tables import rollout_table, running_table, sentences, useless_table
 from nemo_specrollout.local.deep_policy import deep_index, deepen_head, deepen_policy, with_deep_policy
 from nemo_specrollout.local.running_bins import LABELS, MOST_RUNNING, BinnedRollout, BinnedStats, bin_of
@@ -151,6 +151,48 @@ def test_tokens_belong_to_the_bin_in_which_they_were_made(monkeypatch: pytest.Mo
     assert (in_bin["3-4"], in_bin["1"]) == (30.0, 70.0) and found.seconds_N.sum() == found.stats.seconds == 100.0
 
 
+@pytest.mark.unit
+def test_finished_requests_are_replaced_in_a_constant_batch() -> None:
+    class Refilled(CountingEngine):
+        """Every request takes as many steps as its number says, from when it was submitted."""
+
+        def __init__(self) -> None:
+            super().__init__([])
+            self.left: dict[str, int] = {}
+            self.running: list[int] = []
+
+        def submit(self, requests: Any, sampling: Any) -> list[str]:
+            names = [str(len(self.left) + i) for i in range(len(requests))]
+            self.left |= {name: r.sample_index for name, r in zip(names, requests, strict=True)}
+            return names
+
+        def step(self) -> dict[str, Rollout]:
+            self.num_steps += 1
+            running = [name for name, left in self.left.items() if left > 0]
+            self.running.append(len(running))
+            self.left |= {name: self.left[name] - 1 for name in running}
+            return {n: Rollout([7], [], "stop") for n in running if not self.left[n]}
+
+    engine: Any = Refilled()
+    lengths = [3, 1, 2, 5, 1, 4]
+    rollout = BinnedRollout(engine, [RolloutRequest([1], 0, n) for n in lengths], at_a_time=2)
+    rollout.advance(100.0)
+    assert rollout.is_done and len(rollout.result().rollouts) == 6
+    assert set(engine.running[:6]) == {2}, "who has ended is replaced at once"
+    assert sum(engine.running) == sum(lengths)
+
+
+@pytest.mark.unit
+def test_rows_are_measured_in_groups_that_each_have_plain() -> None:
+    rows = [
+        BenchRow(name, PLAIN if name == "plain" else OURS, ANY_GENERATION)
+        for name in ["a", "b", "plain", "c", "d", "e"]
+    ]
+    groups = [[row.name for row in group] for group in row_groups(rows, 3)]
+    assert groups == [["plain", "a", "b"], ["plain", "c", "d"], ["plain", "e"]]
+    assert row_groups(rows, 0) == [rows] == row_groups(rows, 6)
+
+
 # Figures.
 
 
@@ -195,6 +237,20 @@ def test_ours_is_compared_with_the_best_fixed_row_per_token() -> None:
     assert rows["vLLM's ngram k=3"]["tokens_equal"] is None and rows["stock"]["tokens_equal"] == 7
     assert rows["vLLM's ngram k=3"]["acceptance_length"] == pytest.approx(200 / 80)
     assert rows["ngram k=3"]["acceptance_length"] == pytest.approx(200 / 60)
+
+
+@pytest.mark.unit
+def test_rows_of_another_group_are_compared_by_their_own_plain() -> None:
+    """The machine was half as fast while the second group played: the ratios are the same."""
+    first = [e for e in some_entrants() if e.row.kind in (PLAIN, FIXED)]
+    slow = [
+        entrant("plain", PLAIN, *[binned({"1": 8.0, "33-64": 2.0})] * 3),
+        entrant("ours", OURS, *[binned({"1": 4.0, "33-64": 1.0})] * 3),
+    ]
+    rows = {row["mode"]: row for row in figures_of([first, slow])}
+    assert list(rows) == ["plain", "ngram k=3", "vLLM's ngram k=3", "ours"]
+    assert rows["ours"]["speedup_vs_plain"] == pytest.approx(2.0)
+    assert rows["ours"]["over_best_fixed"] == pytest.approx(2.0 / 1.25)
 
 
 @pytest.mark.unit

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import STEP_ADDER
+from conftest import QUICKSTART, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.refresh_draft_rollouts import task_prompts
 from nemo_specrollout.training.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
 
 pytestmark = pytest.mark.integration
@@ -110,9 +111,13 @@ def test_a_refresh_in_place_begins_with_the_head(
     assert {p.name for p in tmp_path.iterdir()} == {"head", "head.features"}
     # The features serve as rollouts, and a smaller vocabulary drafts the commonest tokens.
     small = tmp_path / "small"
-    assert refresh(small, tmp_path / "head.features", "--draft-vocab", "40", "--steps", "1") in (0, 3)
+    flags = ["--draft-vocab", "40", "--steps", "1", "--dtype", "bfloat16", "--tv-after", "0.5"]
+    assert refresh(small, tmp_path / "head.features", *flags) in (0, 3)
     made = small if small.exists() else tmp_path / "small.refused"
     assert card_of(made)["layout"]["draft_vocab_size"] == 40
+    tensors = load_file(made / "model.safetensors")
+    assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
+    assert "embed_tokens.weight" not in tensors, "vLLM drafts with the policy's own"
 
 
 def test_a_worse_head_is_refused_and_the_old_one_stays(
@@ -144,6 +149,7 @@ def killed(trainer, *args):
 
 HeadTrainer._step = killed
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.refresh_draft_rollouts import task_prompts
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -292,6 +298,8 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (["--rollouts", "{rollouts}", "--out", "{rollouts}/x"], "cannot be written to"),
         (["--rollouts", "{rollouts}", "--out", "{head}"], "give --replace"),
         (["--rollouts", "{rollouts}", "--device", "tpu"], "choose auto, cpu or cuda"),
+        (["--rollouts", "{rollouts}", "--dtype", "int8"], "choose float32 or bfloat16"),
+        (["--rollouts", "{rollouts}", "--tv-after", "2"], "--tv-after: 2.0 is out of range"),
         (["--rollouts", "{rollouts}", "--max-length", "8"], "prompts fill the context of 8 tokens"),
         (["--rollouts", "{rollouts}", "--store-gb", "0.0001"], "are too few to train and judge a head"),
     ],
@@ -424,6 +432,17 @@ def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
     assert read_prompts(file, STEP_ADDER, 96) == plain and len(plain) == 2
     with pytest.raises(ValueError, match="a prompt has prompt"):
         read_prompts(write_lines(tmp_path / "q.jsonl", [{"text": "x"}]), STEP_ADDER, 96)
+
+
+def test_a_config_s_tasks_make_prompts(tmp_path: Path) -> None:
+    workloads = "[{name: sums, data: {dataset_name: step_addition}}, {name: short, data: {max_terms: 3}}]"
+    config = f"defaults: {QUICKSTART}\nbench: {{workloads: {workloads}}}\n"
+    (tmp_path / "two.yaml").write_text(config)
+    alone, both = task_prompts(QUICKSTART, 20, 0), task_prompts(tmp_path / "two.yaml", 21, 0)
+    assert len(alone) == 20 and len(both) == 21 and all(both)
+    assert both[::2] == task_prompts(QUICKSTART, 11, 0), "the first workload's are every second"
+    assert max(map(len, both[1::2])) < max(map(len, both[::2]))
+    assert alone != task_prompts(QUICKSTART, 20, 1)
 
 
 def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:

@@ -632,12 +632,27 @@ def test_every_loss_falls(head_folder: Path, sequences: list[SequenceFeatures], 
     assert losses[-1] < losses[0]
 
 
+def test_a_run_may_end_with_total_variation_alone(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from nemo_specrollout.training.trainer import Budget
+
+    def losses(**changes: object) -> list[float]:
+        found: list[float] = []
+        trainer = new_trainer(head_folder, **changes)
+        trainer.train(sequences[:3], Budget(steps=4), lambda step, total, loss: found.append(loss))
+        return found
+
+    late, never, always = losses(loss="kl_div", tv_after=0.5), losses(loss="kl_div"), losses(loss="tv")
+    assert late[:2] == never[:2] and max(late[2:]) < TTT_STEPS < never[2], "a total variation is at most 1 a position"
+    assert losses(loss="kl_div", tv_after=0.0) == always
+
+
 def test_settings_and_budgets_that_cannot_be_are_refused(head_folder: Path) -> None:
     from nemo_specrollout.training.trainer import Budget
 
     for changes, message in [
         ({"loss": "mse"}, "Unknown loss"),
         ({"schedule": "linear"}, "choose cosine or constant"),
+        ({"tv_after": 1.5}, "give a share of the run"),
         ({"ttt_steps": 0}, "ttt_steps is 0; it must be positive"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
     ]:

@@ -75,7 +75,8 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     config, ignored = read_run_config(tree)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(Path(config.policy.model_name), config)
-    _check_task(config.data)
+    for data in (config.data, *(workload.data for workload in config.bench.workloads)):
+        check_task(data)
     _check_heads(config.policy.generation.specrollout, Path(config.policy.model_name))
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
@@ -150,7 +151,8 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
     return model
 
 
-def _check_task(data: DataConfig) -> None:
+def check_task(data: DataConfig) -> None:
+    """Raises ConfigError for tasks and options that do not exist."""
     if data.dataset_name == "reasoning_gym":
         from nemo_specrollout.local.reasoning_gym_task import check_tasks
 

@@ -23,15 +23,20 @@ SEED_OFFSET = 1_000_000
 def task_prompts(config_file: Path, num: int, seed: int) -> list[list[int]]:
     """Prompts that the tasks of a config of the local runner make: of its `bench.workloads` in turn, or of its `data`.
 
-    Raises ConfigError for a config that cannot run here.
+    Raises ConfigError for a config that is none, or whose tasks do not exist.
     """
-    from nemo_specrollout.cli.prepare import prepare
+    from nemo_specrollout.cli.prepare import check_task
+    from nemo_specrollout.config.load import load_config
+    from nemo_specrollout.config.run import read_run_config
     from nemo_specrollout.local.rollout import load_tokenizer
     from nemo_specrollout.local.tasks import build_task
 
-    config = prepare(config_file, []).config
+    config, _ = read_run_config(load_config(config_file, []))  # its head may be the one that is to be made
+    sources = [w.data for w in config.bench.workloads] or [config.data]
+    for data in sources:
+        check_task(data)
     tokenizer = load_tokenizer(Path(config.policy.model_name))
-    tasks = [build_task(w.data, tokenizer) for w in config.bench.workloads] or [build_task(config.data, tokenizer)]
+    tasks = [build_task(data, tokenizer) for data in sources]
     made = [task.problems(config.grpo.seed + SEED_OFFSET + seed, -(-num // len(tasks))) for task in tasks]
     pairs = [(task, problem) for row in zip(*made, strict=True) for task, problem in zip(tasks, row, strict=True)]
     return [task.encode(problem) for task, problem in pairs[:num]]

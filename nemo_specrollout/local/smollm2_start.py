@@ -34,7 +34,8 @@ from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.low_rank import add_low_rank, save_low_rank
 from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
 from nemo_specrollout.local.rollout import load_tokenizer
-from nemo_specrollout.local.warm_start_data import IGNORED
+from nemo_specrollout.local.warm_start import learning_rate_factor
+from nemo_specrollout.local.warm_start_data import IGNORED, Example, cut_batches, pad_batch
 from nemo_specrollout.local.worked_solutions import worked_solution
 
 TASKS = (
@@ -47,8 +48,6 @@ OWN_TEXTS, OWN_TEXT_TOKENS, OWN_TEXT_TEMPERATURE = 384, 256, 0.7
 """How many texts of its own the model learns from, the longest, and the temperature of their sampling."""
 OWN_TEXT_RATE = 0.12
 """Share of the examples that are texts of its own."""
-Example = tuple[list[int], list[int]]
-"""Token ids of a prompt and of the response to it."""
 POOL = 256
 """Batches are cut from this many examples, sorted by length, which keeps padding small."""
 
@@ -89,7 +88,7 @@ def own_texts(base: Path, seed: int) -> list[Example]:
         rollouts = engine.generate([RolloutRequest(ids, i, 0) for i, ids in enumerate(prompts)])
     finally:
         engine.close()
-    return [(ids, rollout.token_ids) for ids, rollout in zip(prompts, rollouts, strict=True)]
+    return [([*ids, *rollout.token_ids], len(ids)) for ids, rollout in zip(prompts, rollouts, strict=True)]
 
 
 def batches(
@@ -102,27 +101,12 @@ def batches(
         examples: list[Example] = [rng.choice(texts) for _ in range(round(POOL * OWN_TEXT_RATE))]
         for index, problem in enumerate(problems[len(examples) :], pool * POOL):
             text = worked_solution(problem.entry, random.Random(f"solution-{settings.seed}-{index}"))
-            response = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-            examples.append((task.encode(problem), response))
-        cut: list[list[Example]] = [[]]
-        for example in sorted(examples, key=lambda e: len(e[0]) + len(e[1])):
-            if (len(cut[-1]) + 1) * (len(example[0]) + len(example[1])) > settings.batch_tokens:
-                cut.append([])
-            cut[-1].append(example)
+            prompt, response = task.encode(problem), tokenizer(text, add_special_tokens=False)["input_ids"]
+            examples.append(([*prompt, *response, tokenizer.eos_token_id], len(prompt)))
+        cut = cut_batches(examples, settings.batch_tokens)
         rng.shuffle(cut)
         for batch in cut:
-            yield pad(batch, tokenizer.pad_token_id)
-
-
-def pad(batch: list[Example], pad_id: int) -> tuple[Tensor, Tensor]:
-    """(ids_BT, labels_BT) of prompts and responses."""
-    width = max(len(p) + len(r) for p, r in batch)
-    ids_BT, labels_BT = torch.full((len(batch), width), pad_id), torch.full((len(batch), width), IGNORED)
-    for row, (prompt, response) in enumerate(batch):
-        end = len(prompt) + len(response)
-        ids_BT[row, :end] = torch.tensor(prompt + response)
-        labels_BT[row, len(prompt) : end] = torch.tensor(response)
-    return ids_BT, labels_BT
+            yield pad_batch(batch, tokenizer.pad_token_id)
 
 
 def loss_of(model: Any, ids_BT: Tensor, labels_BT: Tensor, weight_V: Tensor) -> Tensor:
@@ -159,7 +143,9 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * learning_rate_factor(step, settings)
+                group["lr"] = settings.learning_rate * learning_rate_factor(
+                    step, settings.steps, settings.warm_up_steps
+                )
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -179,14 +165,6 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
         "loss": round(sum(losses[-50:]) / len(losses[-50:]), 4),
     }  # fmt: skip
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
-
-
-def learning_rate_factor(step: int, settings: StartSettings) -> float:
-    """Linear warm-up to 1, then half a cosine down to 0 at the last step."""
-    if step < settings.warm_up_steps:
-        return (step + 1) / settings.warm_up_steps
-    rest = max(1, settings.steps - settings.warm_up_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - settings.warm_up_steps) / rest)))
 
 
 def main() -> None:

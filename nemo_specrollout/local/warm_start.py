@@ -94,7 +94,9 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, settings.steps, settings.warm_up_steps)
+    )
     batches = make_batches(tokenizer, settings)
     weight_V = token_weights(tokenizer, settings.digit_weight)
     losses: list[float] = []
@@ -114,12 +116,12 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings:
     return sum(last) / len(last)
 
 
-def learning_rate_factor(step: int, settings: WarmStart) -> float:
+def learning_rate_factor(step: int, num_steps: int, num_warm_up: int) -> float:
     """Linear warm-up to 1, then half a cosine down to 0 at the last step."""
-    if step < settings.warm_up_steps:
-        return (step + 1) / settings.warm_up_steps
-    rest = max(1, settings.steps - settings.warm_up_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - settings.warm_up_steps) / rest)))
+    if step < num_warm_up:
+        return (step + 1) / num_warm_up
+    rest = max(1, num_steps - num_warm_up)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - num_warm_up) / rest)))
 
 
 def token_weights(tokenizer: PreTrainedTokenizerFast, digit_weight: float) -> torch.Tensor:

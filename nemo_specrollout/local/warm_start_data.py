@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ POOL_PROBLEMS = 256
 POOL_STEPS = 64
 """About the number of batches in a pool; only the pace of the curriculum depends on it."""
 IGNORED = -100
+Example = tuple[list[int], int]
+"""Token ids of a prompt with its response, and the length of the prompt."""
 FIRST_MAX_TERMS = 3
 
 
@@ -62,10 +64,10 @@ def make_batches(
         has_quick = step >= settings.quick_from * settings.steps
         longest = longest_problem(step, settings)
         examples = _make_examples(tokenizer, settings.seed, pool * POOL_PROBLEMS, longest, has_quick)
-        batches = _cut(sorted(examples, key=lambda example: len(example[0])))
+        batches = cut_batches(examples, BATCH_TOKENS)
         rng.shuffle(batches)
         for batch in batches:
-            yield _pad(batch, int(tokenizer.pad_token_id))
+            yield pad_batch(batch, int(tokenizer.pad_token_id))
 
 
 def longest_problem(step: int, settings: WarmStart) -> int:
@@ -76,8 +78,8 @@ def longest_problem(step: int, settings: WarmStart) -> int:
 
 def _make_examples(
     tokenizer: PreTrainedTokenizerFast, seed: int, start: int, max_terms: int, has_quick: bool
-) -> list[tuple[list[int], int]]:
-    """(ids of prompt and response, length of the prompt) of the problems of one pool."""
+) -> list[Example]:
+    """Of the problems of one pool."""
     examples = []
     for index, problem in enumerate(make_problems(seed, POOL_PROBLEMS, start, max_terms), start):
         prompt = encode_prompt(problem, tokenizer)
@@ -88,17 +90,17 @@ def _make_examples(
     return examples
 
 
-def _cut(examples: list[tuple[list[int], int]]) -> list[list[tuple[list[int], int]]]:
-    """Sorted examples in runs whose padded size stays within `BATCH_TOKENS` (one example at least)."""
-    batches: list[list[tuple[list[int], int]]] = [[]]
-    for example in examples:
-        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > BATCH_TOKENS:
+def cut_batches(examples: Sequence[Example], batch_tokens: int) -> list[list[Example]]:
+    """The examples, by length, in batches whose padded size stays within `batch_tokens` (one example at least)."""
+    batches: list[list[Example]] = [[]]
+    for example in sorted(examples, key=lambda example: len(example[0])):
+        if batches[-1] and (len(batches[-1]) + 1) * len(example[0]) > batch_tokens:
             batches.append([])
         batches[-1].append(example)
     return batches
 
 
-def _pad(batch: list[tuple[list[int], int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_batch(batch: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids_BT, labels_BT), padded on the right; prompt and padding carry no label."""
     width = max(len(ids) for ids, _ in batch)
     ids_BT = torch.full((len(batch), width), pad_id)
