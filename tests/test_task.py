@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import QUICKSTART, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_specrollout.cli.main import main
 from nemo_specrollout.local.task import (
     EOS,
     MAX_TERM,
@@ -190,3 +192,29 @@ def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(t
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="holds something else"):
         run(WarmStart(steps=1), tmp_path / "other", num_samples=1)
+
+
+# Free text
+
+
+def test_free_text_is_a_list_of_prompts_without_a_reward() -> None:
+    from nemo_specrollout.local.free_text import FreeText
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    source = FreeText(tokenizer)
+    assert source.problems(3, 5, 7) == source.problems(3, 50)[7:12] != source.problems(4, 50)[7:12]
+    prompts = [p.prompt for p in source.problems(0, 300)]
+    assert len(set(prompts)) > 120 and not any("<" in p or "{" in p for p in prompts)
+    assert source.encode(source.problems(0, 1)[0])
+    with pytest.raises(NotImplementedError, match="no reward"):
+        source.reward(source.problems(0, 1)[0], [1])
+
+
+def test_a_run_needs_a_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["run", str(QUICKSTART), "data.dataset_name=free_text", f"logger.log_dir={tmp_path / 'run'}"]) == 2
+    assert "free_text has no reward to train on" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
