@@ -7,7 +7,8 @@ not bit-identical to the model that its authors published in bfloat16.
 
     python -m nemo_specrollout.local.smollm2 --out models    # models/smollm2, and models/smollm2_start from it
 
-`smollm2_start` is the model with the shipped supervised start (`local/smollm2_start.py`) added to its weights.
+`smollm2_start` is the model with a supervised start (`local/smollm2_start.py`) added to its weights, where there is one in
+`examples/models/smollm2_start`.
 """
 
 import argparse
@@ -231,7 +232,8 @@ def main() -> int:
     try:
         if not (base / WEIGHTS).exists():
             make_base(base, console)
-        make_start(base, START / CHANGE, start, console)
+        if (START / CHANGE).is_file():
+            make_start(base, START / CHANGE, start, console)
     except (FetchError, OSError, ValueError) as error:
         console.print(f"smollm2: {error}", style="bold red")
         return 2

@@ -6,7 +6,7 @@ forget how to write.
 
     python -m nemo_specrollout.local.smollm2_start --base models/smollm2 --out examples/models/smollm2_start
 
-The shipped file was made by this command. `make smollm2` adds it to the converted model, so that a user trains nothing.
+`make smollm2` adds the file that this command writes to the converted model.
 
 Shapes: B sequences of a batch, T positions.
 """
