@@ -172,6 +172,28 @@ def test_more_ranks_than_processes_is_refused(folder: Path) -> None:
         MegatronPolicy.from_pretrained(folder, optimizer=OPTIMIZER, tensor_model_parallel_size=2)
 
 
+def test_a_policy_in_bfloat16_trains_float32_copies(any_folder: Path, tmp_path: Path) -> None:
+    exact = load_policy(any_folder)
+    policy = MegatronPolicy.from_pretrained(any_folder, optimizer=OPTIMIZER, dtype=torch.bfloat16)
+    batch = make_batch()
+    gap_BT = (policy.logprobs(batch) - exact.logprobs(batch)).abs()
+    assert 0 < gap_BT.max() < 0.3
+    found, expected = train(policy, 40), train(exact)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=0.05)
+    policy.save(tmp_path / "saved")
+    for _ in range(3):  # a rate at which a weight in bfloat16 alone would hardly move
+        train(policy)
+    again = MegatronPolicy.from_pretrained(any_folder, optimizer=OPTIMIZER, dtype=torch.bfloat16)
+    again.load(tmp_path / "saved")
+    for _ in range(3):
+        train(again)
+    exported = dict(policy.hf_tensors())
+    assert_same_tensors(dict(again.hf_tensors()), exported)
+    assert all(torch.equal(t, t.bfloat16().float()) for t in exported.values())
+    assert not torch.equal(exported["model.norm.weight"], dict(exact.hf_tensors())["model.norm.weight"])
+
+
 def test_micro_batches_cover_the_batch_within_their_budget() -> None:
     batch = make_batch()
     parts = list(batch.micro_batches(40))
@@ -288,7 +310,7 @@ def test_save_pretrained_is_a_hugging_face_folder(any_folder: Path, tmp_path: Pa
     policy.save_pretrained(tmp_path / "out")
     tokens_BT = make_batch().tokens_BT
     with torch.no_grad():
-        logits_BTV = Qwen3ForCausalLM.from_pretrained(tmp_path / "out")(tokens_BT).logits
+        logits_BTV = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens_BT).logits
         torch.testing.assert_close(next_token_logits(policy.model, tokens_BT), logits_BTV, rtol=0, atol=1e-4)
 
 

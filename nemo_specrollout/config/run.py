@@ -192,8 +192,8 @@ class PolicyConfig:
     """Sequences of `max_total_sequence_length` whose tokens one forward pass of the trainer holds at most."""
     train_micro_batch_size: int = bounded(16, low=1)
     """The same, for a forward and backward pass."""
-    precision: str = choice("float32", default="float32")
-    """The trainer's dtype."""
+    precision: str = choice("float32", "bfloat16", default="float32")
+    """The trainer's dtype. bfloat16: weights and matrix products in bfloat16, optimizer and gradients in float32."""
 
 
 @dataclass(frozen=True)

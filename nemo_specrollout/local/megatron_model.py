@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron-Core `GPTModel` in float32 on the CPU, the batches it reads and their log-probs.
+"""A Megatron-Core `GPTModel` on the CPU, the batches it reads and their log-probs.
 
 Shapes: B sequences, b of a micro batch, T positions, V vocabulary, H hidden, N heads, D head dimension. Sequences are
 right-padded, so a causal mask is all the masking there is: what a padded position computes is never looked at.
@@ -110,16 +110,18 @@ class CausalAttention(MegatronModule):
         return context_BNTD.permute(2, 0, 1, 3).flatten(2)
 
 
-def build_model(hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 1) -> GPTModel:
-    """This rank's shard of the model, float32, weights not initialised. Call `megatron_host.install` first.
+def build_model(
+    hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 1, dtype: torch.dtype = torch.float32
+) -> GPTModel:
+    """This rank's shard of the model in `dtype`, weights not initialised. Call `megatron_host.install` first.
 
     Raises:
         ValueError: the config asks for something this trainer lacks, or does not divide over the ranks.
     """
     shape = PolicyShape.from_hf(hf_config)
     shape.check_divides(tensor_model_parallel_size)
-    return GPTModel(
-        _transformer_config(shape, tensor_model_parallel_size),
+    model = GPTModel(
+        _transformer_config(shape, tensor_model_parallel_size, dtype),
         _layer_spec(shape.has_qk_norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_positions,
@@ -127,9 +129,10 @@ def build_model(hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 
         rotary_base=shape.rotary_base,
         share_embeddings_and_output_weights=shape.tied,
     )
+    return model.to(dtype)  # norms are made in float32
 
 
-def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int) -> TransformerConfig:
+def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         num_layers=shape.num_layers,
@@ -146,7 +149,8 @@ def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int) -> 
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=torch.float32,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,
         cuda_graph_scope=[],

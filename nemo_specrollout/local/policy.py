@@ -37,7 +37,8 @@ class MegatronPolicy:
 
     Owns this rank's shard of the weights. With tensor parallelism every rank calls every method with the same
     arguments. Invariant: weights, optimizer state and learning rate are those after exactly `step` optimizer steps;
-    a step that fails leaves all three as they were.
+    a step that fails leaves all three as they were. In bfloat16 the optimizer works on float32 copies of the weights, which
+    the model's are rounded from.
 
         policy = MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-4))
         prev_BT = policy.logprobs(batch)
@@ -51,21 +52,27 @@ class MegatronPolicy:
         self.step = 0
         self._size = tensor_model_parallel_size
         self._source = source
-        self._optimizer = _build_optimizer(model, optimizer)
+        self._masters = {name: _master_of(p) for name, p in model.named_parameters()}
+        self._optimizer = _build_optimizer(list(self._masters.values()), optimizer)
         self._scheduler = _build_scheduler(self._optimizer, optimizer)
 
     @classmethod
     def from_pretrained(
-        cls, folder: Path, *, optimizer: OptimizerConfig, tensor_model_parallel_size: int = 1
+        cls,
+        folder: Path,
+        *,
+        optimizer: OptimizerConfig,
+        tensor_model_parallel_size: int = 1,
+        dtype: torch.dtype = torch.float32,
     ) -> "MegatronPolicy":
-        """Read a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors), in float32.
+        """Read a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
 
         Raises:
             ValueError: the folder lacks a file, or the model is not one that this trainer supports.
         """
         megatron_host.install(tensor_model_parallel_size)
         hf_config, tensors = _read_hf_folder(folder)
-        model = build_model(hf_config, tensor_model_parallel_size)
+        model = build_model(hf_config, tensor_model_parallel_size, dtype)
         load_hf(model, tensors)
         return cls(model, optimizer, tensor_model_parallel_size, folder)
 
@@ -107,6 +114,7 @@ class MegatronPolicy:
         metrics = self._backward(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
         grad_norm, lr = self._clip_gradient(), self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
+        self._publish()
         self._scheduler.step(1)
         self.step += 1
         num_valid_tokens = float(inputs.mask_BT.sum())
@@ -122,12 +130,29 @@ class MegatronPolicy:
             logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
             loss, metrics = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, normalizer)
             loss.backward()
+            self._collect_gradients()
             total = total + metrics
         return total
 
+    def _collect_gradients(self) -> None:
+        """Adds what a micro batch left in the model to the gradients of the float32 copies, where those are others."""
+        for name, parameter in self.model.named_parameters():
+            master = self._masters[name]
+            if master is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Rounds the float32 copies into the model, where those are others."""
+        for name, parameter in self.model.named_parameters():
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
+
     def _clip_gradient(self) -> float:
         """Finish the gradient over the ranks, scale it to at most `clip_grad`, and return its norm before that."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self._masters
         split_sum, replicated_sum = torch.zeros(()), torch.zeros(())
         for weight in weights_of(self.model):
             grad = _finished_gradient(parameters[weight.megatron], weight.megatron)
@@ -139,6 +164,7 @@ class MegatronPolicy:
             raise FloatingPointError(f"gradient norm is {norm} at step {self.step}: check the advantages and log-probs")
         if 0 < self.config.clip_grad < norm:
             for parameter in parameters.values():
+                assert parameter.grad is not None
                 parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))
         return norm
 
@@ -151,7 +177,7 @@ class MegatronPolicy:
         """Write weights, optimizer state and step count to `folder`, whole or not at all; replaces an older one."""
         megatron_host.install(self._size)
         state = {
-            "model": {name: p.detach() for name, p in self.model.named_parameters()},
+            "model": {name: p.detach() for name, p in self._masters.items()},
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "optimizer_config": asdict(self.config),
@@ -171,10 +197,10 @@ class MegatronPolicy:
             raise ValueError(f"{folder} has no {self._shard_name}: save and load with equal tensor_model_parallel_size")
         state = torch.load(file, weights_only=True)
         self._check_same_optimizer(state["optimizer_config"], folder)
-        parameters = dict(self.model.named_parameters())
-        _check_same_parameters(parameters, state["model"], folder)
-        for name, parameter in parameters.items():
+        _check_same_parameters(self._masters, state["model"], folder)
+        for name, parameter in self._masters.items():
             parameter.copy_(state["model"][name])
+        self._publish()
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = self._scheduler.num_steps = state["step"]
         self._scheduler.step(0)
@@ -201,8 +227,14 @@ class MegatronPolicy:
                     shutil.copy(file, temporary)
 
 
-def _build_optimizer(model: GPTModel, config: OptimizerConfig) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
+def _master_of(parameter: Tensor) -> Tensor:
+    """What the optimizer changes: the parameter itself in float32, or else a float32 copy of it."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().float().requires_grad_()
+
+
+def _build_optimizer(parameters: list[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "wd_mult": 1.0},
         {"params": [p for p in parameters if p.dim() == 1], "wd_mult": 0.0},

@@ -201,7 +201,9 @@ class GrpoRunner:
         return policy.logprobs(batch, self._temperature, micro_batch_tokens=tokens)
 
     def _load_policy(self) -> MegatronPolicy:
-        return MegatronPolicy.from_pretrained(self.model, optimizer=self.config.policy.megatron_cfg.optimizer)
+        policy = self.config.policy
+        dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
+        return MegatronPolicy.from_pretrained(self.model, optimizer=policy.megatron_cfg.optimizer, dtype=dtype)
 
     def _load_reference(self) -> MegatronPolicy | None:
         return self._load_policy() if self.config.loss_fn.reference_policy_kl_penalty > 0 else None

@@ -44,12 +44,12 @@ def load_hf(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def export_hf(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor), copies. With several ranks, all must iterate together."""
+    """Yield (Hugging Face name, full float32 tensor), copies. With several ranks, all must iterate together."""
     parameters = dict(model.named_parameters())
     for weight in weights_of(model):
         full = weight.layout.unshard(_gather(parameters[weight.megatron].detach(), weight.layout))
         for name, tensor in zip(weight.hf, full, strict=True):
-            yield name, tensor.clone(memory_format=torch.contiguous_format)
+            yield name, tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _check_names(wanted: set[str], tensors: Mapping[str, Tensor]) -> None:
