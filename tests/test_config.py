@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICKSTART, ROOT
+from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from nemo_specrollout.cli.prepare import prepare
 from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run import RunConfig, read_run_config
+from nemo_specrollout.config.run import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import unsupported_version
 
@@ -280,9 +280,26 @@ def test_a_missing_section_is_named() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*_cpu.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    prepared = prepare(path, [])
+    overrides = []
+    if path.name == "smollm2_cpu.yaml":  # its model and its tasks come with `make smollm2`
+        pytest.importorskip("reasoning_gym")
+        overrides = [f"policy.model_name={STEP_ADDER}"]
+    prepared = prepare(path, overrides)
     assert prepared.ignored == []
     assert read_run_config(prepared.tree)[0] == prepared.config
+
+
+def test_the_real_model_is_made_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=r"elsewhere/smollm2 does not exist; run `make smollm2`"):
+        prepare(ROOT / "examples/configs/smollm2_cpu.yaml", ["policy.model_name=elsewhere/smollm2"])
+
+
+def test_workloads_and_groups_of_a_bench_must_make_sense() -> None:
+    with pytest.raises(ConfigError, match="give each a name of its own"):
+        build(BenchConfig, {"workloads": [{"name": "a", "data": {}}, {"name": "a", "data": {}}]}, "bench")
+    with pytest.raises(ConfigError, match="no room beside plain"):
+        build(BenchConfig, {"rows_at_a_time": 1}, "bench")
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.28.0", "0.32.0", "0.32", "0.33.0", "0.32.0+cpu", "0.32.3.post1"])

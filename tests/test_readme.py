@@ -43,7 +43,7 @@ def test_the_readme_s_block_is_the_default_and_names_every_field() -> None:
 
 def test_make_targets_and_links_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`make ([a-z-]+)", README):
+    for target in re.findall(r"`make ([a-z0-9-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for link in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / link).exists(), link

@@ -158,7 +158,9 @@ def check(folder: Path) -> dict[str, Any]:
     Raises FetchError if the perplexity shows a broken conversion.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = perplexity(model, tokenizer, CHECK_TEXT)
@@ -230,7 +232,9 @@ def main() -> int:
     out, console = parser.parse_args().out, Console(highlight=False, soft_wrap=True)
     base, start = out / "smollm2", out / "smollm2_start"
     try:
-        if not (base / WEIGHTS).exists():
+        if (base / WEIGHTS).exists():
+            console.print(f"{base} is there")
+        else:
             make_base(base, console)
         if (START / CHANGE).is_file():
             make_start(base, START / CHANGE, start, console)
