@@ -231,7 +231,9 @@ def test_drafts_stop_at_the_end_of_the_context(start_engine: Callable[..., Rollo
     assert report["accepted"] == report["proposed"]
 
 
+@pytest.mark.parametrize("has_own_embedding", [False, True], ids=["shared embedding", "own embedding"])
 def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
+    has_own_embedding: bool,
     start_engine: Callable[..., RolloutEngine],
     expected: dict[str, list[Rollout]],
     head: DrafterConfig,
@@ -243,6 +245,9 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
 
     other = create_head(STEP_ADDER, seed=5)
     other.model.lm_head.weight.data.mul_(0.5)
+    if has_own_embedding:  # of an older policy, say; the published one's is the policy's and not in its folder
+        other.has_own_embedding = True
+        other.model.embed_tokens.weight.data.mul_(0.5)
     save_head(other, tmp_path / "other")
     drafter = DrafterConfig("eagle3", model=str(tmp_path / "other"))
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3)), 128)

@@ -49,6 +49,8 @@ def load_head(runner: Any, folder: Path) -> None:
         )
     if EMBEDDING in shared:
         tensors = {name: t for name, t in tensors.items() if EMBEDDING not in name}
+    elif not any(EMBEDDING in name for name in tensors):
+        tensors |= _policy_embedding(runner.model, facts.vocab_size)
     config = runner.speculative_config.draft_model_config.hf_config
     wanted = config.draft_vocab_size
     given = next((len(t) for name, t in tensors.items() if name.startswith(LM_HEAD)), None)
@@ -62,6 +64,14 @@ def load_head(runner: Any, folder: Path) -> None:
             f"{folder}: {difference}; RoPE is set when an engine starts: start another, or mend config.json"
         )
     compat.reload_draft_weights(runner, tensors)
+
+
+def _policy_embedding(model: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
+    """The policy's embedding, by the name of a head's: a head without one drafts with it. Nothing where this rank has a part
+    of it only; the engine's head keeps its own then."""
+    found = (p for name, p in model.named_parameters() if name.endswith(f"{EMBEDDING}.weight"))
+    weight = next(found, torch.empty(0))
+    return {f"{EMBEDDING}.weight": weight.detach()[:vocab_size]} if len(weight) >= vocab_size else {}
 
 
 def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_versions: int) -> HeadHealth:
