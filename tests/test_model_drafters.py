@@ -247,7 +247,7 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
     other.model.lm_head.weight.data.mul_(0.5)
     if has_own_embedding:  # of an older policy, say; the published one's is the policy's and not in its folder
         other.has_own_embedding = True
-        other.model.embed_tokens.weight.data.mul_(0.5)
+        other.model.embed_tokens.weight.data = other.model.embed_tokens.weight.roll(1, 0)
     save_head(other, tmp_path / "other")
     drafter = DrafterConfig("eagle3", model=str(tmp_path / "other"))
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3)), 128)
