@@ -50,6 +50,7 @@ def test_the_asynchronous_8b_of_paper_b() -> None:
             check(cell, 0.1)
 
 
+@pytest.mark.slow
 def test_the_projections_of_paper_b() -> None:
     for cell in projections():
         check(cell, 0.15)

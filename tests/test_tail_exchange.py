@@ -74,7 +74,7 @@ def assert_idle(engines: list[RolloutEngine]) -> None:
     ("name", "cut"),
     [
         pytest.param("T=1", 12, id="even"),
-        pytest.param("T=0", 20, id="uneven"),
+        pytest.param("T=0", 20, id="uneven", marks=pytest.mark.slow),
         pytest.param("T=1", 24, id="second empty", marks=pytest.mark.slow),
         pytest.param("T=1", 0, id="first empty", marks=pytest.mark.slow),
     ],

@@ -444,7 +444,7 @@ def test_damage_is_told_in_a_sentence(
         ({"intermediate_size": 40}, r"gate_proj.*\(80, 48\).*\(40, 48\)"),
         ({"num_key_value_heads": 1}, "does not fit|the config says"),
         ({"tie_word_embeddings": True}, "has output_layer"),
-        ({"model_type": "llama"}, "model_type"),
+        ({"model_type": "gemma3"}, "model_type"),
     ],
 )
 def test_another_models_config_is_refused(

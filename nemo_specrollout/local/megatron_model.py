@@ -132,7 +132,9 @@ def build_model(
     return model.to(dtype)  # norms are made in float32
 
 
-def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(
+    shape: PolicyShape, tensor_model_parallel_size: int, dtype: torch.dtype = torch.float32
+) -> TransformerConfig:
     return TransformerConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         num_layers=shape.num_layers,
@@ -158,7 +160,7 @@ def _transformer_config(shape: PolicyShape, tensor_model_parallel_size: int, dty
     )
 
 
-def _layer_spec(has_qk_norm: bool) -> ModuleSpec:
+def _layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
