@@ -20,7 +20,7 @@ from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.local.bench_figures import best_by_running, best_fixed, figures_of, host_shares
-from nemo_specrollout.local.bench_rounds import Entrant
+from nemo_specrollout.local.bench_rounds import Entrant, group_with
 from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
 from nemo_specrollout.local.bench_tables import rollout_table, running_table, sentences, useless_table
 from nemo_specrollout.local.deep_policy import deep_index, deepen_head, deepen_policy, with_deep_policy
@@ -251,6 +251,9 @@ def test_rows_of_another_group_are_compared_by_their_own_plain() -> None:
     assert list(rows) == ["plain", "ngram k=3", "vLLM's ngram k=3", "ours"]
     assert rows["ours"]["speedup_vs_plain"] == pytest.approx(2.0)
     assert rows["ours"]["over_best_fixed"] == pytest.approx(2.0 / 1.25)
+    # So is the plain time that ours estimates: by the plain of its own group it is right.
+    assert group_with("ours", [first, slow]) is slow and group_with("nobody", [first, slow]) is first
+    assert "off by +0.0%" in "\n".join(sentences(list(rows.values()), group_with("ours", [first, slow])))
 
 
 @pytest.mark.unit

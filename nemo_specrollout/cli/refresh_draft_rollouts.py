@@ -32,7 +32,7 @@ def task_prompts(config_file: Path, num: int, seed: int) -> list[list[int]]:
     from nemo_specrollout.local.tasks import build_task
 
     config, _ = read_run_config(load_config(config_file, []))  # its head may be the one that is to be made
-    sources = [w.data for w in config.bench.workloads] or [config.data]
+    sources = list(config.workloads.values())
     for data in sources:
         check_task(data)
     tokenizer = load_tokenizer(Path(config.policy.model_name))

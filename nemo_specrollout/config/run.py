@@ -203,7 +203,7 @@ class TaskConfig:
     name: str
     """Its name there, such as chain_sum."""
     weight: float = bounded(1.0, above=0.0)
-    """How often it comes, relative to the weights of the others."""
+    """Relative frequency of the task's problems."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Its own options, as `reasoning_gym.create_dataset` takes them."""
 
@@ -220,8 +220,8 @@ class DataConfig:
     tasks: tuple[TaskConfig, ...] = ()
     """The tasks of reasoning_gym, mixed by weight."""
     system_prompt: str | None = None
-    """Of reasoning_gym: a text, the name of one of its system prompts (default, simple, direct, ...), or null for what the
-    model's chat template says by itself."""
+    """The system prompt, for reasoning_gym only: a text, or the name of one of that package's prompts (default, simple,
+    direct, ...). With null, the model's chat template uses its own."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError unless there are tasks where they are needed, each named once."""
@@ -269,7 +269,7 @@ class WorkloadConfig:
     """One of `bench.workloads`: a task under a name."""
 
     name: str
-    """What tables and files call it."""
+    """The workload's name in tables and files."""
     data: DataConfig
     """Its problems, as `data` of the config."""
 
@@ -322,6 +322,11 @@ class RunConfig:
     bench: BenchConfig = BenchConfig()
     runtime: str = choice("local", default="local")
     """`local`: this machine's CPU. A config with `nemo_rl` is NeMo-RL's (`nemo_rl_config.py`) and no `RunConfig`."""
+
+    @property
+    def workloads(self) -> dict[str, DataConfig]:
+        """What the bench measures, by name: its workloads, or else the run's own task."""
+        return {w.name: w.data for w in self.bench.workloads} or {self.data.dataset_name: self.data}
 
     @property
     def most_in_flight(self) -> int:

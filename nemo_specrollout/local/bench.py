@@ -21,7 +21,7 @@ from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.local.acceptance_bench import acceptance_table, measure_acceptance_table
 from nemo_specrollout.local.bench_figures import Figures, figures_of, host_share, row_figures
-from nemo_specrollout.local.bench_rounds import Entrant, play_round, started
+from nemo_specrollout.local.bench_rounds import Entrant, group_with, play_round, started
 from nemo_specrollout.local.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
 from nemo_specrollout.local.bench_tables import constant_table, rollout_table, running_table, sentences, useless_table
 from nemo_specrollout.local.charts import bench_chart, running_chart
@@ -42,7 +42,7 @@ WIDTH_OF_LOGS = 132
 
 @dataclass
 class Measured:
-    """What was measured of all rows: by workload and by constant batch, the entrants in the groups that took turns."""
+    """Measurements of all rows, by workload and by constant batch. Each inner list is a group of rows that took turns."""
 
     draining: dict[str, list[list[Entrant]]]
     constant: dict[int, list[list[Entrant]]]
@@ -75,7 +75,8 @@ def run_bench(config: RunConfig) -> list[Figures]:
         console.print(f"workload: {name}", style="bold")
         console.print(rollout_table(found))
         console.print(running_table(found))
-        for line in sentences(found, [entrant for group in groups for entrant in group]):
+        # Ours is compared with the plain that it took turns with: the machine's speed changes between groups.
+        for line in sentences(found, group_with(OURS, groups)):
             console.print(line)
     _write(out / "bench.json", rows)
     if measured.constant:
@@ -98,7 +99,7 @@ def run_bench(config: RunConfig) -> list[Figures]:
 def measure_rows(config: RunConfig) -> Measured:
     """Plays all rounds of all rows, a group of rows after the other."""
     bench = config.bench
-    workloads = {w.name: replace(config, data=w.data) for w in bench.workloads} or {config.data.dataset_name: config}
+    workloads = config.workloads
     measured = Measured({name: [] for name in workloads}, {batch: [] for batch in bench.constant_batches})
     groups = row_groups(bench_rows(config), bench.rows_at_a_time)
     num_rounds = WARM_UP_ROUNDS + bench.num_rounds
@@ -107,8 +108,9 @@ def measure_rows(config: RunConfig) -> Measured:
         task = bar.add_task("rounds", total=total)
         for rows in groups:
             with started(config, rows) as entrants:
-                for name, workload in workloads.items():
-                    for index, requests in enumerate(itertools.islice(_requests_of(workload), num_rounds)):
+                for name, data in workloads.items():
+                    rounds = itertools.islice(_requests_of(replace(config, data=data)), num_rounds)
+                    for index, requests in enumerate(rounds):
                         play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
                         bar.advance(task)
                     measured.draining[name].append([entrant.take() for entrant in entrants])

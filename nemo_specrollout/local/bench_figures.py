@@ -22,7 +22,7 @@ FULL = 0.75
 
 
 def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
-    """The rows of `bench.json`; those of ours are compared with the best fixed one too.
+    """Returns the rows of `bench.json`. Rows of ours are also compared with the best fixed row.
 
     Each group of entrants took turns, and has a `plain` of its own, which its other rows are compared with.
     """
@@ -103,7 +103,7 @@ def host_shares(stats: Sequence[RolloutStats]) -> tuple[float, float | None, flo
 
 
 def _over(slower: Entrant, faster: Entrant) -> list[float]:
-    """Seconds a token of the one over those of the other, of each round."""
+    """Returns the speedup of `faster` over `slower` in each round, by seconds a token."""
     pairs = zip(slower.rounds, faster.rounds, strict=True)
     return [_token_s(a.stats) / _token_s(b.stats) for a, b in pairs]
 

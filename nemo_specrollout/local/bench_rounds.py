@@ -32,7 +32,7 @@ class Entrant:
     tokens_total: int = 0
 
     def take(self) -> "Entrant":
-        """What was measured, as a record; forgets it here."""
+        """Returns the measurements so far and starts again from none."""
         measured = replace(self)
         self.rounds, self.tokens_equal, self.tokens_total = [], 0, 0
         return measured
@@ -64,7 +64,10 @@ def started(config: RunConfig, rows: Sequence[BenchRow]) -> Iterator[list[Entran
 def play_round(
     entrants: Sequence[Entrant], requests: Sequence[RolloutRequest], *, keep: bool, at_a_time: int | None = None
 ) -> None:
-    """Every entrant once on the same requests, in short turns; with `at_a_time` no more than so many of them at once."""
+    """Plays the same requests once with every entrant, in short turns.
+
+    `at_a_time`: the most requests of an entrant that run at once; None is all.
+    """
     under_way = {e.row.name: BinnedRollout(e.engine, requests, at_a_time) for e in entrants}
     while not all(rollout.is_done for rollout in under_way.values()):
         for entrant in entrants:
@@ -79,3 +82,8 @@ def play_round(
 def named(name: str, entrants: Sequence[Entrant]) -> Entrant | None:
     """The entrant of that name, if there is one."""
     return next((e for e in entrants if e.row.name == name), None)
+
+
+def group_with(name: str, groups: Sequence[Sequence[Entrant]]) -> Sequence[Entrant]:
+    """Returns the group that the entrant of that name took turns in, or the first group if there is no such entrant."""
+    return next((group for group in groups if named(name, group) is not None), groups[0])

@@ -42,7 +42,7 @@ def running_table(rows: Sequence[Figures]) -> Table:
 
 
 def constant_table(rows: Sequence[Figures]) -> Table:
-    """Speed over plain of all rows with so many requests at all times."""
+    """Returns the table of constant batches: speed over plain of each row by batch size."""
     batches = sorted({row["batch"] for row in rows})
     table = new_table("constant batches: speed over plain; tokens equal, of all")
     table.add_column("mode", no_wrap=True)
