@@ -277,7 +277,7 @@ class Generation:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         at_a_time: int | None = None,
     ) -> None:
-        """Submits the requests; with `at_a_time` no more than so many, and the others as those end."""
+        """Submits the requests. `at_a_time`: the most that run at once; a finished request makes room for a waiting one."""
         self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
         self._waiting = list(requests[at_a_time:]) if at_a_time else []
         self._ids = engine.submit(requests[:at_a_time], sampling)

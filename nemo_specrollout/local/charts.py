@@ -101,22 +101,12 @@ def gap_chart(steps: Sequence[Record]) -> str:
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
     """Speedup over plain of each row of a `bench.json`; saved as PNG and as SVG, whatever suffix `path` has."""
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
-        figure = Figure((8.0, 0.9 + 0.3 * len(rows)), layout="constrained")
-        FigureCanvasAgg(figure)
-        draw_bench(figure.subplots(), rows)
-        for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=150)
+    _save_panel(path, (8.0, 0.9 + 0.3 * len(rows)), draw_bench, rows)
 
 
 def running_chart(rows: Sequence[Record], path: Path) -> None:
-    """Speedup over plain by running requests, a line for each row of a `bench_constant.json`; PNG and SVG."""
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
-        figure = Figure((8.0, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
-        draw_running(figure.subplots(), rows)
-        for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=150)
+    """Draws speedup over plain by running requests, a line for each row of a `bench_constant.json`; PNG and SVG."""
+    _save_panel(path, (8.0, 4.2), draw_running, rows)
 
 
 def run_picture(run_dir: Path, path: Path) -> None:
@@ -130,6 +120,16 @@ def run_picture(run_dir: Path, path: Path) -> None:
         else:
             figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
         figure.savefig(path, dpi=150, format="png")
+
+
+def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any], None], data: Any) -> None:
+    """Saves one panel as PNG and as SVG."""
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
+        figure = Figure(size, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.subplots(), data)
+        for suffix in (".png", ".svg"):
+            figure.savefig(path.with_suffix(suffix), dpi=150)
 
 
 def _has(steps: Sequence[Record], *keys: str) -> bool:

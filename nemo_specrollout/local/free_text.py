@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_specrollout.local.chat import encode_chat
 from nemo_specrollout.local.grammar import Grammar, Writer
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ class FreeText:
 
     def encode(self, problem: FreeTextProblem) -> list[int]:
         """The prompt's token ids, chat template applied."""
-        messages = [{"role": "user", "content": problem.prompt}]
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_chat(self._tokenizer, problem.prompt)
 
     def reward(self, problem: FreeTextProblem, response_ids: Sequence[int]) -> float:
         """Raises NotImplementedError: nothing here says what a text is worth."""

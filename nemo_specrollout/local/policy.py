@@ -228,7 +228,7 @@ class MegatronPolicy:
 
 
 def _master_of(parameter: Tensor) -> Tensor:
-    """What the optimizer changes: the parameter itself in float32, or else a float32 copy of it."""
+    """Returns the tensor that the optimizer changes: a float32 parameter itself, or a float32 copy of another."""
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().float().requires_grad_()

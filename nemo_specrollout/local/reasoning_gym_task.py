@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.local.chat import encode_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,9 +44,10 @@ def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
 
 @dataclass(frozen=True)
 class GymProblem:
-    """One problem: the task that scores it, and `reasoning-gym`'s own entry."""
+    """One problem: the name of its task, the dataset that scores it, and `reasoning-gym`'s own entry."""
 
     task: str
+    dataset: Any
     entry: Mapping[str, Any]
 
     @property
@@ -73,24 +75,20 @@ class ReasoningGymTask:
         found = []
         for index in range(start, start + num):
             name = random.Random(f"{seed}-{index}").choices(names, weights)[0]
-            found.append(GymProblem(name, self._dataset(seed, name)[index]))
+            dataset = self._dataset(seed, name)
+            found.append(GymProblem(name, dataset, dataset[index]))
         return found
 
     def encode(self, problem: GymProblem) -> list[int]:
         """The prompt's token ids, chat template applied; a response's first token follows the last."""
-        messages = [{"role": "user", "content": problem.prompt}]
-        if self._system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
         """The task's own score, 0 to 1, of what stands in the last `<answer>...</answer>`; 0 without one."""
         from reasoning_gym.utils import extract_answer
 
         text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
-        dataset = next(d for (_, name), d in self._datasets.items() if name == problem.task)
-        return float(dataset.score_answer(extract_answer(text), problem.entry))
+        return float(problem.dataset.score_answer(extract_answer(text), problem.entry))
 
     def _dataset(self, seed: int, name: str) -> Any:
         if (seed, name) not in self._datasets:

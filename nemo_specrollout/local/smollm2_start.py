@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from nemo_specrollout.config.run import TaskConfig
@@ -34,7 +33,8 @@ from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.low_rank import add_low_rank, save_low_rank
 from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
 from nemo_specrollout.local.rollout import load_tokenizer
-from nemo_specrollout.local.warm_start import learning_rate_factor
+from nemo_specrollout.local.smollm2 import CHANGE
+from nemo_specrollout.local.warm_start import learning_rate_factor, token_weights, training_progress
 from nemo_specrollout.local.warm_start_data import IGNORED, Example, cut_batches, pad_batch
 from nemo_specrollout.local.worked_solutions import worked_solution
 
@@ -128,14 +128,12 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
     layers = add_low_rank(model, settings.rank, settings.seed)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    weight_V = torch.ones(model.config.vocab_size)
-    weight_V[tokenizer.convert_tokens_to_ids(list("0123456789"))] = settings.digit_weight
+    weight_V = token_weights(tokenizer, settings.digit_weight)
     source = batches(ReasoningGymTask(tokenizer, TASKS, SYSTEM_PROMPT), texts, tokenizer, settings)
     losses: list[float] = []
     num_tokens, started = 0, time.monotonic()
     model.train()
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    with training_progress(console) as progress:
         bar = progress.add_task("supervised start", total=settings.steps, loss=math.nan)
         for step in range(settings.steps):
             ids_BT, labels_BT = next(source)
@@ -157,7 +155,7 @@ def train(base: Path, out: Path, settings: StartSettings, console: Console) -> N
                     f"step {step + 1}: loss {sum(losses[-50:]) / 50:.4f}, {num_tokens} tokens, {seconds:.0f} s"
                 )
     out.mkdir(parents=True, exist_ok=True)
-    save_low_rank(layers, out / "change.safetensors")
+    save_low_rank(layers, out / CHANGE)
     card = {
         "command": "python -m nemo_specrollout.local.smollm2_start --base models/smollm2 --out DIR",
         "settings": asdict(settings), "tasks": [asdict(t) for t in TASKS], "system_prompt": SYSTEM_PROMPT,

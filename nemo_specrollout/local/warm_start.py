@@ -101,7 +101,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings:
     weight_V = token_weights(tokenizer, settings.digit_weight)
     losses: list[float] = []
     model.train()
-    with _progress() as progress:
+    with training_progress() as progress:
         bar = progress.add_task("warm start", total=settings.steps, loss=math.nan)
         for _ in range(settings.steps):
             loss = training_loss(model, *next(batches), weight_V)
@@ -188,9 +188,10 @@ def load(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer
 
 
-def _progress() -> Progress:
+def training_progress(console: Console | None = None) -> Progress:
+    """A bar of training steps; its task has a field `loss`."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
-    return Progress(*columns, TimeRemainingColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 def _parse_args() -> argparse.Namespace:

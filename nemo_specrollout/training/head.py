@@ -22,6 +22,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.features import default_layer_ids
 from nemo_specrollout.training.head_facts import (
     FLAT,
@@ -33,8 +34,6 @@ from nemo_specrollout.training.head_facts import (
     read_policy_facts,
 )
 
-LM_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 _COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.policy_shape import PolicyShape
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MEGATRON_EMBEDDING, MEGATRON_LM_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
