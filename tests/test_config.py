@@ -257,6 +257,14 @@ def test_an_engine_has_one_drafter_with_weights_and_each_worker_an_engine() -> N
     assert [[d.type for d in kind] for kind in block.drafters_of_workers] == [["eagle3"], ["draft_model"]]
 
 
+def test_a_forced_on_policy_ratio_needs_one_optimizer_step_a_rollout() -> None:
+    forced = "loss_fn.force_on_policy_ratio=true"
+    assert quickstart(forced, "policy.train_global_batch_size=64").loss_fn.force_on_policy_ratio
+    assert_refused(
+        "loss_fn.force_on_policy_ratio: true, but a step has 64 samples", forced, "policy.train_global_batch_size=32"
+    )
+
+
 def test_more_drafts_than_the_context_holds_are_refused() -> None:
     small = ["policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=16"]
     assert_refused(

@@ -65,7 +65,7 @@ def train(policy: MegatronPolicy, micro_batch_tokens: int = 60) -> dict[str, flo
     noise_BT = 0.2 * torch.randn(batch.tokens_BT.shape, generator=generator)
     prev_BT = policy.logprobs(batch) + noise_BT * batch.response_mask_BT
     advantages_B = torch.randn(len(batch.lengths_B), generator=generator)
-    return policy.train_step(batch, advantages_B, prev_BT, prev_BT, LOSS, micro_batch_tokens=micro_batch_tokens)
+    return policy.train_step(batch, advantages_B, prev_BT, prev_BT, LOSS, micro_batch_tokens=micro_batch_tokens)[0]
 
 
 def load_policy(folder: Path, optimizer: OptimizerConfig = OPTIMIZER) -> MegatronPolicy:
@@ -210,12 +210,24 @@ def test_gradient_and_loss_do_not_depend_on_micro_batches(folder: Path) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_a_forced_on_policy_step_is_the_ordinary_first_step(folder: Path) -> None:
+    ordinary, forced = load_policy(folder), load_policy(folder)
+    batch, advantages_B = make_batch(), torch.linspace(-1, 1, 6)
+    prev_BT = ordinary.logprobs(batch)
+    metrics, _ = ordinary.train_step(batch, advantages_B, prev_BT, prev_BT, LOSS)
+    metrics_forced, logprobs_BT = forced.train_step(batch, advantages_B, prev_BT, None, LOSS, micro_batch_tokens=1)
+    torch.testing.assert_close(logprobs_BT, prev_BT, rtol=0, atol=1e-5)
+    assert metrics_forced == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    for p, q in zip(ordinary.model.parameters(), forced.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_gradient_equals_transformers(any_folder: Path) -> None:
     """The on-policy gradient of the loss is that of -advantage * log-prob, mean over tokens, by another model code."""
     policy = load_policy(any_folder, replace(OPTIMIZER, clip_grad=0.0))
     reference, batch = AutoModelForCausalLM.from_pretrained(any_folder), make_batch()
     advantages_B, prev_BT = torch.linspace(-1, 1, 6), policy.logprobs(batch)
-    metrics = policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())
+    metrics, _ = policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())
     logprobs_BTV = reference(batch.tokens_BT).logits[:, :-1].log_softmax(-1)
     logprobs_BT = logprobs_BTV.gather(2, batch.tokens_BT[:, 1:, None]).squeeze(2)
     mask_BT = batch.response_mask_BT[:, 1:]

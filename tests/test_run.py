@@ -100,6 +100,15 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return log_dir
 
 
+def test_a_forced_on_policy_ratio_saves_a_pass_and_changes_nothing(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    finish(start(log_dir, 1, **{"loss_fn.force_on_policy_ratio": True}))
+    (ours,), ordinary = metrics(log_dir), metrics(whole_run)[0]
+    assert ours["logprob_s"] == 0 < ordinary["logprob_s"]
+    assert ours["logprob_gap"]["max"] == pytest.approx(ordinary["logprob_gap"]["max"], abs=1e-5)
+    assert ours["reward"] == ordinary["reward"] and ours["grad_norm"] == pytest.approx(ordinary["grad_norm"], rel=1e-4)
+
+
 def test_a_run_leaves_what_is_documented(whole_run: Path) -> None:
     records = metrics(whole_run)
     assert len(records) == NUM_STEPS and all(set(record) == METRICS for record in records)
@@ -269,7 +278,7 @@ def test_refit_arrives_bit_exactly(
     )
     prev_BT = policy.logprobs(batch)
     advantages_B = torch.linspace(-1, 1, len(before))
-    assert policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())["grad_norm"] > 0
+    assert policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())[0]["grad_norm"] > 0
     engine.load_weights(policy.hf_tensors())
     policy.save_pretrained(tmp_path / "trained")
     after = engine.generate(requests())

@@ -8,7 +8,7 @@ from conftest import ROOT
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import read_run_config
 from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.local.async_bench import WARM_UP, WAYS, idle_share, row_of, step_s
+from nemo_specrollout.local.loop_bench import WARM_UP, WAYS, idle_share, row_of, step_s
 from nemo_specrollout.local.simulation_bench import (
     FEW,
     MANY,

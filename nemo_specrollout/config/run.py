@@ -80,6 +80,8 @@ class LossConfig:
     """True: mean over all valid tokens. False: mean over sequences of each sequence's mean."""
     use_importance_sampling_correction: bool = False
     """Weigh each token by p(trainer) / p(engine) at generation time. Asynchronous GRPO needs it."""
+    force_on_policy_ratio: bool = False
+    """Takes the ratio of probabilities as 1, which saves the log-probs pass; needs one optimizer step a rollout."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for a dual clip that would cut the ordinary loss."""
@@ -360,6 +362,11 @@ class RunConfig:
             raise ConfigError(
                 f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of "
                 "a step; choose a divisor"
+            )
+        if self.loss_fn.force_on_policy_ratio and samples != policy.train_global_batch_size:
+            raise ConfigError(
+                f"loss_fn.force_on_policy_ratio: true, but a step has {samples} samples and policy.train_global_batch_size is "
+                f"{policy.train_global_batch_size}: later optimizer steps would be off-policy; set it to {samples}"
             )
 
     def _check_asynchrony(self) -> None:

@@ -23,8 +23,8 @@ class LossInputs:
 
     mask_BT: Tensor
     advantages_B: Tensor
-    prev_logprobs_BT: Tensor
-    """By the trainer's weights before the step."""
+    prev_logprobs_BT: Tensor | None
+    """By the trainer's weights before the step; None takes those of the pass itself (`force_on_policy_ratio`)."""
     generation_logprobs_BT: Tensor
     """By the engine while it generated."""
     reference_logprobs_BT: Tensor | None = None
@@ -180,9 +180,10 @@ class _Masked:
     @classmethod
     def of(cls, logprobs_BT: Tensor, inputs: LossInputs) -> "_Masked":
         keep = inputs.mask_BT.bool()
+        prev_BT = inputs.prev_logprobs_BT
         given = (
             logprobs_BT,
-            inputs.prev_logprobs_BT,
+            logprobs_BT.detach() if prev_BT is None else prev_BT,
             inputs.generation_logprobs_BT,
             inputs.reference_logprobs_BT,
         )

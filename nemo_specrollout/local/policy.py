@@ -92,17 +92,21 @@ class MegatronPolicy:
         batch: TokenBatch,
         advantages_B: Tensor,
         generation_logprobs_BT: Tensor,
-        prev_logprobs_BT: Tensor,
+        prev_logprobs_BT: Tensor | None,
         loss_cfg: LossConfig,
         *,
         temperature: float = 1.0,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         reference_logprobs_BT: Tensor | None = None,
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], Tensor]:
         """One optimizer step on the whole batch; the gradient does not depend on the micro batches.
 
+        Args:
+            prev_logprobs_BT: By the weights before the first step on these samples; None: this is the first and only step.
+
         Returns:
-            The fields of `LossMetrics`, and grad_norm (before clipping), lr, num_valid_tokens.
+            The fields of `LossMetrics`, and grad_norm (before clipping), lr, num_valid_tokens; then what `logprobs` would
+            have returned before the step, [B, T].
 
         Raises:
             FloatingPointError: the gradient is not finite; the policy is left as it was.
@@ -111,28 +115,31 @@ class MegatronPolicy:
         inputs = LossInputs(
             batch.response_mask_BT, advantages_B, prev_logprobs_BT, generation_logprobs_BT, reference_logprobs_BT
         )
-        metrics = self._backward(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
+        metrics, logprobs_BT = self._backward(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
         grad_norm, lr = self._clip_gradient(), self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         self._publish()
         self._scheduler.step(1)
         self.step += 1
         num_valid_tokens = float(inputs.mask_BT.sum())
-        return {**asdict(metrics), "grad_norm": grad_norm, "lr": lr, "num_valid_tokens": num_valid_tokens}
+        figures = {**asdict(metrics), "grad_norm": grad_norm, "lr": lr, "num_valid_tokens": num_valid_tokens}
+        return figures, logprobs_BT
 
     def _backward(
         self, batch: TokenBatch, inputs: LossInputs, loss_cfg: LossConfig, temperature: float, micro_batch_tokens: int
-    ) -> LossMetrics:
+    ) -> tuple[LossMetrics, Tensor]:
         """Sum the gradients of all micro batches, each normalised by the counts of the whole batch."""
         self._optimizer.zero_grad()
         normalizer, total = Normalizer.of(inputs.mask_BT), LossMetrics.zero()
+        all_BT = torch.zeros(batch.tokens_BT.shape)
         for rows_b, longest in batch.micro_batches(micro_batch_tokens):
             logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
             loss, metrics = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, normalizer)
             loss.backward()
             self._collect_gradients()
             total = total + metrics
-        return total
+            all_BT[rows_b, :longest] = logprobs_bT.detach()
+        return total, all_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
         """Adds what a micro batch left in the model to the gradients of the float32 copies, where those are others."""

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +36,16 @@ class Scored:
     rewards_B: torch.Tensor
     advantages_B: torch.Tensor
     generation_logprobs_BT: torch.Tensor
-    prev_logprobs_BT: torch.Tensor
+    prev_logprobs_BT: torch.Tensor | None
+    """None before training, where the training pass itself computes them (`force_on_policy_ratio`)."""
     reference_logprobs_BT: torch.Tensor | None
     logprob_s: float
+
+    @property
+    def gap_BT(self) -> torch.Tensor:
+        """|log p(engine) - log p(trainer)| of each token, [B, T], in nats; after training."""
+        assert self.prev_logprobs_BT is not None
+        return (self.generation_logprobs_BT - self.prev_logprobs_BT).abs()
 
 
 class GrpoRunner:
@@ -86,7 +93,7 @@ class GrpoRunner:
         with self.progress.phase(f"step {step}: log-probs"):
             scored = self.score(rollout)
         with self.progress.phase(f"step {step}: training"):
-            trained, train_s = timed(lambda: self.train(scored))
+            (trained, scored), train_s = timed(lambda: self.train(scored))
         _, refit_s = timed(lambda: self.refit(step + 1))
         rollout = self.measured(rollout)
         record = step_record(step, rollout, scored, trained, train_s, refit_s)
@@ -129,33 +136,40 @@ class GrpoRunner:
         advantages_B = group_normalized_advantages(
             rewards_B, group_B, grpo.use_leave_one_out_baseline, grpo.normalize_rewards
         )
-        prev_BT, logprob_s = timed(lambda: self._logprobs(self.policy, batch))
+        on_policy = self.config.loss_fn.force_on_policy_ratio
+        prev_BT, logprob_s = (None, 0.0) if on_policy else timed(lambda: self._logprobs(self.policy, batch))
         reference_BT = None if self.reference is None else self._logprobs(self.reference, batch)
         return Scored(
             batch, rewards_B, advantages_B, generation_logprobs(rollout, batch), prev_BT, reference_BT, logprob_s
         )
 
-    def train(self, scored: Scored) -> dict[str, float]:
-        """Optimizer steps over the samples, `train_global_batch_size` at a time; means of their metrics."""
+    def train(self, scored: Scored) -> tuple[dict[str, float], Scored]:
+        """Takes optimizer steps over the samples, `train_global_batch_size` at a time.
+
+        Returns:
+            Means of the steps' metrics, and the samples with log-probs by the weights before the steps.
+        """
         policy = self.config.policy
         size = policy.train_global_batch_size
-        results = []
+        results: list[dict[str, float]] = []
+        prev_BT = scored.prev_logprobs_BT
         for first in range(0, len(scored.rewards_B), size):
             rows = torch.arange(first, min(first + size, len(scored.rewards_B)))
             reference = scored.reference_logprobs_BT
-            results.append(
-                self.policy.train_step(
-                    scored.batch.select(rows),
-                    scored.advantages_B[rows],
-                    scored.generation_logprobs_BT[rows],
-                    scored.prev_logprobs_BT[rows],
-                    self.config.loss_fn,
-                    temperature=self._temperature,
-                    reference_logprobs_BT=None if reference is None else reference[rows],
-                    micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
-                )
+            figures, logprobs_BT = self.policy.train_step(
+                scored.batch.select(rows),
+                scored.advantages_B[rows],
+                scored.generation_logprobs_BT[rows],
+                None if prev_BT is None else prev_BT[rows],
+                self.config.loss_fn,
+                temperature=self._temperature,
+                reference_logprobs_BT=None if reference is None else reference[rows],
+                micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
             )
-        return {key: sum(r[key] for r in results) / len(results) for key in results[0]}
+            results.append(figures)
+        means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
+        # Without a pass before the steps there is one step only, and its log-probs are those of the weights before it.
+        return means, scored if prev_BT is not None else replace(scored, prev_logprobs_BT=logprobs_BT)
 
     def close(self) -> None:
         """Stops the engine."""
@@ -256,7 +270,7 @@ def step_record(
     stats = rollout.stats
     lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
     mask_BT = scored.batch.response_mask_BT
-    gap = (scored.generation_logprobs_BT - scored.prev_logprobs_BT).abs()[mask_BT]
+    gap = scored.gap_BT[mask_BT]
     acceptance = {n: {"proposed": stats.proposed[n], "accepted": stats.accepted[n]} for n in stats.proposed}
     of_head = {} if stats.head_is_dormant is None else {"head_dormant": int(stats.head_is_dormant)}
     of_tail = {} if stats.tail is None else {"tail": stats.tail}
@@ -302,8 +316,7 @@ def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | No
     gaps = []
     for row, (request, num_older) in enumerate(zip(rollout.prompts.requests, rollout.num_older_B, strict=True)):
         first, end = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(rollout.rollouts[row].token_ids)
-        gap_BT = scored.generation_logprobs_BT - scored.prev_logprobs_BT
-        gaps.append(gap_BT[row, first + num_older : end].abs())
+        gaps.append(scored.gap_BT[row, first + num_older : end])
     own = torch.cat(gaps)
     return {"logprob_gap_on_policy": float(own.mean()) if len(own) else None}
 

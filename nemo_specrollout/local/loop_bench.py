@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous and asynchronous GRPO on two cores, with and without speculation: step time, idle cores, rewards, policy gap.
+"""The whole loop of GRPO with and without speculation: step time and its parts, idle cores, rewards, policy gap.
 
-    python -m nemo_specrollout.local.async_bench --out DIR [--steps 24] [--configs examples/configs] [key=value ...]
+    python -m nemo_specrollout.local.loop_bench CONFIG --out DIR [--steps 24] [--only WAY ...] [key=value ...]
 
-Synchronous: a rollout worker on each core, then training on both. Asynchronous: a worker on one core, the trainer on the
-other. Each way is a run of its own, from the same policy, with the same prompts and seeds; DIR has their run directories.
+Each way is a run of CONFIG from the same policy, with the same prompts and seeds, on two cores. DIR gets the run directories.
 """
 
 import argparse
@@ -29,52 +28,67 @@ from rich.progress import track
 from rich.table import Table
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.local.chart_panels import BLUE, ORANGE, STYLE, light, over_steps
+from nemo_specrollout.local.chart_panels import BLUE, GREEN, ORANGE, STYLE, light, over_steps
 from nemo_specrollout.local.records import Record, read_lines, running_mean, series
 
 # Steps that are not counted: kernels compile, and in an asynchronous run nothing was generated ahead yet.
 WARM_UP = 3
-_NO_DRAFTS = ("policy.generation.specrollout.drafters=[]",)
+_BLOCK = "policy.generation.specrollout"
+_PLAIN = (f"{_BLOCK}.drafters=[]", f"{_BLOCK}.draft_refresh=null", f"{_BLOCK}.fastest_of_n=null")
+_MOVING = (f"{_BLOCK}.fastest_of_n={{max_racers: 2, moving: true}}",)
+_TWO_WORKERS = ("cluster.rollout_workers=2",)
+_ASYNC = (
+    "grpo.async_grpo={enabled: true, max_trajectory_age_steps: 1, in_flight_weight_updates: true, "
+    "recompute_kv_cache_after_weight_updates: true}",
+    "loss_fn.use_importance_sampling_correction=true",
+)
 # No request is decoded twice, in any way.
-_ALL = ("checkpointing.enabled=false", "policy.generation.specrollout.verify.requests_per_step=0")
+_ALL = ("checkpointing.enabled=false", f"{_BLOCK}.verify.requests_per_step=0")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A run: which quickstart, what is changed of it, and on how many cores its trainer works."""
+    """A run: what it changes of the config, and on how many cores its trainer works (and its engine, if it has one only)."""
 
     name: str
-    config: str
     changes: tuple[str, ...]
     trainer_threads: int
     colour: str
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the engine decodes without drafts."""
+        return set(_PLAIN) <= set(self.changes)
+
+    @property
     def is_async(self) -> bool:
-        return "async" in self.config
+        """Whether the trainer works while the engine generates."""
+        return set(_ASYNC) <= set(self.changes)
 
     @property
     def style(self) -> dict[str, Any]:
-        """Of its line: plain ones are broad and pale, so that what lies on them is seen."""
-        is_plain = self.changes == _NO_DRAFTS
-        return {"color": light(self.colour), "linewidth": 4.0} if is_plain else {"color": self.colour}
+        """Matplotlib's options for its line. A plain line is broad and pale, so that a line on top of it is seen."""
+        return {"color": light(self.colour), "linewidth": 4.0} if self.is_plain else {"color": self.colour}
 
 
-_SYNC, _ASYNC = "quickstart_two_workers_cpu.yaml", "quickstart_async_cpu.yaml"
 WAYS = (
-    Way("synchronous, plain", _SYNC, _NO_DRAFTS, 2, BLUE),
-    Way("synchronous, ours", _SYNC, (), 2, BLUE),
-    Way("asynchronous, plain", _ASYNC, _NO_DRAFTS, 1, ORANGE),
-    Way("asynchronous, ours", _ASYNC, (), 1, ORANGE),
+    Way("one engine, plain", _PLAIN, 2, BLUE),
+    Way("one engine, ours", (), 2, BLUE),
+    Way("two workers, plain", (*_TWO_WORKERS, *_PLAIN), 2, GREEN),
+    Way("two workers, ours", (*_TWO_WORKERS, *_MOVING), 2, GREEN),
+    Way("asynchronous, plain", (*_ASYNC, *_PLAIN), 1, ORANGE),
+    Way("asynchronous, ours", _ASYNC, 1, ORANGE),
 )
+"""One engine on both cores, then training on both; the same with a worker on each core, and moving; a worker on one core and
+the trainer on the other."""
 
 
-def run(way: Way, configs: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
+def run(way: Way, config: Path, folder: Path, overrides: Sequence[str]) -> Sequence[Record]:
     """The lines of a run's metrics. Raises CalledProcessError if it fails; its output is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(way.trainer_threads)}
     command = [
-        sys.executable, "-m", "nemo_specrollout.cli.main", "run", str(configs / way.config), *_ALL, *way.changes,
+        sys.executable, "-m", "nemo_specrollout.cli.main", "run", str(config), *_ALL, *way.changes,
         f"logger.log_dir={folder / 'run'}", *overrides,
     ]  # fmt: skip
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
@@ -91,6 +105,7 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
         "step_s": statistics.median(map(step_s, counted)),
         "generation_s": statistics.median(generation_s(m) for m in counted),
         "train_s": statistics.median(m["train_s"] + m["logprob_s"] for m in counted),
+        "refit_s": statistics.median(m["refit_s"] for m in counted),
         "idle_share": statistics.mean(map(idle_share, counted)),
         "acceptance_length": statistics.mean(m["acceptance_length"] for m in counted),
         "reward": statistics.mean(m["reward"] for m in last),
@@ -110,11 +125,11 @@ def step_s(step: Record) -> float:
 
 
 def idle_share(step: Record) -> float:
-    """Of both cores' time. Synchronous: workers that have run dry before the last has. Asynchronous: a worker that has
-    nothing to do, and a trainer that waits."""
+    """Share of both cores' time without work. Synchronous: a worker that is done before the other. Asynchronous: a worker
+    that has nothing to do, and a trainer that waits."""
     if "exposed_generation_s" in step:
         return float((step["exposed_generation_s"] + min(step["collector_idle_s"], step_s(step))) / (2 * step_s(step)))
-    return float(step["tail"]["idle_share"] * step["rollout_s"] / step_s(step))
+    return float(step["tail"]["idle_share"] * step["rollout_s"] / step_s(step)) if "tail" in step else 0.0
 
 
 def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
@@ -123,13 +138,13 @@ def draw(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         figure = Figure((8.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
         reward, gap = figure.subplots(1, 2)
-        for way in WAYS:
+        for way in (way for way in WAYS if way.name in runs):
             _draw_reward(reward, runs[way.name], way)
             gap.plot(*_line(runs[way.name], "logprob_gap.mean", 1), **way.style)
         over_steps(gap, next(iter(runs.values())), "Policy gap of samples, nats a token")
         gap.set_yscale("log")
         gap.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0e}"))
-        figure.legend(loc="outside lower center", ncols=len(runs), labelcolor="linecolor")
+        figure.legend(loc="outside lower center", ncols=min(len(runs), 3), labelcolor="linecolor")
         figure.savefig(path, dpi=150, format="png")
 
 
@@ -144,23 +159,24 @@ def _line(steps: Sequence[Record], key: str, window: int) -> tuple[np.ndarray, n
 
 
 def main() -> int:
-    """Prints a table; writes DIR/async.json and DIR/async.png."""
+    """Prints a table; writes DIR/loop.json and DIR/loop.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--configs", type=Path, default=Path("examples/configs"))
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
     options = parser.parse_args()
     overrides = [f"grpo.max_num_steps={options.steps}", *options.overrides]
     runs = {
-        way.name: run(way, options.configs, options.out / way.name.replace(", ", "_"), overrides)
-        for way in track(WAYS, "runs", transient=True)
+        way.name: run(way, options.config, options.out / way.name.replace(", ", "_").replace(" ", "_"), overrides)
+        for way in track([way for way in WAYS if way.name in options.only], "runs", transient=True)
     }
-    rows = [row_of(way, runs[way.name]) for way in WAYS]
+    rows = [row_of(way, runs[way.name]) for way in WAYS if way.name in runs]
     Console(width=120).print(_table(rows))
-    draw(runs, options.out / "async.png")
-    facts = {"steps": options.steps, "overrides": options.overrides, "rows": rows}
-    write_atomically(options.out / "async.json", json.dumps(facts, indent=1) + "\n")
+    draw(runs, options.out / "loop.png")
+    facts = {"config": str(options.config), "steps": options.steps, "overrides": options.overrides, "rows": rows}
+    write_atomically(options.out / "loop.json", json.dumps(facts, indent=1) + "\n")
     return 0
 
 
