@@ -234,7 +234,9 @@ def test_on_policy_gradient_is_reinforce(seed: int, is_forced: bool) -> None:
     """Where the weights have not moved, the gradient is -advantage / number of tokens, whatever the clip."""
     logprobs_BT, inputs = random_inputs(seed)
     now_BT = logprobs_BT.clone().requires_grad_()
-    loss, metrics = clipped_policy_loss(now_BT, replace(inputs, prev_logprobs_BT=None if is_forced else logprobs_BT), PLAIN)
+    loss, metrics = clipped_policy_loss(
+        now_BT, replace(inputs, prev_logprobs_BT=None if is_forced else logprobs_BT), PLAIN
+    )
     loss.backward()
     expected_BT = -inputs.advantages_B[:, None] * inputs.mask_BT / inputs.mask_BT.sum()
     torch.testing.assert_close(now_BT.grad, expected_BT)
