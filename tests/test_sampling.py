@@ -56,10 +56,10 @@ class Rows:
     seeds_S: Tensor
     positions_R: Tensor
 
-    def sampled(self) -> tuple[Tensor, Tensor]:
+    def sampled(self, token_ids_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens [R] and their evidence levels [R]."""
         levels_RK = torch.full((len(self.logits_RV), 3), 99, dtype=torch.int8)
-        tokens_R = sample_with_margin(*vars(self).values(), levels_RK, tensor(1))
+        tokens_R = sample_with_margin(*vars(self).values(), levels_RK, tensor(1), token_ids_V)
         assert (levels_RK[:, [0, 2]] == 99).all(), "columns of other positions"
         return tokens_R, levels_RK[:, 1]
 
@@ -150,7 +150,10 @@ def test_of_a_reduced_vocabulary_only_what_is_left_is_drafted() -> None:
     is_known_V = torch.arange(40) % 3 == 0
     reduced = replace(rows, logits_RV=rows.logits_RV.masked_fill(~is_known_V, NEVER))
     tokens_R, _ = rows.sampled()
-    reduced_R, _ = reduced.sampled()
+    reduced_R, reduced_levels_R = reduced.sampled()
+    narrow = replace(rows, logits_RV=rows.logits_RV[:, is_known_V].contiguous())
+    narrow_R, narrow_levels_R = narrow.sampled(is_known_V.nonzero()[:, 0])
+    assert torch.equal(narrow_R, reduced_R) and torch.equal(narrow_levels_R, reduced_levels_R)
     assert is_known_V[reduced_R].all()
     assert torch.equal(reduced_R[is_known_V[tokens_R]], tokens_R[is_known_V[tokens_R]])
     only_4_RV = torch.full((1, 9), NEVER).index_fill_(1, tensor([4]), -30.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_sampling import sample_with_margin, share_noise
 
 
@@ -31,23 +32,13 @@ def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:
     """DSpark names the position of the token to be drafted; the noise is keyed by the one before."""
 
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
-        logits_BV = _by_target_id(logits, getattr(dspark.model, "draft_id_to_target_id", None), dspark.vocab_size)
         return sample_with_margin(
-            logits_BV, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK,
-            dspark._step_cols[step],
+            logits, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK, dspark._step_cols[step],
+            compat.reduced_vocabulary(dspark.model),
         )  # fmt: skip
 
     dspark._sample_logits = sample_logits
     dspark.model.sample_sequential = None  # vLLM 0.33: kernels of a model's own, with noise of their own
-
-
-def _by_target_id(logits: torch.Tensor, offsets: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Logits of a reduced vocabulary, whose token i is the target's `i + offsets[i]`, at the target's ids: noise is keyed by
-    those."""
-    if offsets is None:
-        return logits
-    target_ids = torch.arange(len(offsets), device=logits.device) + offsets
-    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids, logits)
 
 
 def draft_only_on_demand(dflash: Any, only_reads: Callable[[], bool]) -> None:

@@ -188,13 +188,27 @@ def draw(
 
 def draft_logits_and_positions(
     speculator: Any, hidden_states: torch.Tensor, positions: torch.Tensor, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `sample_draft`'s arguments: the logits of its drafts, and the positions that the target's noise is keyed by."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """From `sample_draft`'s arguments: logits of drafts, the positions that key the target's noise, the token of each column.
+
+    The tokens are None where the logits are of the whole vocabulary. They always are where this vLLM's own kernel samples.
+    """
+    places = positions + _NEXT_POSITION if _NEXT_POSITION else positions
+    model: Any = getattr(speculator, "model", None)
+    token_ids = reduced_vocabulary(model) if HAS_MARGINS else None
+    if token_ids is not None:
+        return model.logits_processor(model.lm_head, hidden_states), places, token_ids
     if hasattr(speculator, "compute_draft_logits"):
         logits = speculator.compute_draft_logits(hidden_states, step)
     else:
         logits = speculator.model.compute_logits(hidden_states)
-    return logits, positions + _NEXT_POSITION if _NEXT_POSITION else positions
+    return logits, places, None
+
+
+def reduced_vocabulary(model: Any) -> torch.Tensor | None:
+    """The target's token of each token of a drafter, int64 [V], ascending; None where the drafter has the whole vocabulary."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
 
 def scheduler_of(engine: Any) -> Any:

@@ -4,7 +4,7 @@
 A drafter that samples with the target's noise is the likelier to be right the larger that margin: it says how far the
 target's logits may differ before another token wins.
 
-Shapes: R rows of logits, V vocabulary, S request slots, K draft positions.
+Shapes: R rows of logits, V vocabulary of the drafter, S request slots, K draft positions.
 """
 
 from collections.abc import Callable
@@ -46,15 +46,19 @@ def sample_with_margin(
     positions_R: torch.Tensor,
     levels_RK: torch.Tensor,
     column: torch.Tensor,
+    token_ids_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The token of each row, int64 [R], as vLLM's `gumbel_sample` draws it; writes evidence levels to a column.
 
     Args:
         positions_R: of the token before the one to be drafted.
         levels_RK: int8, of which `column`, a number on the device, is written.
+        token_ids_V: The target's token of each column of logits, int64, ascending; None: column v is token v.
     """
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
-    arguments = (logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column)
+    if token_ids_V is None:
+        token_ids_V = tokens_R[:0]
+    arguments = (logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, token_ids_V)
     if logits_RV.is_cuda:
         from nemo_specrollout.generation.draft_sampling_triton import sample_rows
 
@@ -68,47 +72,55 @@ _EDGES = np.array(MARGIN_EDGES, np.float32)
 
 
 @njit(cache=True, error_model="numpy")
-def _scan(state, first, is_noisy, scores_N, best, second, token):  # type: ignore[no-untyped-def]
+def _scan(state, ids_N, is_noisy, scores_N, best, second, token):  # type: ignore[no-untyped-def]
     for i in range(len(scores_N)):
         score = scores_N[i]
         if is_noisy:
-            score += gumbel_of(uniform_of(token_bits(state, U32(first + i))))
+            score += gumbel_of(uniform_of(token_bits(state, ids_N[i])))
         key = order_key(score)
         if key > best:
-            best, second, token = key, best, first + i
+            best, second, token = key, best, np.int64(ids_N[i])
         elif key > second:
             second = key
     return best, second, token
 
 
 @njit(cache=True, error_model="numpy")
-def _best_two(logits_V, temperature, state, scores_N):  # type: ignore[no-untyped-def]
+def _best_two(logits_V, temperature, state, token_ids_V, scores_N, ids_N):  # type: ignore[no-untyped-def]
     """The best token of a row, and by how much its score beats the next. Most blocks are ruled out by a bound."""
     is_noisy = temperature != F32(0)
     divisor = temperature if is_noisy else F32(1)
-    best, second, token = LOWEST_KEY, LOWEST_KEY, 0
+    best, second, token = LOWEST_KEY, LOWEST_KEY, np.int64(0)
     for first in range(0, len(logits_V), len(scores_N)):
         scores = scores_N[: min(len(scores_N), len(logits_V) - first)]
         bound = LOWEST_KEY
+        if len(token_ids_V) > 0:
+            for i in range(len(scores)):
+                ids_N[i] = U32(token_ids_V[first + i])
+        else:
+            for i in range(len(scores)):
+                ids_N[i] = U32(first + i)
         for i in range(len(scores)):
             scores[i] = value_of(logits_V[first + i]) / divisor + F32(0)
         for i in range(len(scores)):
-            noise = gumbel_bound(token_bits(state, U32(first + i))) if is_noisy else F32(0)
+            noise = gumbel_bound(token_bits(state, ids_N[i])) if is_noisy else F32(0)
             bound = max(bound, order_key(scores[i] + noise))
         if bound > second:
-            best, second, token = _scan(state, first, is_noisy, scores, best, second, token)
+            best, second, token = _scan(state, ids_N, is_noisy, scores, best, second, token)
     return token, value_of_key(best) - value_of_key(second)
 
 
 @njit(cache=True, error_model="numpy")
-def _sample_rows(logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, edges):  # type: ignore[no-untyped-def]
-    scores_N = np.empty(_BLOCK, np.float32)
+def _sample_rows(  # type: ignore[no-untyped-def]
+    logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, token_ids_V, edges
+):
+    scores_N, ids_N = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
     for r in range(len(tokens_R)):
         slot = slots_R[r]
         temperature = F32(temperature_S[slot]) if slot >= 0 else F32(0)
         state = row_state(seeds_S[slot] if slot >= 0 else np.int64(0), positions_R[r])
         row = row_of(logits_RV, r, logits_RV.shape[1])
-        tokens_R[r], margin = _best_two(row, temperature, state, scores_N)
+        tokens_R[r], margin = _best_two(row, temperature, state, token_ids_V, scores_N, ids_N)
         levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, margin)
 
 
@@ -134,10 +146,12 @@ def share_noise(
     ) -> torch.Tensor:
         if only_reads():
             return torch.zeros(len(hidden_states), dtype=torch.int64, device=hidden_states.device)
-        logits, places = compat.draft_logits_and_positions(speculator, hidden_states, positions, spec_step_idx)
+        logits, places, token_ids = compat.draft_logits_and_positions(
+            speculator, hidden_states, positions, spec_step_idx
+        )
         rows = (logits, idx_mapping, temperature, seeds, places)
         if compat.HAS_MARGINS:
-            return sample_with_margin(*rows, levels_RK, draft_step if column is None else column)
+            return sample_with_margin(*rows, levels_RK, draft_step if column is None else column, token_ids)
         return compat.draw(*rows, apply_temperature=True)
 
     speculator.sample_draft = sample_draft

@@ -30,13 +30,16 @@ def _best_two(scores):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best_of_block(  # type: ignore[no-untyped-def]
-    logits_ptr, logits_stride, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, best_ptr, second_ptr, token_ptr,
-    num_vocab, BLOCK: tl.constexpr,
+    logits_ptr, logits_stride, slots_ptr, temperature_ptr, seeds_ptr, positions_ptr, ids_ptr, best_ptr, second_ptr, token_ptr,
+    num_vocab, IS_REDUCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    mask = token < num_vocab
-    scores = tl.load(logits_ptr + row * logits_stride + token, mask=mask, other=float("-inf")).to(tl.float32)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    mask = column < num_vocab
+    token = column
+    if IS_REDUCED:
+        token = tl.load(ids_ptr + column, mask=mask, other=0).to(tl.int32)
+    scores = tl.load(logits_ptr + row * logits_stride + column, mask=mask, other=float("-inf")).to(tl.float32)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
     if temperature != 0.0:  # a branch of its own, so that the quotient is rounded before the noise is added
@@ -49,7 +52,10 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     out = row * tl.num_programs(1) + block
     tl.store(best_ptr + out, best)
     tl.store(second_ptr + out, second)
-    tl.store(token_ptr + out, block * BLOCK + index)
+    best_token = block * BLOCK + index
+    if IS_REDUCED:
+        best_token = tl.load(ids_ptr + best_token).to(tl.int32)
+    tl.store(token_ptr + out, best_token)
 
 
 @triton.jit
@@ -77,15 +83,16 @@ def sample_rows(
     tokens_R: torch.Tensor,
     levels_RK: torch.Tensor,
     column: torch.Tensor,
+    token_ids_V: torch.Tensor,
 ) -> None:
-    """Writes what `draft_sampling.sample_with_margin` says."""
+    """Writes what `draft_sampling.sample_with_margin` says; an empty `token_ids_V` means that column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
     best_RN, second_RN = logits_RV.new_empty(2, num_rows, num_blocks, dtype=torch.float32)
     token_RN = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.int32)
     _best_of_block[(num_rows, num_blocks)](
         logits_RV, logits_RV.stride(0), slots_R.contiguous(), temperature_S, seeds_S, positions_R.contiguous(),
-        best_RN, second_RN, token_RN, num_vocab, BLOCK=BLOCK,
+        token_ids_V, best_RN, second_RN, token_RN, num_vocab, IS_REDUCED=len(token_ids_V) > 0, BLOCK=BLOCK,
     )  # fmt: skip
     _best_of_row[(num_rows,)](
         best_RN, second_RN, token_RN, num_blocks, tokens_R, levels_RK, levels_RK.stride(0), column,

@@ -134,8 +134,13 @@ def check_draft_sampling(num_requests: int) -> dict[str, Any]:
     on_gpu: Any = (*(t.to(GPU) for t in tensors), torch.zeros_like(levels_BK, device=GPU), column.to(GPU))
     got_B = sample_with_margin(*on_gpu)
     target_B = draw(*on_gpu[:5], apply_temperature=True)
+    some_V = torch.arange(0, V, 8, device=GPU)
+    masked_BV = torch.full_like(on_gpu[0], -torch.inf).index_copy_(1, some_V, on_gpu[0][:, some_V])
+    masked_B = draw(masked_BV, *on_gpu[1:5], apply_temperature=True)
+    narrow: Any = (on_gpu[0][:, some_V], *on_gpu[1:5], torch.zeros_like(on_gpu[5]), on_gpu[6], some_V)
+    reduced_B = sample_with_margin(*narrow)
     return {
-        "unlike_vllm": int((got_B != target_B).sum()),
+        "unlike_vllm": int((got_B != target_B).sum() + (reduced_B != masked_B).sum()),
         "different_tokens": int((got_B.cpu() != expected_B).sum()),
         "different_levels": int((on_gpu[5].cpu() != levels_BK).sum()),
         **_taken(lambda: sample_with_margin(*on_gpu)),

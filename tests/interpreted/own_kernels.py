@@ -118,11 +118,18 @@ def test_drafts(num_vocab: int, dtype: torch.dtype) -> None:
     arguments = (logits_RV, slots_R, temperature_S, seeds_S, positions_R)
     levels_RK, expected_RK = (torch.full((num_rows, 4), 99, dtype=torch.int8) for _ in range(2))
     tokens_R = torch.empty(num_rows, dtype=torch.int64)
-    draft_sampling_triton.sample_rows(*arguments, tokens_R, levels_RK, column)
+    draft_sampling_triton.sample_rows(*arguments, tokens_R, levels_RK, column, tokens_R[:0])
     assert torch.equal(tokens_R, gumbel_sample(*arguments, apply_temperature=True, is_drafting=False))
     assert torch.equal(tokens_R, sample_with_margin(*arguments, expected_RK, column))
     assert (levels_RK[:, [0, 1, 3]] == 99).all()
+    ids_V = torch.arange(num_vocab) * 3 + 5  # tokens of a larger vocabulary
+    draft_sampling_triton.sample_rows(*arguments, tokens_R, reduced_RK := levels_RK.clone(), column, ids_V)
+    assert torch.equal(
+        tokens_R, sample_with_margin(*arguments, expected_reduced_RK := expected_RK.clone(), column, ids_V)
+    )
+    assert ((tokens_R - 5) % 3 == 0).all()
     if num_vocab > 1:
+        assert ((reduced_RK - expected_reduced_RK).abs() <= 1).all()
         near_R = is_near_an_edge(*arguments)
         assert torch.equal(levels_RK[~near_R], expected_RK[~near_R])
         assert near_R.sum() < 3
@@ -133,11 +140,12 @@ def is_near_an_edge(
     logits_RV: Tensor, slots_R: Tensor, temperature_S: Tensor, seeds_S: Tensor, positions_R: Tensor
 ) -> Tensor:
     """Whether a row's margin is so close to an edge that a last bit decides."""
-    values_RV, scores_N, edges = logits_RV.float().numpy(), np.empty(1024, np.float32), np.array(MARGIN_EDGES)
+    values_RV, edges = logits_RV.float().numpy(), np.array(MARGIN_EDGES)
+    all_tokens, scores_N, ids_N = np.empty(0, np.int64), np.empty(1024, np.float32), np.empty(1024, np.uint32)
     near = []
     for r, slot in enumerate(slots_R.tolist()):
         temperature = np.float32(temperature_S[slot] if slot >= 0 else 0)
         state = row_state(np.int64(seeds_S[slot]), np.int64(positions_R[r]))
-        margin = _best_two(values_RV[r], temperature, state, scores_N)[1]
+        margin = _best_two(values_RV[r], temperature, state, all_tokens, scores_N, ids_N)[1]
         near.append(bool((abs(edges - margin) < 1e-5).any()))
     return torch.tensor(near)
