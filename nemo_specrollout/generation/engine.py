@@ -225,6 +225,10 @@ class RolloutEngine:
         drafts = metrics["vllm:spec_decode_num_drafts"].value
         return int(drafts), list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
 
+    def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
+        """Returns `function(worker)`: for tools that look inside an engine."""
+        return self._llm.collective_rpc(function)[0]
+
     def close(self) -> None:
         """Stops the engine and its drafters, and frees its memory."""
         if self.drafters is not None:
@@ -286,6 +290,11 @@ class Generation:
     @property
     def is_done(self) -> bool:
         return len(self._done) == len(self._ids) and not self._waiting
+
+    @property
+    def num_done(self) -> int:
+        """Finished requests."""
+        return len(self._done)
 
     @property
     def rollouts(self) -> list[Rollout]:
