@@ -18,6 +18,7 @@ from nemo_specrollout.local.simulation_bench import (
     K,
     _curve,
     _head_quality,
+    cases_of,
     predicted_s,
     rows_of,
 )
@@ -100,3 +101,11 @@ def test_idle_cores_of_both_kinds_of_run() -> None:
     known = {"acceptance_length": 2.0, "reward": 0.5, "logprob_gap": {"mean": 1e-3}, "trajectory_age": {"mean": 1.0}}
     row = row_of(WAYS[-1], [{**asynchronous, **known}] * (WARM_UP + 3))
     assert (row["step_s"], row["generation_s"], row["train_s"], row["age"]) == (5.0, 1.0, 4.0, 1.0)
+
+
+def test_one_worker_is_simulated_with_the_requests_of_the_config_s_step() -> None:
+    cases = cases_of(CONFIG, one_worker=True)
+    assert [(c.kind, c.num_workers, c.size, c.tail) for c in cases] == [
+        (k, 1, (8, 8), None) for k in (PLAIN, FIXED, AUTO)
+    ]
+    assert len(cases_of(CONFIG, one_worker=False)) == 15 and Case(AUTO, 2, MANY, MOVING) in cases_of(CONFIG, False)

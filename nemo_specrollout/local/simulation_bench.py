@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the simulator is right about this machine: rollouts over its workers, predicted and measured, interleaved.
 
-    python -m nemo_specrollout.local.simulation_bench CONFIG --out DIR [--rounds N] [key=value ...]
+    python -m nemo_specrollout.local.simulation_bench CONFIG --out DIR [--rounds N] [--one-worker] [key=value ...]
 
 CONFIG is one of the local runner that names an EAGLE-3 head. In each round two rollouts for each number of workers and of
 requests, one plain and one with k drafts, say what steps cost and how well the head drafts. Then come, on prompts of their
 own, the rollouts that are predicted: plain, k drafts, and the budget `auto`, of which no cost was measured; few requests and
-many; each where it was dealt, and with moving. What a prediction is told of a rollout is how long its responses were.
+many; each where it was dealt, and with moving. `--one-worker` has the requests of CONFIG's step instead. A prediction is told
+nothing of a rollout but the lengths of its responses.
 """
 
 import argparse
@@ -77,11 +78,16 @@ class Case:
         return f"{drafting}, {workers}, {self.size[0] * self.size[1]} requests{moving}"
 
 
-CASES = tuple(
-    Case(kind, num_workers, size, tail)
-    for kind in (PLAIN, FIXED, AUTO)
-    for num_workers, size, tail in ((1, FEW, None), (1, MANY, None), (2, FEW, None), (2, MANY, None), (2, MANY, MOVING))
-)
+_SETTINGS: tuple[tuple[int, tuple[int, int], FastestOfNConfig | None], ...] = (
+    (1, FEW, None), (1, MANY, None), (2, FEW, None), (2, MANY, None), (2, MANY, MOVING),
+)  # fmt: skip
+
+
+def cases_of(config: RunConfig, one_worker: bool) -> list[Case]:
+    """All settings, or one worker with the requests of the config's own step."""
+    own = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
+    settings = ((1, own, None),) if one_worker else _SETTINGS
+    return [Case(kind, *setting) for kind in (PLAIN, FIXED, AUTO) for setting in settings]
 
 
 class FirstWorkers:
@@ -107,9 +113,9 @@ class Calibration:
 
 
 class SimulationBench:
-    """Owns a pool of two workers for each way to draft, and the coordinators of the cases."""
+    """Owns a pool of workers for each way to draft, and the coordinators of the cases."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, cases: Sequence[Case]) -> None:
         generation, self.config = config.policy.generation, config
         head = next((d for d in generation.specrollout.drafters if d.type == "eagle3"), None)
         if head is None:
@@ -117,17 +123,20 @@ class SimulationBench:
         self.pools = {}
         for kind, block in _blocks(head).items():
             changed = replace(generation, specrollout=block)
-            self.pools[kind] = RolloutPool(Path(config.policy.model_name), changed, config.grpo.seed, 2)
+            self.pools[kind] = RolloutPool(
+                Path(config.policy.model_name), changed, config.grpo.seed, max(case.num_workers for case in cases)
+            )
         self._task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
-        self._coordinators = {case: self._coordinator(case) for case in CASES}
+        self._coordinators = {case: self._coordinator(case) for case in cases}
         self._step = 0
 
     def round(self) -> dict[str, tuple[float, float]]:
         """Measured and predicted seconds of each case."""
         # By requests too: the time of a step depends on how long texts are, of which tables know nothing.
-        known = {(n, size): self._calibrate(n, size) for n in (1, 2) for size in (FEW, MANY)}
+        settings = dict.fromkeys((case.num_workers, case.size) for case in self._coordinators)
+        known = {setting: self._calibrate(*setting) for setting in settings}
         found = {}
-        for case in CASES:
+        for case in self._coordinators:
             requests = self._requests(case.size)
             started = time.perf_counter()
             rollouts, _ = self._coordinators[case].roll_out(requests)
@@ -294,9 +303,10 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--one-worker", action="store_true", help="one worker only, with the requests of CONFIG's step")
     options = parser.parse_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))
-    bench = SimulationBench(config)
+    bench = SimulationBench(config, cases_of(config, options.one_worker))
     rows = rows_of(list(_rounds(bench, options.rounds)))
     bench.close()
     Console(width=120).print(_table(rows))
