@@ -291,7 +291,10 @@ def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: 
     overrides = []
     if path.name == "smollm2_cpu.yaml":  # its model and its tasks come with `make smollm2`
         pytest.importorskip("reasoning_gym")
-        overrides = [f"policy.model_name={STEP_ADDER}"]
+        block = "policy.generation.specrollout"
+        overrides = [
+            f"policy.model_name={STEP_ADDER}", f"{block}.drafters=[{{type: suffix}}]", f"{block}.draft_refresh=null"
+        ]  # fmt: skip
     prepared = prepare(path, overrides)
     assert prepared.ignored == []
     assert read_run_config(prepared.tree)[0] == prepared.config

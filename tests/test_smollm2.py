@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the real model comes to be: fetched, converted, given its supervised start. Slow: the real one in the engine."""
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.model_folder import tensor_shapes
 from nemo_specrollout.local import smollm2
 from nemo_specrollout.local.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
+from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
 
 MODEL = ROOT / "models" / "smollm2"
 unit = pytest.mark.unit
@@ -133,6 +136,36 @@ def test_a_low_rank_change_starts_as_none_and_merges_as_trained(tmp_path: Path) 
     assert not torch.allclose(changed, before, atol=1e-2)
     with pytest.raises(ValueError, match=r"changes model\.layers\.0"):
         merge_low_rank({}, tmp_path / "change.safetensors")
+
+
+# What is shipped of it.
+
+SHIPPED = ROOT / "examples" / "models"
+
+
+@unit
+def test_the_shipped_start_changes_every_linear_layer_of_the_model() -> None:
+    change = SHIPPED / "smollm2_start" / smollm2.CHANGE
+    shapes = tensor_shapes([change])
+    layers = {name.rpartition(".")[0] for name in shapes}
+    assert len(shapes) == 2 * len(layers) == 2 * 30 * 7
+    down, up = (shapes[f"model.layers.29.mlp.down_proj.{part}"] for part in ("down", "up"))
+    assert down == (16, 1536) and up == (576, 16)
+    assert change.stat().st_size < 12_000_000
+    card = json.loads((change.parent / "card.json").read_text())
+    assert card["command"].startswith("python -m nemo_specrollout.local.smollm2_start")
+
+
+@unit
+def test_the_shipped_head_is_small_and_fits_the_model() -> None:
+    facts = read_head_facts(SHIPPED / "smollm2_eagle3")
+    assert (facts.hidden_size, facts.vocab_size, len(facts.layer_ids)) == (576, 49152, 3)
+    assert facts.has_reduced_vocab and not any("embed" in name for name in facts.shapes)
+    check_values(facts, read_head_tensors(facts))
+    files = list(facts.folder.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 25_000_000
+    for file in files:
+        assert file.suffix != ".json" or str(ROOT) not in file.read_text(), "a path of the machine it was made on"
 
 
 # The real model.
