@@ -19,6 +19,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.local.bench import _set_aside
 from nemo_specrollout.local.bench_figures import best_by_running, best_fixed, figures_of, host_shares
 from nemo_specrollout.local.bench_rounds import Entrant, group_with
 from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
@@ -41,6 +42,21 @@ def config_of(path: Path, *overrides: str) -> RunConfig:
 
 def rows_by_name(path: Path, *overrides: str) -> dict[str, BenchRow]:
     return {row.name: row for row in bench_rows(config_of(path, *overrides))}
+
+
+# Files.
+
+
+@pytest.mark.unit
+def test_what_an_earlier_bench_left_is_kept_under_a_number(tmp_path: Path) -> None:
+    for name in ("bench.json", "bench_mixed.png", "bench_mixed.1.png", "bench.log", "run.json"):
+        (tmp_path / name).write_text(name)
+    _set_aside(tmp_path)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {
+        "bench.1.json": "bench.json", "bench_mixed.2.png": "bench_mixed.png", "bench_mixed.1.png": "bench_mixed.1.png",
+        "bench.log": "bench.log", "run.json": "run.json",
+    }  # fmt: skip
 
 
 # Rows.

@@ -299,6 +299,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (["--rollouts", "{rollouts}", "--out", "{head}"], "give --replace"),
         (["--rollouts", "{rollouts}", "--device", "tpu"], "choose auto, cpu or cuda"),
         (["--rollouts", "{rollouts}", "--dtype", "int8"], "choose float32 or bfloat16"),
+        (["--rollouts", "{rollouts}", "--rollout-dtype", "fp8"], "--rollout-dtype: 'fp8' is not available"),
         (["--rollouts", "{rollouts}", "--tv-after", "2"], "--tv-after: 2.0 is out of range"),
         (["--rollouts", "{rollouts}", "--max-length", "8"], "prompts fill the context of 8 tokens"),
         (["--rollouts", "{rollouts}", "--store-gb", "0.0001"], "are too few to train and judge a head"),

@@ -39,6 +39,7 @@ class RefreshOptions:
     num_prompts: int = _flag("of --prompts CONFIG: prompts, of its bench.workloads or else its data", "N", 256, low=16)
     samples_per_prompt: int = _flag("of --prompts: responses to each", "N", 4, low=1)
     max_new_tokens: int = _flag("of --prompts: longest response", "N", 512, low=1)
+    rollout_dtype: str = _flag("of --prompts: the engine's dtype, float32 or bfloat16", "NAME", "float32")
     hf_config: str | None = _flag("config and tokenizer of a Megatron checkpoint that does not name them", "DIR", None)
     layer_ids: tuple[int, ...] = _flag(
         "layers whose inputs a new head reads, e.g. 2,18,33; else early, middle, late", "IDS", ()
@@ -142,5 +143,6 @@ def _check(options: RefreshOptions) -> None:
         raise ConfigError("--layer-ids are a new head's, and --draft has its own; leave out one of them")
     if options.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device: {options.device!r} is not available; choose auto, cpu or cuda")
-    if options.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--dtype: {options.dtype!r} is not available; choose float32 or bfloat16")
+    for flag, dtype in (("--dtype", options.dtype), ("--rollout-dtype", options.rollout_dtype)):
+        if dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"{flag}: {dtype!r} is not available; choose float32 or bfloat16")

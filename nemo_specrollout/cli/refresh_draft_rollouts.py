@@ -65,7 +65,7 @@ def generate_rollouts(
     block = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")))
     kwargs = {"max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     generation = GenerationConfig(
-        VllmConfig(max_model_len=longest),
+        VllmConfig(max_model_len=longest, precision=options.rollout_dtype),
         options.max_new_tokens,
         options.temperature,
         vllm_kwargs=kwargs,

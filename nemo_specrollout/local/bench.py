@@ -58,15 +58,7 @@ def run_bench(config: RunConfig) -> list[Figures]:
         config = with_deep_policy(config, out / "deep_policy")
     measured = measure_rows(config)
     out.mkdir(parents=True, exist_ok=True)
-    _set_aside(
-        out,
-        "bench.json",
-        "bench.png",
-        "bench.svg",
-        "bench_useless.json",
-        "bench_acceptance.json",
-        "bench_constant.json",
-    )
+    _set_aside(out)
     rows = []
     for name, groups in measured.draining.items():
         found = figures_of(groups)
@@ -171,8 +163,8 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(path, json.dumps(rows, indent=1))
 
 
-def _set_aside(folder: Path, *names: str) -> None:
+def _set_aside(folder: Path) -> None:
     """Renames what an earlier bench left there, "bench.json" to "bench.1.json" or the next number that is free."""
-    for path in (folder / name for name in names if (folder / name).exists()):
+    for path in [p for p in folder.glob("bench*") if p.suffix in (".json", ".png", ".svg") and "." not in p.stem]:
         numbered = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
         path.rename(next(p for p in numbered if not p.exists()))
