@@ -98,6 +98,8 @@ def test_idle_cores_of_both_kinds_of_run() -> None:
     assert step_s(synchronous) == 8.0 and idle_share(synchronous) == pytest.approx(0.25 * 4 / 8)
     asynchronous = {**parts, "exposed_generation_s": 1.0, "collector_idle_s": 2.0}
     assert step_s(asynchronous) == 5.0 and idle_share(asynchronous) == pytest.approx((1 + 2) / 10)
+    with_head = {**synchronous, "draft_refresh": {"decision": "it pays", "refresh_s": 2.0}}
+    assert step_s(with_head) == 10.0 and step_s({**synchronous, "draft_refresh": {"decision": "no"}}) == 8.0
     known = {"acceptance_length": 2.0, "reward": 0.5, "logprob_gap": {"mean": 1e-3}, "trajectory_age": {"mean": 1.0}}
     row = row_of(WAYS[-1], [{**asynchronous, **known}] * (WARM_UP + 3))
     assert (row["step_s"], row["generation_s"], row["train_s"], row["age"]) == (5.0, 1.0, 4.0, 1.0)

@@ -106,6 +106,7 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
         "generation_s": statistics.median(generation_s(m) for m in counted),
         "train_s": statistics.median(m["train_s"] + m["logprob_s"] for m in counted),
         "refit_s": statistics.median(m["refit_s"] for m in counted),
+        "head_s": statistics.mean(map(head_s, counted)),
         "idle_share": statistics.mean(map(idle_share, counted)),
         "acceptance_length": statistics.mean(m["acceptance_length"] for m in counted),
         "reward": statistics.mean(m["reward"] for m in last),
@@ -120,8 +121,13 @@ def generation_s(step: Record) -> float:
 
 
 def step_s(step: Record) -> float:
-    """Its parts, one after the other."""
-    return generation_s(step) + step["logprob_s"] + step["train_s"] + step["refit_s"]
+    """Seconds of a step: its parts, one after the other."""
+    return generation_s(step) + step["logprob_s"] + step["train_s"] + step["refit_s"] + head_s(step)
+
+
+def head_s(step: Record) -> float:
+    """Seconds that training a head took in a step."""
+    return float(step.get("draft_refresh", {}).get("refresh_s") or 0.0)
 
 
 def idle_share(step: Record) -> float:
