@@ -103,7 +103,7 @@ class DraftRefresh:
         if (done := work.trained_already(self._state, self._policy, self._device)) is not None:
             return HeadTrainer(done[0], self._settings()), done[1], "", done[1].seconds
         trainer, started = HeadTrainer(head, self._settings()), time.perf_counter()
-        verifier = None if self._policy == self._state.policy else str(self._policy.absolute())
+        verifier = None if self._policy == self._state.policy else str(self._policy)
         try:
             with self._view.training() as move:
                 report = self._reporter(head, data, move)
