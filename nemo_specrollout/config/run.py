@@ -327,7 +327,7 @@ class RunConfig:
 
     @property
     def workloads(self) -> dict[str, DataConfig]:
-        """What the bench measures, by name: its workloads, or else the run's own task."""
+        """The tasks that the bench measures, by name: `bench.workloads`, or the run's own task if there are none."""
         return {w.name: w.data for w in self.bench.workloads} or {self.data.dataset_name: self.data}
 
     @property

@@ -24,7 +24,7 @@ class LossInputs:
     mask_BT: Tensor
     advantages_B: Tensor
     prev_logprobs_BT: Tensor | None
-    """By the trainer's weights before the step; None takes those of the pass itself (`force_on_policy_ratio`)."""
+    """By the trainer's weights before the step. None: the log-probs of the training pass serve (`force_on_policy_ratio`)."""
     generation_logprobs_BT: Tensor
     """By the engine while it generated."""
     reference_logprobs_BT: Tensor | None = None

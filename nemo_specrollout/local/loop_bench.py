@@ -6,8 +6,6 @@
 Each way is a run of CONFIG from the same policy, with the same prompts and seeds, on two cores. DIR gets the run directories.
 """
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -27,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.local.bench_command import bench_parser, write_facts
 from nemo_specrollout.local.chart_panels import BLUE, GREEN, ORANGE, STYLE, light, over_steps
 from nemo_specrollout.local.records import Record, read_lines, running_mean, series
 
@@ -57,12 +55,12 @@ class Way:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the engine decodes without drafts."""
+        """Returns whether the engine decodes without drafts."""
         return set(_PLAIN) <= set(self.changes)
 
     @property
     def is_async(self) -> bool:
-        """Whether the trainer works while the engine generates."""
+        """Returns whether the trainer works while the engine generates."""
         return set(_ASYNC) <= set(self.changes)
 
     @property
@@ -166,10 +164,7 @@ def _line(steps: Sequence[Record], key: str, window: int) -> tuple[np.ndarray, n
 
 def main() -> int:
     """Prints a table; writes DIR/loop.json and DIR/loop.png."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
     options = parser.parse_args()
@@ -182,7 +177,7 @@ def main() -> int:
     Console(width=120).print(_table(rows))
     draw(runs, options.out / "loop.png")
     facts = {"config": str(options.config), "steps": options.steps, "overrides": options.overrides, "rows": rows}
-    write_atomically(options.out / "loop.json", json.dumps(facts, indent=1) + "\n")
+    write_facts(options.out / "loop.json", facts)
     return 0
 
 

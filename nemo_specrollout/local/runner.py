@@ -168,8 +168,9 @@ class GrpoRunner:
             )
             results.append(figures)
         means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
-        # Without a pass before the steps there is one step only, and its log-probs are those of the weights before it.
-        return means, scored if prev_BT is not None else replace(scored, prev_logprobs_BT=logprobs_BT)
+        if prev_BT is None:  # There was one optimizer step, whose log-probs are by the weights before it.
+            scored = replace(scored, prev_logprobs_BT=logprobs_BT)
+        return means, scored
 
     def close(self) -> None:
         """Stops the engine."""
@@ -313,10 +314,10 @@ def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | No
     """The mean gap over the tokens that the step's own policy made, None if it made none; of a synchronous step nothing."""
     if rollout.num_older_B is None:
         return {}
-    gaps = []
+    gaps, gap_BT = [], scored.gap_BT
     for row, (request, num_older) in enumerate(zip(rollout.prompts.requests, rollout.num_older_B, strict=True)):
         first, end = len(request.prompt_token_ids), len(request.prompt_token_ids) + len(rollout.rollouts[row].token_ids)
-        gaps.append(scored.gap_BT[row, first + num_older : end])
+        gaps.append(gap_BT[row, first + num_older : end])
     own = torch.cat(gaps)
     return {"logprob_gap_on_policy": float(own.mean()) if len(own) else None}
 

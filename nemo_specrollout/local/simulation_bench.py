@@ -10,8 +10,6 @@ many; each where it was dealt, and with moving. `--one-worker` has the requests 
 nothing of a rollout but the lengths of its responses.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -26,7 +24,6 @@ from rich.progress import track
 from rich.table import Table
 
 from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
@@ -35,6 +32,7 @@ from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
+from nemo_specrollout.local.bench_command import bench_parser, write_facts
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
@@ -298,10 +296,7 @@ def _rounds(bench: SimulationBench, number: int) -> Iterator[dict[str, tuple[flo
 
 def main() -> int:
     """Prints a table, and writes its rows to DIR/simulation_bench.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--one-worker", action="store_true", help="one worker only, with the requests of CONFIG's step")
     options = parser.parse_args()
@@ -310,9 +305,8 @@ def main() -> int:
     rows = rows_of(list(_rounds(bench, options.rounds)))
     bench.close()
     Console(width=120).print(_table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
     facts = {"config": str(options.config), "overrides": options.overrides, "rounds": options.rounds, "rows": rows}
-    write_atomically(options.out / "simulation_bench.json", json.dumps(facts, indent=1) + "\n")
+    write_facts(options.out / "simulation_bench.json", facts)
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step goes, by number of requests: the network, sampling, the head, our work, the rest of vLLM.
+"""Measures where the time of a decode step goes: the network, sampling, the head, our work, the rest of vLLM.
 
     OMP_NUM_THREADS=1 python -m nemo_specrollout.local.step_profile CONFIG --out DIR [--batches 1,4,8,16,32] [key=value ...]
 
@@ -7,9 +7,7 @@ Each batch stays full: a finished request makes room for another. Steps that rea
 functions return when their work is done.
 """
 
-import argparse
 import itertools
-import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,11 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.generation.engine import Generation, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.bench_command import bench_parser, write_facts
 from nemo_specrollout.local.bench_rows import OURS, PLAIN, bench_rows
 from nemo_specrollout.local.bench_tables import new_table
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
@@ -149,7 +147,7 @@ def measure(config: RunConfig, batches: Sequence[int]) -> list[dict[str, Any]]:
         engine = RolloutEngine(Path(config.policy.model_name), way.generation, config.grpo.seed)
         clock = watch(engine)
         for i, batch in track(enumerate([batches[0], *batches]), way.name, len(batches) + 1, transient=True):
-            prompts = itertools.chain.from_iterable(step_prompts(config, next(steps), task).requests for _ in steps)
+            prompts = itertools.chain.from_iterable(step_prompts(config, step, task).requests for step in steps)
             found = profile(engine, clock, list(itertools.islice(prompts, max(2 * batch, 4))), batch)
             if i > 0:
                 rows.append({"mode": way.name, **found.row()})
@@ -159,10 +157,7 @@ def measure(config: RunConfig, batches: Sequence[int]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Prints a table; writes DIR/step_profile.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = bench_parser(__doc__)
     parser.add_argument("--batches", default="1,4,8,16,32", help="numbers of requests, separated by commas")
     options = parser.parse_args()
     set_process_environment()
@@ -179,8 +174,7 @@ def main() -> None:
             f"{per_token:.1f}",
         )  # fmt: skip
     Console(width=150, highlight=False).print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / "step_profile.json", json.dumps(rows, indent=1) + "\n")
+    write_facts(options.out / "step_profile.json", rows)
 
 
 if __name__ == "__main__":

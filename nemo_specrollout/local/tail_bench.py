@@ -7,8 +7,6 @@ CONFIG is one of the local runner. Its drafters are those of every worker, but i
 what `--split` says. All ways sample with the same noise, so all make the same tokens; only time differs.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,6 @@ from rich.progress import track
 from rich.table import Table
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.tail import FastestOfNConfig
@@ -31,6 +28,7 @@ from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.generation.rollout_pool import RolloutPool
 from nemo_specrollout.generation.timeline import Timeline
 from nemo_specrollout.local.bench import WIDTH_OF_LOGS
+from nemo_specrollout.local.bench_command import bench_parser, write_facts
 from nemo_specrollout.local.rollout import StepPrompts, load_tokenizer, step_prompts
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.tasks import build_task
@@ -158,10 +156,7 @@ def _ratios(rounds: list[dict[str, list[Timed]]], base: str, name: str) -> list[
 
 def main() -> int:
     """Prints a table, and writes its rows to DIR/tail.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = bench_parser(__doc__)
     parser.add_argument("--split", default="", help="drafters of each worker, joined by +, workers parted by ;")
     parser.add_argument("--steps", type=int, default=4, help="rollouts of a round: steps of a run")
     parser.add_argument("--rounds", type=int, default=5)
@@ -177,11 +172,8 @@ def main() -> int:
     if not console.is_terminal:
         console.width = WIDTH_OF_LOGS
     console.print(_table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
     facts = {"config": str(options.config), "overrides": options.overrides, "split": options.split}
-    write_atomically(
-        options.out / "tail.json", json.dumps({**facts, "rounds": options.rounds, "rows": rows}, indent=1) + "\n"
-    )
+    write_facts(options.out / "tail.json", {**facts, "rounds": options.rounds, "rows": rows})
     return 0
 
 
