@@ -19,7 +19,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
-from nemo_specrollout.local.bench import _set_aside
+from nemo_specrollout.local.bench import _set_aside, request_stream, take_batch
 from nemo_specrollout.local.bench_figures import best_by_running, best_fixed, figures_of, host_shares
 from nemo_specrollout.local.bench_rounds import Entrant, group_with
 from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
@@ -57,6 +57,18 @@ def test_what_an_earlier_bench_left_is_kept_under_a_number(tmp_path: Path) -> No
         "bench.1.json": "bench.json", "bench_mixed.2.png": "bench_mixed.png", "bench_mixed.1.png": "bench_mixed.1.png",
         "bench.log": "bench.log", "run.json": "run.json",
     }  # fmt: skip
+
+
+# Requests.
+
+
+@pytest.mark.unit
+def test_no_request_of_a_constant_batch_is_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    stream = request_stream(config_of(QUICKSTART))
+    requests = [request for batch in (1, 4, 32) for request in take_batch(stream, batch)]
+    assert len(requests) == 4 + 8 + 64
+    assert len({(r.prompt_index, r.sample_index, r.policy_version) for r in requests}) == len(requests)
 
 
 # Rows.

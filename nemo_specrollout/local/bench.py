@@ -106,9 +106,10 @@ def measure_rows(config: RunConfig) -> Measured:
                         play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
                         bar.advance(task)
                     measured.draining[name].append([entrant.take() for entrant in entrants])
+                stream = request_stream(config)
                 for batch in bench.constant_batches:
-                    for requests in itertools.islice(_batches_of(config, batch), bench.num_rounds):
-                        play_round(entrants, requests, keep=True, at_a_time=batch)
+                    for _ in range(bench.num_rounds):
+                        play_round(entrants, take_batch(stream, batch), keep=True, at_a_time=batch)
                         bar.advance(task)
                     measured.constant[batch].append([entrant.take() for entrant in entrants])
     return measured
@@ -151,12 +152,15 @@ def _requests_of(config: RunConfig) -> Iterator[list[RolloutRequest]]:
         yield step_prompts(config, index, task).requests
 
 
-def _batches_of(config: RunConfig, batch: int) -> Iterator[list[RolloutRequest]]:
-    """The requests of one round after the other: `FULL_BATCHES` times the batch, none that a workload's round has."""
-    grpo = replace(config.grpo, seed=config.grpo.seed + 1)
-    requests = itertools.chain.from_iterable(_requests_of(replace(config, grpo=grpo)))
-    while True:
-        yield list(itertools.islice(requests, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
+def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
+    """Yields requests for constant batches without end. None repeats, because drafters remember the text of a request."""
+    grpo = replace(config.grpo, seed=config.grpo.seed + 1)  # Other prompts than the rounds of a workload.
+    return itertools.chain.from_iterable(_requests_of(replace(config, grpo=grpo)))
+
+
+def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
+    """Returns the next requests of a round that keeps `batch` requests running: `FULL_BATCHES` times as many."""
+    return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -7,7 +7,6 @@ Each batch stays full: a finished request makes room for another. Steps that rea
 functions return when their work is done.
 """
 
-import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,11 +21,10 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.generation.engine import Generation, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.bench import request_stream, take_batch
 from nemo_specrollout.local.bench_command import bench_parser, write_facts
 from nemo_specrollout.local.bench_rows import OURS, PLAIN, bench_rows
 from nemo_specrollout.local.bench_tables import new_table
-from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
-from nemo_specrollout.local.tasks import build_task
 
 NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST = (
     "network", "LM head", "sampling", "head", "head, sampling", "ours", "rest of vLLM",
@@ -138,17 +136,14 @@ def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[Rollout
 
 def measure(config: RunConfig, batches: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each way and batch size; the first batch is rolled out twice, to warm up."""
-    task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
-    steps = itertools.count()
+    every_row = bench_rows(replace(config, bench=replace(config.bench, rows=())))
     rows = []
-    for way in [
-        row for row in bench_rows(replace(config, bench=replace(config.bench, rows=()))) if row.name in (PLAIN, OURS)
-    ]:
+    for way in [row for row in every_row if row.name in (PLAIN, OURS)]:
+        stream = request_stream(config)
         engine = RolloutEngine(Path(config.policy.model_name), way.generation, config.grpo.seed)
         clock = watch(engine)
         for i, batch in track(enumerate([batches[0], *batches]), way.name, len(batches) + 1, transient=True):
-            prompts = itertools.chain.from_iterable(step_prompts(config, step, task).requests for step in steps)
-            found = profile(engine, clock, list(itertools.islice(prompts, max(2 * batch, 4))), batch)
+            found = profile(engine, clock, take_batch(stream, batch), batch)
             if i > 0:
                 rows.append({"mode": way.name, **found.row()})
         engine.close()
