@@ -389,6 +389,20 @@ def test_the_loss_on_a_cpu_is_that_of_speculators(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
 
 
+def test_a_batch_without_responses_has_no_loss(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
+    from speculators.losses.utils import resolve_loss_config
+
+    from nemo_specrollout.training.draft_forward import row_loss, training_loss
+    from nemo_specrollout.training.head import load_head
+
+    model = load_head(head_folder, STEP_ADDER).model
+    batch = pack(sequences, [Piece(0, 0, 4)], TTT_STEPS)
+    batch.loss_mask_1S.zero_()
+    loss = training_loss(model, batch, TTT_STEPS, 0.8, row_loss(resolve_loss_config("tv", "eager")))
+    loss.backward()
+    assert loss.item() == 0.0
+
+
 def test_packed_sequences_have_the_losses_that_they_have_alone(
     head_folder: Path, sequences: list[SequenceFeatures]
 ) -> None:

@@ -58,6 +58,8 @@ def training_loss(model: Any, batch: PackedBatch, num_positions: int, step_decay
     # Row r is of use if a draft that starts there has a target; `pack` keeps targets away from a piece's first rows.
     rows_R = _within(is_target_S, num_positions).nonzero()[:, 0]
     hidden_1RH = projected(model, batch.hidden_states_1SF)
+    if len(rows_R) == 0:  # a batch of prompts
+        return 0.0 * hidden_1RH.sum()
     with torch.no_grad(), torch.autocast(hidden_1RH.device.type, enabled=False):
         targets_SD = torch.softmax(model.verifier_lm_head(batch.final_1SH[0]).float(), dim=-1)
     documents_S, positions_1S = batch.document_ids_1S[0], batch.position_ids_1S
