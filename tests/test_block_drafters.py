@@ -164,9 +164,9 @@ def test_each_layer_norms_the_context_by_its_own_weights(
 
 def test_the_block_names_vllm_s_own_method(tmp_path: Path) -> None:
     block = SpecrolloutConfig(drafters=(DrafterConfig("dspark", model="a/b"), NGRAM), num_speculative_tokens=7)
-    assert with_specrollout({}, block, "cpu")["speculative_config"] == {
-        "method": "dspark", "model": "a/b", "num_speculative_tokens": 7
-    }  # fmt: skip
+    native = {"method": "dspark", "model": "a/b", "num_speculative_tokens": 7}
+    assert with_specrollout({}, block, "cpu", keeps_last_block=False)["speculative_config"] == native
+    assert with_specrollout({}, block, "cpu")["speculative_config"] == {**native, "disable_eagle_block_drop": True}
 
 
 def test_a_drafter_that_this_vllm_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.refresh import DraftRefreshConfig
-from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
+from nemo_specrollout.generation.compat import scheduler_of
+from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.training.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
@@ -178,6 +179,29 @@ def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
     drafts = recorded(engine)
     engine.generate(requests(6, 4, first=50), **LONG)
     assert_same_drafts(drafts, drafts_of_a_busy_head)
+
+
+def test_samples_of_a_prompt_share_all_of_its_blocks_beside_a_head(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """The step that reads the prompt has as many rows as without a head."""
+
+    def rows_read(drafters: tuple[DrafterConfig, ...]) -> int:
+        engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters), block_size=32)
+        scheduler, rows = scheduler_of(engine._llm.llm_engine), []
+        schedule = scheduler.schedule
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            rows.append(output.total_num_scheduled_tokens)
+            return output
+
+        scheduler.schedule = noted
+        text = list(requests(1, 1)[0].prompt_token_ids) * 40
+        engine.generate([RolloutRequest(text[:100], 0, s) for s in range(4)], max_tokens=1)
+        return max(rows)
+
+    assert rows_read((head,)) == rows_read(()) == 100 + 3 * 4
 
 
 def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(

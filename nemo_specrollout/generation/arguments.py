@@ -52,12 +52,18 @@ def set_process_environment() -> None:
 
 
 def with_specrollout(
-    vllm_kwargs: Mapping[str, Any], block: SpecrolloutConfig, device: str, *, chooses_on_device: bool = True
+    vllm_kwargs: Mapping[str, Any],
+    block: SpecrolloutConfig,
+    device: str,
+    *,
+    chooses_on_device: bool = True,
+    keeps_last_block: bool = True,
 ) -> dict[str, Any]:
     """`vllm_kwargs` with the block put into effect; unchanged if it is disabled.
 
     With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. `chooses_on_device`: whether
-    this vLLM can choose there which drafts a step verifies. Raises ValueError where the user's arguments contradict the block.
+    this vLLM can choose there which drafts a step verifies. `keeps_last_block`: whether it can take the last block of a cached
+    prompt as it is where a head drafts. Raises ValueError where the user's arguments contradict the block.
     """
     result = dict(vllm_kwargs)
     if not block.enabled:
@@ -75,20 +81,25 @@ def with_specrollout(
     elif block.drafters and block.most_drafts:
         _refuse_other_noise(result, block)
         adapts = chooses_on_device and device == "cuda" and not result.get("enforce_eager")
-        result["speculative_config"] = _speculative_config(block, adapts=adapts)
+        result["speculative_config"] = _speculative_config(block, adapts, keeps_last_block)
         _make_room_for_drafts(result, block.most_drafts)
         result.setdefault("scheduler_cls", SCHEDULER)
     result["additional_config"] = {**additional, "specrollout": block_dict}
     return result
 
 
-def _speculative_config(block: SpecrolloutConfig, *, adapts: bool) -> dict[str, Any]:
+def _speculative_config(block: SpecrolloutConfig, adapts: bool, keeps_last_block: bool) -> dict[str, Any]:
     """vLLM's own method for a drafter with weights, else one that needs none. `adapts`: vLLM prepares CUDA graphs and
-    attention for drafts that are chosen on the device."""
+    attention for drafts that are chosen on the device.
+
+    By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there depends
+    on the token that follows. The samples of a prompt share that token, and the policy's own entries never depend on it.
+    """
     drafter, count = block.model_drafter, block.most_drafts
     method = {"method": TEXT_METHOD} if drafter is None else native_config(drafter, count)
     adaptive = {"enable_adaptive_verification": True} if adapts else {}
-    return {**method, "num_speculative_tokens": count, **adaptive}
+    reuse = {"disable_eagle_block_drop": True} if drafter is not None and keeps_last_block else {}
+    return {**method, "num_speculative_tokens": count, **adaptive, **reuse}
 
 
 def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:

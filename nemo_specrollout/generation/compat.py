@@ -72,6 +72,10 @@ HAS_MARGINS = hasattr(gumbel, "murmur3_uniform32")
 """Whether its noise is the function that `draft_sampling` computes itself, so that drafts come with margins (0.32)."""
 CHOOSES_ON_DEVICE = _takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts as deep as it is asked, and chooses on the device which drafts a step verifies (0.32)."""
+KEEPS_LAST_BLOCK = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
+"""Whether it can be told to take the last block of a cached prompt as it is where a head drafts (0.30)."""
+DRAFTING_ABILITIES = {"chooses_on_device": CHOOSES_ON_DEVICE, "keeps_last_block": KEEPS_LAST_BLOCK}
+"""What `arguments.with_specrollout` must know of them."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 HAS_DRAFT_MODEL = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is not None
 _ONE_NOISE: dict[str, Any] = {"is_drafting": False} if _takes(gumbel.gumbel_sample, "is_drafting") else {}

@@ -109,8 +109,7 @@ class RolloutEngine:
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": seed,
         }
-        chooses_on_device = compat.CHOOSES_ON_DEVICE
-        arguments = with_specrollout(arguments, block, compat.device_type(), chooses_on_device=chooses_on_device)
+        arguments = with_specrollout(arguments, block, compat.device_type(), **compat.DRAFTING_ABILITIES)
         self._has_our_worker = "worker_cls" in arguments
         if self._has_our_worker:
             from nemo_specrollout.generation.older_runners import allow_text_drafters

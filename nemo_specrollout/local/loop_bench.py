@@ -167,7 +167,7 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--only", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     overrides = [f"grpo.max_num_steps={options.steps}", *options.overrides]
     runs = {
         way.name: run(way, options.config, options.out / way.name.replace(", ", "_").replace(" ", "_"), overrides)

@@ -299,7 +299,7 @@ def main() -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--one-worker", action="store_true", help="one worker only, with the requests of CONFIG's step")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     bench = SimulationBench(config, cases_of(config, options.one_worker))
     rows = rows_of(list(_rounds(bench, options.rounds)))

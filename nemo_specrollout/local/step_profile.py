@@ -154,7 +154,7 @@ def main() -> None:
     """Prints a table; writes DIR/step_profile.json."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", default="1,4,8,16,32", help="numbers of requests, separated by commas")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     set_process_environment()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     rows = measure(config, [int(n) for n in options.batches.split(",")])

@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--split", default="", help="drafters of each worker, joined by +, workers parted by ;")
     parser.add_argument("--steps", type=int, default=4, help="rollouts of a round: steps of a run")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     config, _ = read_run_config(load_config(options.config, options.overrides))
     split = tuple(tuple(worker.split("+")) for worker in options.split.split(";")) if options.split else ()
     task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
