@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop of GRPO with and without speculation: step time and its parts, idle cores, rewards, policy gap.
 
-    python -m nemo_specrollout.local.loop_bench CONFIG --out DIR [--steps 24] [--only WAY ...] [key=value ...]
+    python -m nemo_specrollout.local.loop_bench CONFIG [key=value ...] --out DIR [--steps 24] [--only WAY ...]
 
 Each way is a run of CONFIG from the same policy, with the same prompts and seeds, on two cores. DIR gets the run directories.
 """
