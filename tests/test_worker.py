@@ -87,8 +87,10 @@ def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
         return with_specrollout({}, SpecrolloutConfig(drafters=drafters, **block), "cpu")["speculative_config"]
 
     head = DrafterConfig("eagle3", model="/heads/3")
-    assert config(DRAFTERS[0], head) == {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
-    assert config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2}
+    kept = {"disable_eagle_block_drop": True}
+    expected = {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
+    assert config(DRAFTERS[0], head) == expected | kept
+    assert config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
 
 
 def test_a_budget_of_no_drafts_is_no_speculation() -> None:
