@@ -72,8 +72,10 @@ _EDGES = np.array(MARGIN_EDGES, np.float32)
 
 
 @njit(cache=True, error_model="numpy")
-def _scan(state, ids_N, is_noisy, scores_N, best, second, token):  # type: ignore[no-untyped-def]
+def _scan(state, ids_N, is_noisy, scores_N, bounds_N, best, second, token):  # type: ignore[no-untyped-def]
     for i in range(len(scores_N)):
+        if bounds_N[i] <= second:
+            continue
         score = scores_N[i]
         if is_noisy:
             score += gumbel_of(uniform_of(token_bits(state, ids_N[i])))
@@ -86,8 +88,8 @@ def _scan(state, ids_N, is_noisy, scores_N, best, second, token):  # type: ignor
 
 
 @njit(cache=True, error_model="numpy")
-def _best_two(logits_V, temperature, state, token_ids_V, scores_N, ids_N):  # type: ignore[no-untyped-def]
-    """The best token of a row, and by how much its score beats the next. Most blocks are ruled out by a bound."""
+def _best_two(logits_V, temperature, state, token_ids_V, scores_N, bounds_N, ids_N):  # type: ignore[no-untyped-def]
+    """The best token of a row, and by how much its score beats the next. Most tokens are ruled out by a bound."""
     is_noisy = temperature != F32(0)
     divisor = temperature if is_noisy else F32(1)
     best, second, token = LOWEST_KEY, LOWEST_KEY, np.int64(0)
@@ -104,9 +106,10 @@ def _best_two(logits_V, temperature, state, token_ids_V, scores_N, ids_N):  # ty
             scores[i] = value_of(logits_V[first + i]) / divisor + F32(0)
         for i in range(len(scores)):
             noise = gumbel_bound(token_bits(state, ids_N[i])) if is_noisy else F32(0)
-            bound = max(bound, order_key(scores[i] + noise))
+            bounds_N[i] = order_key(scores[i] + noise)
+            bound = max(bound, bounds_N[i])
         if bound > second:
-            best, second, token = _scan(state, ids_N, is_noisy, scores, best, second, token)
+            best, second, token = _scan(state, ids_N, is_noisy, scores, bounds_N, best, second, token)
     return token, value_of_key(best) - value_of_key(second)
 
 
@@ -115,12 +118,13 @@ def _sample_rows(  # type: ignore[no-untyped-def]
     logits_RV, slots_R, temperature_S, seeds_S, positions_R, tokens_R, levels_RK, column, token_ids_V, edges
 ):
     scores_N, ids_N = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
+    bounds_N = np.empty(_BLOCK, np.int32)
     for r in range(len(tokens_R)):
         slot = slots_R[r]
         temperature = F32(temperature_S[slot]) if slot >= 0 else F32(0)
         state = row_state(seeds_S[slot] if slot >= 0 else np.int64(0), positions_R[r])
         row = row_of(logits_RV, r, logits_RV.shape[1])
-        tokens_R[r], margin = _best_two(row, temperature, state, token_ids_V, scores_N, ids_N)
+        tokens_R[r], margin = _best_two(row, temperature, state, token_ids_V, scores_N, bounds_N, ids_N)
         levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, margin)
 
 
