@@ -4,11 +4,13 @@
 import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import STEP_ADDER
 from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
@@ -17,6 +19,7 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.scheduling.draft_plan import DraftPlan
 from nemo_specrollout.training.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
@@ -227,6 +230,34 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
     assert not engine.report()["head_is_dormant"]
     assert_same_drafts(drafts, drafts_of_a_busy_head)
+
+
+def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_units_for_it(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """Whatever the policy does, and after a refresh too."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
+    has_units = torch.cpu.get_capabilities().get("amx_bf16", False)
+    for _ in range(2):
+        draft = drafting_of(engine).model._speculator.model
+        assert draft.lm_head.weight.dtype == (torch.bfloat16 if has_units else torch.float32)
+        assert draft.model.norm.weight.dtype == torch.float32
+        engine.load_head(Path(head.model))
+
+
+def test_a_head_reads_no_request_that_is_decoded_plainly(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """So an equality check costs as much as plain decoding, and does not make the head look dear."""
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
+    model, num_read = drafting_of(engine).model, []
+    propose = model._propose
+    model._propose = lambda *args, **kwargs: num_read.append(1) or propose(*args, **kwargs)
+    asked = requests(2, 2)
+    plain = engine.generate([replace(request, speculate=False) for request in asked])
+    assert not num_read and model.plan == DraftPlan(0)
+    assert_equal(engine.generate(asked), plain)
+    assert num_read
 
 
 def assert_same_drafts(drafts: Drafts, of_a_busy_drafter: Drafts) -> None:

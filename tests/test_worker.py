@@ -90,7 +90,21 @@ def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
     kept = {"disable_eagle_block_drop": True}
     expected = {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
     assert config(DRAFTERS[0], head) == expected | kept
-    assert config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
+    assert (
+        config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
+    )
+
+
+def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multiplies_it() -> None:
+    def asks(drafter: DrafterConfig, dtype: str = "float32", able: bool = True) -> bool:
+        block = SpecrolloutConfig(drafters=(drafter,))
+        config = with_specrollout({"dtype": dtype}, block, "cpu", multiplies_bfloat16=able)["speculative_config"]
+        return config.get("quantization") == arguments.BFLOAT16_HEAD
+
+    head = DrafterConfig("eagle3", model="/heads/3")
+    assert asks(head)
+    assert not any((asks(head, dtype="bfloat16"), asks(head, able=False), asks(DRAFTERS[0])))
+    assert not asks(DrafterConfig("draft_model", model="/models/small"))
 
 
 def test_a_budget_of_no_drafts_is_no_speculation() -> None:

@@ -17,6 +17,8 @@ SCHEDULER = "nemo_specrollout.generation.resting_scheduler.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights: it asks for nothing, and goes with asynchronous scheduling. Ours draft in the
 place of its own."""
+BFLOAT16_HEAD = "specrollout_bfloat16"
+"""vLLM's name for the method of `bfloat16_head.py`."""
 # What keeps a CPU engine inside this process, on vLLM's V2 model runner, quick to start and quiet. A variable that is set
 # already stays.
 _PROCESS_ENVIRONMENT = {
@@ -58,12 +60,15 @@ def with_specrollout(
     *,
     chooses_on_device: bool = True,
     keeps_last_block: bool = True,
+    multiplies_bfloat16: bool = False,
 ) -> dict[str, Any]:
     """`vllm_kwargs` with the block put into effect; unchanged if it is disabled.
 
     With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. `chooses_on_device`: whether
     this vLLM can choose there which drafts a step verifies. `keeps_last_block`: whether it can take the last block of a cached
-    prompt as it is where a head drafts. Raises ValueError where the user's arguments contradict the block.
+    prompt as it is where a head drafts. `multiplies_bfloat16`: whether this CPU has matrix units for it.
+
+    Raises ValueError where the user's arguments contradict the block.
     """
     result = dict(vllm_kwargs)
     if not block.enabled:
@@ -81,16 +86,19 @@ def with_specrollout(
     elif block.drafters and block.most_drafts:
         _refuse_other_noise(result, block)
         adapts = chooses_on_device and device == "cuda" and not result.get("enforce_eager")
-        result["speculative_config"] = _speculative_config(block, adapts, keeps_last_block)
+        in_bfloat16 = multiplies_bfloat16 and result.get("dtype") == "float32"
+        result["speculative_config"] = _speculative_config(block, adapts, keeps_last_block, in_bfloat16)
         _make_room_for_drafts(result, block.most_drafts)
         result.setdefault("scheduler_cls", SCHEDULER)
     result["additional_config"] = {**additional, "specrollout": block_dict}
     return result
 
 
-def _speculative_config(block: SpecrolloutConfig, adapts: bool, keeps_last_block: bool) -> dict[str, Any]:
+def _speculative_config(
+    block: SpecrolloutConfig, adapts: bool, keeps_last_block: bool, in_bfloat16: bool
+) -> dict[str, Any]:
     """vLLM's own method for a drafter with weights, else one that needs none. `adapts`: vLLM prepares CUDA graphs and
-    attention for drafts that are chosen on the device.
+    attention for drafts that are chosen on the device. `in_bfloat16`: an EAGLE-3 head multiplies so, whatever the policy does.
 
     By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there depends
     on the token that follows. The samples of a prompt share that token, and the policy's own entries never depend on it.
@@ -99,7 +107,9 @@ def _speculative_config(block: SpecrolloutConfig, adapts: bool, keeps_last_block
     method = {"method": TEXT_METHOD} if drafter is None else native_config(drafter, count)
     adaptive = {"enable_adaptive_verification": True} if adapts else {}
     reuse = {"disable_eagle_block_drop": True} if drafter is not None and keeps_last_block else {}
-    return {**method, "num_speculative_tokens": count, **adaptive, **reuse}
+    is_eagle = drafter is not None and drafter.type == "eagle3"
+    precision = {"quantization": BFLOAT16_HEAD} if is_eagle and in_bfloat16 else {}
+    return {**method, "num_speculative_tokens": count, **adaptive, **reuse, **precision}
 
 
 def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:

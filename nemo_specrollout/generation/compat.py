@@ -74,8 +74,6 @@ CHOOSES_ON_DEVICE = _takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts as deep as it is asked, and chooses on the device which drafts a step verifies (0.32)."""
 KEEPS_LAST_BLOCK = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
 """Whether it can be told to take the last block of a cached prompt as it is where a head drafts (0.30)."""
-DRAFTING_ABILITIES = {"chooses_on_device": CHOOSES_ON_DEVICE, "keeps_last_block": KEEPS_LAST_BLOCK}
-"""What `arguments.with_specrollout` must know of them."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 HAS_DRAFT_MODEL = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is not None
 _ONE_NOISE: dict[str, Any] = {"is_drafting": False} if _takes(gumbel.gumbel_sample, "is_drafting") else {}
@@ -297,6 +295,20 @@ def device_type() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
+
+
+def drafting_abilities() -> dict[str, bool]:
+    """What `arguments.with_specrollout` must know of the running vLLM and its device."""
+    multiplies_bfloat16 = (
+        CHOOSES_ON_DEVICE and device_type() == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
+    )
+    if multiplies_bfloat16:
+        from nemo_specrollout.generation import bfloat16_head  # noqa: F401 - vLLM learns of the method
+    return {
+        "chooses_on_device": CHOOSES_ON_DEVICE,
+        "keeps_last_block": KEEPS_LAST_BLOCK,
+        "multiplies_bfloat16": multiplies_bfloat16,
+    }
 
 
 def is_output_rank() -> bool:

@@ -3,6 +3,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from nemo_specrollout.generation import bfloat16_head  # noqa: F401 - vLLM learns of the method in each process
 from nemo_specrollout.generation.engine_worker import EngineWorkerMixin
 
 

@@ -28,8 +28,8 @@ from nemo_specrollout.generation.cpu_kernels.floats import (
 from nemo_specrollout.generation.cpu_kernels.launch import view
 from nemo_specrollout.generation.cpu_kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
 
-MARGIN_EDGES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 4.0, 5.5)
-"""Margins, in nats, at which the next evidence level begins."""
+MARGIN_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
+"""Margins, in nats, at which the next evidence level begins: wide, because most drafts of a good head are nearly sure."""
 MARGIN_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
 """Rates believed of the levels before anything was seen."""
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)

@@ -108,7 +108,7 @@ class Drafting:
             salts, learned = zip(*starts, strict=True)
             drafter.open(slots_N, to_device(salts, np.int64, self._device), to_device(learned, np.int32, self._device))
         if self.model is not None:
-            self.model.open(slots, slots_N)
+            self.model.open(slots, slots_N, [r.identity.speculate for r in requests])
         if self.remote is not None:
             self.remote.open(
                 [

@@ -109,7 +109,7 @@ class RolloutEngine:
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": seed,
         }
-        arguments = with_specrollout(arguments, block, compat.device_type(), **compat.DRAFTING_ABILITIES)
+        arguments = with_specrollout(arguments, block, compat.device_type(), **compat.drafting_abilities())
         self._has_our_worker = "worker_cls" in arguments
         if self._has_our_worker:
             from nemo_specrollout.generation.older_runners import allow_text_drafters

@@ -18,7 +18,7 @@ from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.block_drafts import draft_only_on_demand, share_noise_of_block
-from nemo_specrollout.generation.compat import agreed
+from nemo_specrollout.generation.compat import agreed, to_device
 from nemo_specrollout.generation.draft_sampling import share_noise
 from nemo_specrollout.generation.host_copy import HostCopy
 from nemo_specrollout.generation.stage_timer import StageTimer
@@ -75,11 +75,12 @@ class ModelDrafter:
         """Whether any request in these slots is followed: the speculator must read what it is given in each step."""
         return bool(self._is_followed[slots_B].any())
 
-    def open(self, slots: Sequence[int], slots_N: torch.Tensor) -> None:
-        """Requests take `slots`, which are `slots_N` on the device."""
-        follows = self._planner.follows and self.is_allowed
-        self._is_followed[list(slots)] = follows
-        self._follows_S.index_fill_(0, slots_N, follows)
+    def open(self, slots: Sequence[int], slots_N: torch.Tensor, speculate: Sequence[bool]) -> None:
+        """Requests take `slots`, which are `slots_N` on the device; only those that `speculate` may be followed."""
+        may_follow = self._planner.follows and self.is_allowed
+        follows_N = [may_follow and speculates for speculates in speculate]
+        self._is_followed[list(slots)] = follows_N
+        self._follows_S[slots_N] = to_device(follows_N, np.bool_, self._follows_S.device)
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of `slots` are done, or put aside."""
@@ -107,6 +108,9 @@ class ModelDrafter:
     ) -> None:
         """Plans for the batch's requests in `slots_B`, where the last plan no longer holds."""
         self._planner.worked(self.plan, len(slots_B), now_s)
+        if not self.follows(slots_B):
+            self.plan = DraftPlan(0)
+            return
         if not self._planner.should_plan(len(slots_B)):
             return
         found_BK, forecast_BK = self._outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2)

@@ -31,7 +31,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     if len(block.drafters_of_workers) > 1:
         block = block_of_worker(block, _engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
-    arguments = with_specrollout(llm_kwargs, block, device, **compat.DRAFTING_ABILITIES)
+    arguments = with_specrollout(llm_kwargs, block, device, **compat.drafting_abilities())
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
         # A drafter's weights come from its folder, as NeMo-RL does it for a drafter of its own that it does not train.
         arguments["load_format"] = "auto"

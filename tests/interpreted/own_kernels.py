@@ -141,11 +141,12 @@ def is_near_an_edge(
 ) -> Tensor:
     """Whether a row's margin is so close to an edge that a last bit decides."""
     values_RV, edges = logits_RV.float().numpy(), np.array(MARGIN_EDGES)
-    all_tokens, scores_N, ids_N = np.empty(0, np.int64), np.empty(1024, np.float32), np.empty(1024, np.uint32)
+    all_tokens, ids_N = np.empty(0, np.int64), np.empty(1024, np.uint32)
+    scores_N, bounds_N = np.empty(1024, np.float32), np.empty(1024, np.int32)
     near = []
     for r, slot in enumerate(slots_R.tolist()):
         temperature = np.float32(temperature_S[slot] if slot >= 0 else 0)
         state = row_state(np.int64(seeds_S[slot]), np.int64(positions_R[r]))
-        margin = _best_two(values_RV[r], temperature, state, all_tokens, scores_N, ids_N)[1]
+        margin = _best_two(values_RV[r], temperature, state, all_tokens, scores_N, bounds_N, ids_N)[1]
         near.append(bool((abs(edges - margin) < 1e-5).any()))
     return torch.tensor(near)
