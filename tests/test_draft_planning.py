@@ -293,6 +293,18 @@ def test_costs_of_drafting_are_learned() -> None:
         assert learned.draft_s(*case) == pytest.approx(true.draft_s(*case), rel=0.15)
 
 
+def test_a_pass_that_only_reads_is_measured_apart() -> None:
+    """A stall cannot make it dearer than a pass that drafts."""
+    true, times = DraftCosts(0.004, 2e-5, 0.003), DraftTimes()
+    times.observe_reading(8, 0.001)
+    for n in range(200):
+        times.observe(8, 8, 1 + n % 6, true.draft_s(8, 8, 1 + n % 6))
+        times.observe_reading(8, 5.0 if n == 150 else 0.25 * true.draft_s(8, 0, 1))
+    learned = times.costs()
+    assert learned is not None and learned.read_s(8) == pytest.approx(0.25 * learned.draft_s(8, 0, 1), rel=0.02)
+    assert AutoPlanner(0.03).plan(observe(0.0, 0.0, FLAT, learned)).won_s == -learned.read_s(4)
+
+
 def test_a_third_of_the_first_draftings_may_meet_kernels_to_be_compiled() -> None:
     true, times, rng = DraftCosts(0.004, 2e-5, 0.003, 5e-5), DraftTimes(), np.random.default_rng(1)
     for n in range(WARM_UP + ENOUGH + 6):

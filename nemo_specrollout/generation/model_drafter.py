@@ -149,6 +149,8 @@ class ModelDrafter:
             self.seconds = seconds
             if depth:
                 self.times.observe(rows, requests, depth, seconds)
+            else:
+                self.times.observe_reading(rows, seconds)
 
     def refresh(self) -> None:
         """Brings what the next plan is made by to the host; after each choice of the board."""

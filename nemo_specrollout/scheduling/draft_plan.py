@@ -108,7 +108,7 @@ class AutoPlanner(DraftPlanner):
             draft.row_s, draft.pass_s, draft.token_s, 1.0 + self.margin, observed.row_price,
         )  # fmt: skip
         if depth == 0:
-            return DraftPlan(0, -draft.draft_s(num_requests, 0, 1))
+            return DraftPlan(0, -draft.read_s(num_requests))
         tokens = rate * float(costs.plain_s[num_requests])
         return DraftPlan(depth, tokens / rate_without - tokens / rate)
 

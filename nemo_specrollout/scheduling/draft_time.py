@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafting with a model costs: seconds by how much it must read and how deep it drafts, learned while running."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
@@ -16,6 +16,8 @@ SIZES = 12
 AT_FIRST, EVERY = 64, 8
 """The prediction is made again after each of the first draftings, then after every eighth."""
 REWEIGHTINGS, SWEEPS = 6, 25
+READING_DECAY = 0.9
+"""The weight that a pass which only read leaves to those before."""
 
 
 @njit("float64(int64, int64, int64, float64, float64, float64, float64)", cache=True, inline="always")
@@ -27,16 +29,21 @@ def drafting_s(num_rows, num_requests, depth, fixed_s, row_s, pass_s, token_s): 
 @dataclass(frozen=True)
 class DraftCosts:
     """Seconds of one drafting: a first pass over what the model has not read yet, then a short pass a further token; in
-    each a token of every request is sampled."""
+    each a token of every request is sampled. A first pass that samples nothing takes `read_share` of it."""
 
     fixed_s: float = 0.0
     row_s: float = 0.0
     pass_s: float = 0.0
     token_s: float = 0.0
+    read_share: float = 1.0
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
         """Seconds to read `num_rows` tokens and draft `depth` (at least one) tokens of each request."""
         return drafting_s(num_rows, num_requests, depth, self.fixed_s, self.row_s, self.pass_s, self.token_s)
+
+    def read_s(self, num_rows: int) -> float:
+        """Seconds to read `num_rows` tokens and draft none."""
+        return self.read_share * self.draft_s(num_rows, 0, 1)
 
 
 class DraftTimes:
@@ -52,6 +59,7 @@ class DraftTimes:
         self._num_of_size = [0] * SIZES
         self._num_samples = -WARM_UP
         self._costs: DraftCosts | None = None
+        self._read_share = 1.0
 
     def observe(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
         """One drafting took so long."""
@@ -66,7 +74,16 @@ class DraftTimes:
         self._seconds[slot] = seconds
         if n >= ENOUGH and (n <= AT_FIRST or n % EVERY == 0):
             known = self._terms[:, 0] > 0.0
-            self._costs = DraftCosts(*_least_deviations(self._terms[known], self._seconds[known]).tolist())
+            terms = _least_deviations(self._terms[known], self._seconds[known]).tolist()
+            self._costs = DraftCosts(*terms, read_share=self._read_share)
+
+    def observe_reading(self, num_rows: int, seconds: float) -> None:
+        """A pass that only read `num_rows` tokens took so long."""
+        whole_s = 0.0 if self._costs is None else self._costs.draft_s(num_rows, 0, 1)
+        if self._costs is None or whole_s == 0.0:
+            return
+        self._read_share += (1.0 - READING_DECAY) * (min(seconds / whole_s, 1.0) - self._read_share)
+        self._costs = replace(self._costs, read_share=self._read_share)
 
     def costs(self) -> DraftCosts | None:
         """The prediction; None until enough was measured."""
