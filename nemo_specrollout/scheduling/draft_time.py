@@ -74,8 +74,8 @@ class DraftTimes:
         self._seconds[slot] = seconds
         if n >= ENOUGH and (n <= AT_FIRST or n % EVERY == 0):
             known = self._terms[:, 0] > 0.0
-            terms = _least_deviations(self._terms[known], self._seconds[known]).tolist()
-            self._costs = DraftCosts(*terms, read_share=self._read_share)
+            fixed_s, row_s, pass_s, token_s = _least_deviations(self._terms[known], self._seconds[known]).tolist()
+            self._costs = DraftCosts(fixed_s, row_s, pass_s, token_s, self._read_share)
 
     def observe_reading(self, num_rows: int, seconds: float) -> None:
         """A pass that only read `num_rows` tokens took so long."""
