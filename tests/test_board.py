@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, MAX_RATE, NUM_LEVELS, PRIOR_RATE, TRACED_STEPS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, MAX_RATE, NUM_LEVELS, PRIOR_RATE, PRIOR_STRENGTH, TRACED_STEPS
 from nemo_specrollout.drafters.board import DraftBoard
 
 pytestmark = pytest.mark.unit
@@ -168,9 +168,9 @@ def test_what_contradicts_the_witness_is_believed_less() -> None:
     ("text", "other", "witness", "expected"),
     [
         ([1, 2, 3], [], [], [[0, 0, 0], [], []]),
-        ([1, 2, 3], [], [1], [[1, 0, 0], [], [1]]),
-        ([1, 2, 3], [4], [1, 7, 3], [[1, 2, 0], [2], [1, 2, 0]]),
-        ([1], [1, 2], [1, 2, 3], [[1], [1, 1], [1, 1, 0]]),
+        ([1, 2, 3], [], [1], [[1, 3, 3], [], [1]]),
+        ([1, 2, 3], [4], [1, 7, 3], [[1, 2, 3], [2], [1, 2, 3]]),
+        ([1], [1, 2], [1, 2, 3], [[1], [1, 1], [1, 1, 3]]),
         ([], [], [1, 2], [[], [], [0, 0]]),
     ],
 )
@@ -280,20 +280,59 @@ def test_without_a_proposal_nothing_is_drafted() -> None:
     assert world.board.submitted_S.tolist() == [0, 0]
 
 
-def test_what_the_model_s_drafts_are_expected_to_survive() -> None:
+def test_what_is_expected_of_a_model_that_was_not_asked_yet_is_what_is_usual() -> None:
     """By position, as far as there is room."""
     world = World(num_drafters=2, model=1)
     world.open(1, limit=13)
-    world.choose(0, 1, proposals={1: {0: [1, 2, 3]}})
+    world.choose(0, 1)
     survival_K = PRIOR_RATE ** np.array([1, 2, 3])
-    assert world.board.outlook_S2K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
+    assert world.board.outlook_S4K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
     for _ in range(60):
         right = world.next_tokens(0)
         world.choose(0, proposals={1: {0: [right[0], 99]}})
         world.verify(0)
-    world.choose(0)
-    first, second, third = world.board.outlook_S2K[0, 1].tolist()
+    world.open(1)
+    world.choose(1)
+    first, second, third = world.board.outlook_S4K[1, 1].tolist()
     assert first > 0.9 and third <= second < 0.1
+
+
+def test_what_is_expected_of_a_model_is_what_its_latest_drafts_of_the_request_promised() -> None:
+    """One request has sure drafts, another unsure ones. A request that is not asked for drafts returns to what is usual."""
+    world = World(num_drafters=2, model=1)
+    sure, unsure = 3, 0
+    for level in (sure, unsure):
+        world.board.level_DE2[1, level::NUM_LEVELS, 0] = (0.95 if level == sure else 0.2) * world.board.level_DE2[
+            1, level, 1
+        ]
+    for _ in range(60):
+        for slot, level in ((0, sure), (1, unsure)):
+            world.choose(slot, proposals={1: {slot: [1, 2]}}, level=level)
+    usual = PRIOR_RATE
+    assert world.board.outlook_S4K[0, 1].numpy() == pytest.approx([0.95, 0.95**2, 0.95**2 * usual], rel=0.02)
+    assert world.board.outlook_S4K[1, 1].numpy() == pytest.approx([0.2, 0.2**2, 0.2**2 * usual], rel=0.02)
+    assert world.board.outlook_S4K[0, 3].numpy() == pytest.approx([0.95, 0.95**2, 0.0])
+    for _ in range(200):
+        world.choose(1)
+    assert world.board.outlook_S4K[1, 1].numpy() == pytest.approx(usual ** np.array([1, 2, 3]), rel=0.02)
+    assert not world.board.outlook_S4K[1, 3].any()
+
+
+def test_text_drafts_that_bring_less_than_they_promise_while_the_model_is_silent_are_expected_to() -> None:
+    """The level promises 2.4 of three tokens; every other proposal is wrong from the first token on."""
+    outlooks = []
+    for is_asked in (False, True):
+        world = World(num_drafters=2, model=1)
+        for n in range(100):
+            world.board.level_DE2[0, :, 0] = 0.9 * world.board.level_DE2[0, :, 1]
+            right = world.next_tokens(0)
+            text = right if n % 2 else [99, 98, 97]
+            world.choose(0, proposals={0: {0: text}, **({1: {0: [text[0]]}} if is_asked else {})})
+            world.verify(0)
+        kept = (world.board.kept_2[0] + PRIOR_STRENGTH) / (world.board.kept_2[1] + PRIOR_STRENGTH)
+        assert kept == 1.0 if is_asked else 0.5 < kept < 0.85
+        outlooks.append(float(world.board.outlook_S4K[0, 2].sum()))
+    assert outlooks[0] < 0.8 * outlooks[1]
 
 
 def test_what_text_drafts_are_expected_to_survive_is_what_they_usually_do() -> None:
@@ -303,9 +342,9 @@ def test_what_text_drafts_are_expected_to_survive_is_what_they_usually_do() -> N
         text = {0: {0: [1, 2]}, 1: {0: [1]}} if n % 2 else {}
         world.choose(0, proposals={**text, 2: {0: [1, 2, 3]}}, level=1)
     usual_K = 0.5 * LEVEL_PRIORS[1] ** np.array([1, 2, np.inf])
-    assert world.board.outlook_S2K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
+    assert world.board.outlook_S4K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
     world.open(0)
-    assert not world.board.outlook_S2K[0].any(), "another request"
+    assert not world.board.outlook_S4K[0].any(), "another request"
 
 
 # What is counted

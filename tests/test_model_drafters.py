@@ -41,11 +41,16 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
-    """An EAGLE-3 head of random weights: what it drafts is nonsense, but always the same nonsense."""
+    """An EAGLE-3 head of random weights: what it drafts is nonsense, but always the same nonsense.
+
+    Its LM head is not the policy's, which vLLM would let it share, in the policy's precision.
+    """
     from nemo_specrollout.training.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
-    save_head(create_head(STEP_ADDER), folder)
+    untrained = create_head(STEP_ADDER)
+    untrained.model.lm_head.weight.data.mul_(1.25)
+    save_head(untrained, folder)
     return DrafterConfig("eagle3", model=str(folder))
 
 

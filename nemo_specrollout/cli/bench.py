@@ -3,13 +3,13 @@
 
 from pathlib import Path
 
-from nemo_specrollout.cli.prepare import prepare, use_one_thread
+from nemo_specrollout.cli.prepare import prepare, use_threads
 
 
 def bench(path: Path, overrides: list[str]) -> int:
     """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table."""
     prepared = prepare(path, overrides)
-    use_one_thread()
+    use_threads(prepared.config.cluster.threads)
     from nemo_specrollout.local.bench import run_bench
 
     run_bench(prepared.config)

@@ -13,7 +13,7 @@ from nemo_specrollout.cli.prepare import (
     place_drafter,
     prepare_local,
     runtime_of,
-    use_one_thread,
+    use_threads,
 )
 from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
@@ -50,8 +50,9 @@ def check(path: Path, overrides: list[str]) -> int:
     tree = load_config(path, overrides)
     if runtime_of(tree) == "nemo_rl":
         return _check_nemo_rl(tree)
-    use_one_thread()
-    _print(explain(place_drafter(prepare_local(tree))))
+    prepared = prepare_local(tree)
+    use_threads(prepared.config.cluster.threads)
+    _print(explain(place_drafter(prepared)))
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_specrollout.cli.consoles import log_console
-from nemo_specrollout.cli.prepare import check_out, prepare, use_one_thread
+from nemo_specrollout.cli.prepare import check_out, prepare, use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run import RunConfig
@@ -21,8 +21,8 @@ from nemo_specrollout.scheduling.ladder import ANY_TASK, LadderFile, Rung
 
 def ladder(parsed: argparse.Namespace) -> int:
     """Measures, writes the file and prints it. Raises ConfigError."""
-    use_one_thread()
     config = prepare(parsed.config, parsed.overrides).config
+    use_threads(config.cluster.threads)
     task = _task(parsed.task, config.data.dataset_name)
     _check(config.policy.generation.specrollout, parsed)
     console = log_console()

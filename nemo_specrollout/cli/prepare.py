@@ -47,10 +47,10 @@ class Prepared:
     """Where `placement: auto` has put the drafter, in words."""
 
 
-def use_one_thread() -> None:
-    """For the local runner, before torch is loaded. OpenMP's barriers spin: with two threads, anything else on the machine
-    makes a step ten times slower."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def use_threads(count: int = 1) -> None:
+    """Sets the number of OpenMP threads of this process; to be called before torch is loaded. OpenMP's barriers spin: with two
+    threads, anything else on the machine makes a step ten times slower. A number in the environment stays."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 def runtime_of(tree: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, place_drafter, prepare_local, runtime_of, use_one_thread
+from nemo_specrollout.cli.prepare import Prepared, place_drafter, prepare_local, runtime_of, use_threads
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
@@ -40,8 +40,9 @@ def _run_nemo_rl(tree: dict[str, Any]) -> int:
 
 def _run_local(tree: dict[str, Any]) -> int:
     """The run in `logger.log_dir`."""
-    use_one_thread()
-    prepared = place_drafter(prepare_local(tree))
+    prepared = prepare_local(tree)
+    use_threads(prepared.config.cluster.threads)
+    prepared = place_drafter(prepared)
     from nemo_specrollout.local.run_directory import RunDirectory
 
     config = prepared.config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.prepare import use_one_thread
+from nemo_specrollout.cli.prepare import use_threads
 from nemo_specrollout.config.addresses import check_address, shared_secret
 from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
@@ -33,7 +33,7 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     drafter, engine = remote_of(load_config(parsed.config, parsed.overrides))
     on_cpu = not Path("/dev/nvidia0").exists()
     if on_cpu:
-        use_one_thread()
+        use_threads()
     from rich.console import Console
 
     from nemo_specrollout.generation.drafter_pool import drafter_spec

@@ -264,6 +264,9 @@ class ClusterConfig:
     """The local runner uses no GPU."""
     rollout_workers: int = bounded(1, low=1, high=64)
     """Engines that roll out side by side, each in a process of one core; 1 is in the runner's own process."""
+    threads: int = bounded(1, low=1, high=64)
+    """OpenMP threads of the runner's own process: the engine, if there is one only, and the trainer. More than one pays for a
+    model of 100 million parameters and more, on cores that nothing else uses. OMP_NUM_THREADS in the environment wins."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 # The draft board learns what share of each level comes true, and starts from what is written here.
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
 NUM_LEVELS = len(LEVEL_PRIORS)
-NUM_RELATIONS = 3
+NUM_RELATIONS = 4
 """How a draft token relates to the other side's proposal. One side is the drafter with weights, the other the text drafters.
 
-0: the other side proposes no token after the same draft tokens. 1: it proposes the same token. 2: it proposes another token.
-The board learns a rate for each relation."""
+0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
+3: its proposal ended or parted before. The board learns a rate for each relation."""
 # How fast what was learned fades: of a level, by step; of a request, by draft token judged.
 LEVEL_DECAY, REQUEST_DECAY = 0.998, 0.94
 # What is believed at first: the rate of a draft position, and how many tokens such a belief weighs. No draft is surer than
@@ -26,5 +26,10 @@ where there is nothing better."""
 OUTLOOK_DECAY = 0.875
 """The weight that a step leaves to earlier steps in the usual survival of text drafts. A plan holds for several steps, so a
 single good proposal must not decide it."""
+KEPT_DECAY = 0.98
+"""How fast it fades, by step, what share of their promised hits text drafts bring where the drafter with weights is silent."""
+OUTLOOK_RETURN = 0.97
+"""The weight that a step in which the drafter with weights is not asked leaves to what was expected of it: the rest is what
+is usual. So a few bad drafts do not silence it for the rest of a request."""
 TRACED_STEPS = 1 << 16
 """Steps of which counts are kept."""

@@ -71,6 +71,8 @@ class DraftBoard:
         self.level_DE2 = zeros(*self._priors_DE.shape, 2, dtype=torch.float32)
         # The regression of hits on factors, both less what was expected: their products, and the squares of factors.
         self.foretold_D2 = zeros(num_drafters, 2, dtype=torch.float32)
+        # Hits of text drafts that were verified while the witness proposed nothing, and the hits that they promised.
+        self.kept_2 = zeros(2, dtype=torch.float32)
         self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
         for drafter in range(num_drafters):
             self.forget_drafter(drafter)
@@ -82,14 +84,14 @@ class DraftBoard:
         # What the next step verifies: draft tokens, and the rate of each given that those before it are accepted.
         self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
         self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # The expected survival of drafts in the next steps, over all relations: of the best text proposal, averaged over the
-        # last steps, and of the model's drafts. Written only if there is a model.
-        self.outlook_S2K = zeros(num_slots, 2, num_positions, dtype=torch.float32)
+        # Survival of drafts, by a model's side only: the mean of the best text proposal over the last steps, the mean of the
+        # model's drafts, and the latest of both. A mean counts as unknown at first; the latest is 0 where nothing was drafted.
+        self.outlook_S4K = zeros(num_slots, 4, num_positions, dtype=torch.float32)
         self._kernels = _kernels(device)
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
         """Requests take `slots`, int64; each may get as long as `limits`, int32, and still be drafted for."""
-        for tensor in (self.length_SD, self.submitted_S, self.factor_SD2, self.request_S2, self.outlook_S2K):
+        for tensor in (self.length_SD, self.submitted_S, self.factor_SD2, self.request_S2, self.outlook_S4K):
             tensor.index_fill_(0, slots, 0)  # tensor[slots] = 0 would wait for a GPU
         self.limit_S[slots] = limits
 
@@ -119,9 +121,9 @@ class DraftBoard:
         self._kernels.observe(
             slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
             self.tokens_SDK, self.levels_SDK, self.length_SD, self.base_SD, self.checked_SD,
-            self.factor_SD2, self.foretold_D2, self.level_DE2, self.position_DK2,
+            self.factor_SD2, self.foretold_D2, self.kept_2, self.level_DE2, self.position_DK2,
             self.chosen_S, self.submitted_S, self._edges_C, self.verified_DCK2, self.request_S2,
-            self.steps_TD2[step % TRACED_STEPS],
+            self.steps_TD2[step % TRACED_STEPS], self.witness,
         )  # fmt: skip
 
     def choose(self, slots_B: torch.Tensor, total_len_S: torch.Tensor, row_price: float = 0.0) -> None:
@@ -132,9 +134,9 @@ class DraftBoard:
             slots_B, total_len_S, self.limit_S,
             self.tokens_DBK[:, :num_requests], self.levels_DBK[:, :num_requests], self.found_DB[:, :num_requests],
             self.tokens_SDK, self.levels_SDK, self.length_SD, self.base_SD, self.checked_SD,
-            self.factor_SD2, self.foretold_D2, self.level_DE2, self.position_DK2,
+            self.factor_SD2, self.foretold_D2, self.kept_2, self.level_DE2, self.position_DK2,
             self.chosen_S, self.submitted_S, self.drafts_BK[:num_requests], self.rates_BK[:num_requests],
-            self.outlook_S2K, self.model, self.witness, row_price,
+            self.outlook_S4K, self.model, self.witness, row_price,
         )  # fmt: skip
 
     @property

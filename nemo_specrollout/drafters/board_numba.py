@@ -9,11 +9,13 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.drafters.base import (
+    KEPT_DECAY,
     LEAST_WORTH,
     LEVEL_DECAY,
     MAX_RATE,
     NUM_LEVELS,
     OUTLOOK_DECAY,
+    OUTLOOK_RETURN,
     PRIOR_STRENGTH,
     REQUEST_DECAY,
 )
@@ -35,13 +37,14 @@ def _fade(table_DN2):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def observe(  # type: ignore[no-untyped-def]
     slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
-    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-    chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2,
+    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+    chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, witness,
 ):  # fmt: skip
     rates_DE = level_DE2[..., 0] / level_DE2[..., 1]
     _fade(level_DE2)
     _fade(position_DK2)
     foretold_D2 *= F32(LEVEL_DECAY)
+    kept_2 *= F32(KEPT_DECAY)
     step_D2[:] = 0
     for b in range(len(slots_B)):
         slot = slots_B[b]
@@ -60,6 +63,12 @@ def observe(  # type: ignore[no-untyped-def]
             step_D2[drafter, 1] += is_accepted
             request_S2[slot, 0] += 1
             request_S2[slot, 1] += is_accepted
+        if num_verified > 0 and drafter != witness and levels_SDK[slot, drafter, 0] < NUM_LEVELS:
+            factor, alive = _factor(factor_SD2[slot, drafter], foretold_D2[drafter]), F32(1)
+            for k in range(num_verified):
+                alive *= min(rates_DE[drafter, levels_SDK[slot, drafter, k]] * factor, F32(MAX_RATE))
+                kept_2[1] += alive
+            kept_2[0] += min(num_accepted, num_verified)
         submitted_S[slot] = 0
         for d in range(length_SD.shape[1]):
             excess = _raw_factor(factor_SD2[slot, d]) - F32(1)
@@ -105,13 +114,18 @@ def _relate(tokens_DK, found_D, room, witness, relation_DK):  # type: ignore[no-
         return
     of_witness = min(found_D[witness], room)
     for d in range(len(found_D)):
+        if d != witness and min(found_D[d], room) > 0:
+            relation_DK[witness] = 3
+            if of_witness > 0:
+                relation_DK[d] = 3
+    for d in range(len(found_D)):
         count = min(found_D[d], room)
         if d == witness or count == 0:
             continue
         for k in range(min(count, of_witness)):
             if tokens_DK[d, k] != tokens_DK[witness, k]:
                 relation_DK[d, k] = 2
-                if relation_DK[witness, k] == 0:
+                if relation_DK[witness, k] != 1:
                     relation_DK[witness, k] = 2
                 break
             relation_DK[d, k] = 1
@@ -143,12 +157,48 @@ def _over_relations(level_E2, level):  # type: ignore[no-untyped-def]
     return tried_2
 
 
+@njit(cache=True, nogil=True)
+def _write_outlook(  # type: ignore[no-untyped-def]
+    outlook_4K, levels_DK, found_D, room, factor_D2, foretold_D2, kept_2, level_DE2, position_DK2, model, row_price,
+    rate_K, survival_K,
+):  # fmt: skip
+    """Writes the mean and the latest survival of the best text proposal and of the model's drafts (`board.outlook_S4K`)."""
+    is_silent = min(found_D[model], room) == 0
+    most = F32(0)
+    survival_K[:] = 0.0
+    for d in range(len(found_D)):
+        factor, count = _factor(factor_D2[d], foretold_D2[d]), min(found_D[d], room)
+        for k in range(count):
+            level = levels_DK[d, k]
+            rate_K[k] = _rate(level_DE2[d, level] if is_silent else _over_relations(level_DE2[d], level), factor)
+        if d == model:
+            is_new = outlook_4K[1, 0] == 0.0
+            usual, expected = F32(1), F32(1)
+            for k in range(len(rate_K)):
+                by_place = _rate(position_DK2[d, k], factor) if k < room else F32(0)
+                usual *= by_place
+                expected *= rate_K[k] if k < count else by_place
+                before = usual if is_new else outlook_4K[1, k]
+                after = usual if is_silent else expected
+                outlook_4K[1, k] = before + F32(1 - (OUTLOOK_RETURN if is_silent else OUTLOOK_DECAY)) * (after - before)
+                outlook_4K[3, k] = expected if k < count else F32(0)
+            continue
+        worth = _worth(rate_K[:count], row_price)
+        if worth > most:
+            most, survival_K[:] = worth, F32(0)
+            survival_K[:count] = np.cumprod(rate_K[:count])
+    share_kept = (kept_2[0] + F32(PRIOR_STRENGTH)) / (kept_2[1] + F32(PRIOR_STRENGTH))
+    survival_K[:] = np.minimum(survival_K * share_kept, F32(1))
+    outlook_4K[0] += F32(1 - OUTLOOK_DECAY) * (survival_K - outlook_4K[0])
+    outlook_4K[2] = survival_K
+
+
 @on_tensors
 @njit(cache=True, nogil=True)
 def choose(  # type: ignore[no-untyped-def]
     slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
-    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, witness, row_price,
+    tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+    chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S4K, model, witness, row_price,
 ):  # fmt: skip
     num_drafters, num_positions = tokens_DBK.shape[0], tokens_DBK.shape[2]
     level_DK = np.empty((num_drafters, num_positions), np.int8)
@@ -163,8 +213,12 @@ def choose(  # type: ignore[no-untyped-def]
         _relate(tokens_DBK[:, b], found_DB[:, b], room, witness, level_DK)
         level_DK *= NUM_LEVELS
         level_DK += levels_DBK[:, b]
-        most, most_of_text, best = F32(0), F32(0), -1
-        survival_K[:] = 0.0
+        if model >= 0:
+            _write_outlook(
+                outlook_S4K[slot], levels_DBK[:, b], found_DB[:, b], room, factor_SD2[slot], foretold_D2, kept_2,
+                level_DE2, position_DK2, model, row_price, rate_K, survival_K,
+            )  # fmt: skip
+        most, best = F32(0), -1
         for d in range(num_drafters):
             factor = _factor(factor_SD2[slot, d], foretold_D2[d])
             count = min(found_DB[d, b], room)
@@ -173,22 +227,6 @@ def choose(  # type: ignore[no-untyped-def]
             worth = _worth(rate_K[:count], row_price)
             if worth > most:
                 most, best = worth, d
-            if d == model:
-                outlook_S2K[slot, 1] = 0.0
-                alive = F32(1)
-                for k in range(room):
-                    alive *= _rate(position_DK2[d, k], factor)
-                    outlook_S2K[slot, 1, k] = alive
-            if d == model or model < 0:
-                continue
-            for k in range(count):
-                rate_K[k] = _rate(_over_relations(level_DE2[d], levels_DBK[d, b, k]), factor)
-            worth = _worth(rate_K[:count], row_price)
-            if worth > most_of_text:
-                most_of_text, survival_K[:] = worth, F32(0)
-                survival_K[:count] = np.cumprod(rate_K[:count])
-        if model >= 0:
-            outlook_S2K[slot, 0] += F32(1 - OUTLOOK_DECAY) * (survival_K - outlook_S2K[slot, 0])
         submitted_S[slot] = 0
         for d in range(num_drafters):
             count = min(found_DB[d, b], room)

@@ -15,21 +15,25 @@ import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters.base import (
+    KEPT_DECAY,
     LEAST_WORTH,
     LEVEL_DECAY,
     MAX_RATE,
     NUM_LEVELS,
     OUTLOOK_DECAY,
+    OUTLOOK_RETURN,
     PRIOR_STRENGTH,
     REQUEST_DECAY,
 )
 
+_KEPT_DECAY = tl.constexpr(KEPT_DECAY)
 _LEAST_WORTH = tl.constexpr(LEAST_WORTH)
 _LEVEL_DECAY = tl.constexpr(LEVEL_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(MAX_RATE)
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
 _OUTLOOK_DECAY = tl.constexpr(OUTLOOK_DECAY)
+_OUTLOOK_RETURN = tl.constexpr(OUTLOOK_RETURN)
 _PRIOR_STRENGTH = tl.constexpr(PRIOR_STRENGTH)
 
 
@@ -47,7 +51,7 @@ def _fade(table_ptr, rows, num_rows: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit(do_not_specialize_on_alignment=["step_ptr"])
 def _begin_step(  # type: ignore[no-untyped-def]
-    level_ptr, position_ptr, foretold_ptr, step_ptr, rates_ptr,
+    level_ptr, position_ptr, foretold_ptr, kept_ptr, step_ptr, rates_ptr,
     DE: tl.constexpr, DK: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK)
@@ -56,13 +60,30 @@ def _begin_step(  # type: ignore[no-untyped-def]
     _fade(position_ptr, rows, DK)
     foretold = tl.load(foretold_ptr + rows, mask=rows < D2, other=0.0)
     tl.store(foretold_ptr + rows, foretold * _LEVEL_DECAY, mask=rows < D2)
+    tl.store(kept_ptr + rows, tl.load(kept_ptr + rows, mask=rows < 2, other=0.0) * _KEPT_DECAY, mask=rows < 2)
     tl.store(step_ptr + rows, tl.zeros([BLOCK], tl.int32), mask=rows < D2)
+
+
+@triton.jit
+def _raw_factor(factor_ptr, row, mask):  # type: ignore[no-untyped-def]
+    """Returns a request's hits over the hits that its evidence promised, with a prior of 1."""
+    hits = tl.load(factor_ptr + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
+    return hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
+
+
+@triton.jit
+def _factor(factor_ptr, foretold_ptr, row, d, mask):  # type: ignore[no-untyped-def]
+    """Returns the factor for new drafts: the raw factor, weighted by how well factors have predicted hits."""
+    told = tl.load(foretold_ptr + 2 * d, mask=mask, other=0.0) + 1.0
+    weight = told / (tl.load(foretold_ptr + 2 * d + 1, mask=mask, other=0.0) + 1.0)
+    return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(factor_ptr, row, mask) - 1.0)
 
 
 @triton.jit
 def _count_verified(  # type: ignore[no-untyped-def]
     slot, num_sampled, num_rejected, total_len, chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr, step_ptr,
-    K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    levels_ptr, factor_ptr, foretold_ptr, kept_ptr, rates_ptr, WITNESS: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Adds the drafts that the step verified, and those of them that it accepted, to all counts."""
     drafter = tl.minimum(tl.maximum(tl.load(chosen_ptr + slot), 0), D - 1)
@@ -82,14 +103,16 @@ def _count_verified(  # type: ignore[no-untyped-def]
         tl.atomic_add(step_ptr + 2 * drafter + 1, num_accepted, sem="relaxed")
         tl.store(request_ptr + 2 * slot, tl.load(request_ptr + 2 * slot) + num_verified)
         tl.store(request_ptr + 2 * slot + 1, tl.load(request_ptr + 2 * slot + 1) + num_accepted)
+        row = slot * D + drafter
+        level = tl.load(levels_ptr + row * K + k, mask=k < num_verified, other=0).to(tl.int32)
+        level = tl.minimum(tl.maximum(level, 0), E - 1)
+        if (drafter != WITNESS) & (tl.sum(tl.where(k == 0, level, 0)) < _NUM_LEVELS):
+            factor = _factor(factor_ptr, foretold_ptr, row, drafter, True)
+            rate = tl.load(rates_ptr + drafter * E + level, mask=k < num_verified, other=0.0)
+            promised = tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
+            tl.atomic_add(kept_ptr, num_accepted.to(tl.float32), sem="relaxed")
+            tl.atomic_add(kept_ptr + 1, promised, sem="relaxed")
     tl.store(submitted_ptr + slot, 0)
-
-
-@triton.jit
-def _raw_factor(factor_ptr, row, mask):  # type: ignore[no-untyped-def]
-    """Returns a request's hits over the hits that its evidence promised, with a prior of 1."""
-    hits = tl.load(factor_ptr + 2 * row, mask=mask, other=0.0) + _PRIOR_STRENGTH
-    return hits / (tl.load(factor_ptr + 2 * row + 1, mask=mask, other=0.0) + _PRIOR_STRENGTH)
 
 
 @triton.jit
@@ -141,9 +164,9 @@ def _judge(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize_on_alignment=["step_ptr"])
 def _observe(  # type: ignore[no-untyped-def]
     slots_ptr, num_sampled_ptr, num_rejected_ptr, total_len_ptr, text_ptr, text_stride,
-    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, level_ptr, position_ptr,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, kept_ptr, level_ptr, position_ptr,
     chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr, step_ptr, rates_ptr,
-    D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
+    WITNESS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -154,7 +177,7 @@ def _observe(  # type: ignore[no-untyped-def]
         num_rejected = tl.load(num_rejected_ptr + request)
         _count_verified(
             slot, num_sampled, num_rejected, total_len, chosen_ptr, submitted_ptr, edges_ptr, verified_ptr, request_ptr,
-            step_ptr, K, C, D, BLOCK_K, BLOCK_C,
+            step_ptr, levels_ptr, factor_ptr, foretold_ptr, kept_ptr, rates_ptr, WITNESS, K, C, D, E, BLOCK_K, BLOCK_C,
         )  # fmt: skip
         _judge(
             slot, total_len, text_ptr + slot * text_stride, tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr,
@@ -172,18 +195,11 @@ def _relation(token, is_draft, count, d, k, WITNESS: tl.constexpr):  # type: ign
     alike = tl.cumprod(tl.where(both & (token == beside[None, :]), 1.0, 0.0), axis=1) > 0.0
     num_alike = tl.sum(alike.to(tl.int32), axis=1)
     differs = both & (k[None, :] == num_alike[:, None])
-    of_text = tl.where(alike, 1, tl.where(differs, 2, 0))
+    from_text = tl.max(tl.where(is_witness, 0, count), axis=0)
+    of_text = tl.where(alike, 1, tl.where(differs, 2, tl.where(of_witness > 0, 3, 0)))
     agreed, contradicted = tl.max(alike.to(tl.int32), axis=0), tl.max(differs.to(tl.int32), axis=0)
-    of_witness_K = tl.where(agreed > 0, 1, 2 * contradicted)
+    of_witness_K = tl.where(agreed > 0, 1, tl.where(contradicted > 0, 2, tl.where(from_text > 0, 3, 0)))
     return tl.where(is_witness[:, None], of_witness_K[None, :], of_text)
-
-
-@triton.jit
-def _factor(factor_ptr, foretold_ptr, row, d, mask):  # type: ignore[no-untyped-def]
-    """Returns the factor for new drafts: the raw factor, weighted by how well factors have predicted hits."""
-    told = tl.load(foretold_ptr + 2 * d, mask=mask, other=0.0) + 1.0
-    weight = told / (tl.load(foretold_ptr + 2 * d + 1, mask=mask, other=0.0) + 1.0)
-    return 1.0 + tl.minimum(tl.maximum(weight, 0.0), 1.0) * (_raw_factor(factor_ptr, row, mask) - 1.0)
 
 
 @triton.jit
@@ -195,31 +211,49 @@ def _worth(rate, is_draft, row_price):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_outlook(  # type: ignore[no-untyped-def]
-    outlook_ptr, level_ptr, position_ptr, entry, factor, is_draft, row_price, room, d, k,
+    outlook_ptr, level_ptr, position_ptr, kept_ptr, entry, count, factor, is_draft, row_price, room, d, k,
     MODEL: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Stores the expected survival of the best text proposal, over all relations, and of the model's drafts."""
-    hits, trials = tl.zeros([BLOCK_D, BLOCK_K], tl.float32), tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
-    for relation in tl.static_range(E // _NUM_LEVELS):
-        hits += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)
-        trials += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation + 1, mask=is_draft, other=1.0)
+    """Stores the mean and the latest survival of the best text proposal and of the model's drafts (`board.outlook_S4K`)."""
+    is_model, mask_K = d == MODEL, k < K
+    of_model = tl.sum(tl.where(is_model, count, 0), axis=0)
+    hits = tl.load(level_ptr + entry, mask=is_draft, other=0.0)
+    trials = tl.load(level_ptr + entry + 1, mask=is_draft, other=1.0)
+    if of_model > 0:
+        for relation in tl.static_range(1, E // _NUM_LEVELS):
+            hits += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation, mask=is_draft, other=0.0)
+            trials += tl.load(level_ptr + entry + 2 * _NUM_LEVELS * relation + 1, mask=is_draft, other=0.0)
     rate = tl.minimum(hits / trials * factor, _MAX_RATE)
-    worth = tl.where(d == MODEL, 0.0, _worth(rate, is_draft, row_price))
+
+    worth = tl.where(is_model, 0.0, _worth(rate, is_draft, row_price))
     _, best = tl.max(worth, axis=0, return_indices=True)
     is_best = is_draft & ((d == best) & (worth > 0.0))[:, None]
+    share_kept = (tl.load(kept_ptr) + _PRIOR_STRENGTH) / (tl.load(kept_ptr + 1) + _PRIOR_STRENGTH)
     survival = tl.sum(tl.where(is_best, tl.cumprod(rate, axis=1), 0.0), axis=0)
-    before = tl.load(outlook_ptr + k, mask=k < K, other=0.0)
-    tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=k < K)
+    survival = tl.minimum(survival * share_kept, 1.0)
+    before = tl.load(outlook_ptr + k, mask=mask_K, other=0.0)
+    tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=mask_K)
+    tl.store(outlook_ptr + 2 * K + k, survival, mask=mask_K)
+
     place = position_ptr + 2 * (MODEL * K + k)
     by_place = tl.load(place, mask=k < room, other=0.0) / tl.load(place + 1, mask=k < room, other=1.0)
-    forecast = tl.minimum(by_place * tl.sum(tl.where((d == MODEL)[:, None], factor, 0.0)), _MAX_RATE)
-    tl.store(outlook_ptr + K + k, tl.cumprod(forecast, axis=0), mask=k < K)
+    by_place = tl.minimum(by_place * tl.sum(tl.where(is_model[:, None], factor, 0.0)), _MAX_RATE)
+    by_evidence = tl.sum(tl.where(is_draft & is_model[:, None], rate, 0.0), axis=0)
+    usual = tl.cumprod(by_place, axis=0)
+    expected = tl.cumprod(tl.where(k < of_model, by_evidence, by_place), axis=0)
+    is_new = tl.load(outlook_ptr + K) == 0.0
+    before = tl.where(is_new, usual, tl.load(outlook_ptr + K + k, mask=mask_K, other=0.0))
+    after = tl.where(of_model > 0, expected, usual)
+    rest = tl.where(of_model > 0, 1 - _OUTLOOK_DECAY, 1 - _OUTLOOK_RETURN)
+    tl.debug_barrier()
+    tl.store(outlook_ptr + K + k, before + rest * (after - before), mask=mask_K)
+    tl.store(outlook_ptr + 3 * K + k, tl.where(k < of_model, expected, 0.0), mask=mask_K)
 
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
     slots_ptr, total_len_ptr, limit_ptr, new_tokens_ptr, new_levels_ptr, found_ptr, new_stride, found_stride,
-    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, level_ptr, position_ptr,
+    tokens_ptr, levels_ptr, length_ptr, base_ptr, checked_ptr, factor_ptr, foretold_ptr, kept_ptr, level_ptr, position_ptr,
     chosen_ptr, submitted_ptr, drafts_ptr, rates_ptr, outlook_ptr, row_price,
     MODEL: tl.constexpr, WITNESS: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -245,7 +279,8 @@ def _choose(  # type: ignore[no-untyped-def]
         factor = _factor(factor_ptr, foretold_ptr, row, d, mask_D)[:, None]
         if MODEL >= 0:
             _store_outlook(
-                outlook_ptr + slot * 2 * K, level_ptr, position_ptr, entry, factor, is_draft, row_price, room, d, k,
+                outlook_ptr + slot * 4 * K, level_ptr, position_ptr, kept_ptr, entry, count, factor, is_draft, row_price,
+                room, d, k,
                 MODEL, K, E, BLOCK_D, BLOCK_K,
             )  # fmt: skip
         if WITNESS >= 0:
@@ -273,24 +308,24 @@ def _choose(  # type: ignore[no-untyped-def]
             tl.store(chosen_ptr + slot, best)
 
 
-def observe(*tensors: torch.Tensor) -> None:
-    """See `board.DraftBoard.observe`."""
+def observe(*arguments: Any) -> None:
+    """See `board.DraftBoard.observe`; the last argument is a number."""
     (
         slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL,
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2,
-    ) = tensors  # fmt: skip
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, witness,
+    ) = arguments  # fmt: skip
     sizes = _sizes(tokens_SDK, level_DE2)
     rates_DE = level_DE2.new_empty(level_DE2.shape[:2])
     num_levels, num_positions = rates_DE.numel(), position_DK2.numel() // 2
     _begin_step[(1,)](
-        level_DE2, position_DK2, foretold_D2, step_D2, rates_DE, DE=num_levels, DK=num_positions, D2=step_D2.numel(),
+        level_DE2, position_DK2, foretold_D2, kept_2, step_D2, rates_DE, DE=num_levels, DK=num_positions, D2=step_D2.numel(),
         BLOCK=triton.next_power_of_2(max(num_levels, num_positions)), num_warps=1,
     )  # fmt: skip
     _observe[(len(slots_B),)](
         slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL, token_ids_SL.stride(0),
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, rates_DE,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+        chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, rates_DE, WITNESS=witness,
         C=len(edges_C), BLOCK_C=triton.next_power_of_2(len(edges_C) + 1), num_warps=1, **sizes,
     )  # fmt: skip
 
@@ -299,13 +334,13 @@ def choose(*arguments: Any) -> None:
     """See `board.DraftBoard.choose`; the last three arguments are numbers."""
     (
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB,
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, model, witness, row_price,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S4K, model, witness, row_price,
     ) = arguments  # fmt: skip
     _choose[(len(slots_B),)](
         slots_B, total_len_S, limit_S, tokens_DBK, levels_DBK, found_DB, tokens_DBK.stride(0), found_DB.stride(0),
-        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, level_DE2, position_DK2,
-        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S2K, row_price, MODEL=model, WITNESS=witness, num_warps=1,
+        tokens_SDK, levels_SDK, length_SD, base_SD, checked_SD, factor_SD2, foretold_D2, kept_2, level_DE2, position_DK2,
+        chosen_S, submitted_S, drafts_BK, rates_BK, outlook_S4K, row_price, MODEL=model, WITNESS=witness, num_warps=1,
         **_sizes(tokens_SDK, level_DE2),
     )  # fmt: skip
 

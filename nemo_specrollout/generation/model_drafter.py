@@ -25,6 +25,7 @@ from nemo_specrollout.generation.stage_timer import StageTimer
 from nemo_specrollout.scheduling.draft_plan import DraftPlan, PlanObservation, build_planner
 from nemo_specrollout.scheduling.draft_time import DraftCosts, DraftTimes
 from nemo_specrollout.scheduling.step_time import StepCosts
+from nemo_specrollout.scheduling.survival_spread import SurvivalSpread
 
 
 class ModelDrafter:
@@ -46,7 +47,8 @@ class ModelDrafter:
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self._is_followed = np.zeros(num_slots, np.bool_)
-        self._outlook = HostCopy(board.outlook_S2K)
+        self._outlook = HostCopy(board.outlook_S4K)
+        self._spread = SurvivalSpread(2, num_positions)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
         self._planner = build_planner(config.budget)
         self.plan = DraftPlan(0)
@@ -95,6 +97,7 @@ class ModelDrafter:
     def replaced(self) -> None:
         """The speculator has other weights: what was learned of it no longer holds, and it may draft again."""
         self._board.forget_drafter(self._index)
+        self._spread.forget(1)
         self._planner.model_changed()
         self.is_allowed = True
 
@@ -111,14 +114,13 @@ class ModelDrafter:
         if not self.follows(slots_B):
             self.plan = DraftPlan(0)
             return
+        outlook_4BK = np.ascontiguousarray(self._outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2))
+        self._spread.observe(outlook_4BK[2:])
         if not self._planner.should_plan(len(slots_B)):
             return
-        found_BK, forecast_BK = self._outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2)
-        forecast_BK = forecast_BK * self._is_followed[slots_B, None]
-        found_BK = np.ascontiguousarray(found_BK)
-        self.plan = agreed(
-            self._planner.plan(PlanObservation(found_BK, forecast_BK, costs, draft_costs, now_s, row_price))
-        )
+        found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
+        observed = PlanObservation(found_BK, forecast_BK, costs, draft_costs, now_s, row_price, self._spread.share_PKQ)
+        self.plan = agreed(self._planner.plan(observed))
 
     def propose(self, batch: Any, num_sampled: torch.Tensor, *inputs: Any, **options: Any) -> None:
         """Drafts as deep as is planned, or only reads; `inputs` and `options` are those of vLLM's `propose`."""

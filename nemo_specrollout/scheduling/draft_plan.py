@@ -14,10 +14,10 @@ from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.draft_time import DraftCosts, drafting_s
 from nemo_specrollout.scheduling.following import Following
 from nemo_specrollout.scheduling.step_time import StepCosts
+from nemo_specrollout.scheduling.survival_spread import NUM_BINS, bin_of, point_spread
 
 PLANNED_STEPS = 4
 """Steps that a plan holds for, as long as the number of requests is of the same order."""
-_BINS = 128
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class PlanObservation:
     """`found_BK`: survival of the drafts that cost nothing more, averaged over the last steps. `forecast_BK`: survival of the
     model's drafts, 0 for requests that it cannot draft for. `costs` and `draft_costs` are None while too little was
     measured. `now_s`: seconds that the engine has worked so far. `row_price`: tokens that it makes in the time of one more
-    row."""
+    row. `share_PKQ`: how survival spreads around those means, of the found drafts and of the model's (`SurvivalSpread`);
+    None: not at all."""
 
     found_BK: np.ndarray
     forecast_BK: np.ndarray
@@ -33,6 +34,7 @@ class PlanObservation:
     draft_costs: DraftCosts | None
     now_s: float = 0.0
     row_price: float = 0.0
+    share_PKQ: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,11 @@ class AutoPlanner(DraftPlanner):
         if draft is None:
             self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
             return DraftPlan(1 + self._num_tried % num_positions)
+        share_PKQ = point_spread(2, num_positions) if observed.share_PKQ is None else observed.share_PKQ
         depth, rate, rate_without = _best_depth(
-            observed.found_BK, observed.forecast_BK, costs.plain_s, costs.overhead_s, costs.discount_s, draft.fixed_s,
-            draft.row_s, draft.pass_s, draft.token_s, 1.0 + self.margin, observed.row_price,
+            observed.found_BK, observed.forecast_BK, share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
+            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(num_requests), 1.0 + self.margin,
+            observed.row_price,
         )  # fmt: skip
         if depth == 0:
             return DraftPlan(0, -draft.read_s(num_requests))
@@ -156,55 +160,109 @@ def build_planner(config: BudgetConfig) -> DraftPlanner:
 
 
 @njit(cache=True)
-def _collect(found_BK, forecast_BK, depth, row_price, counts, sums):  # type: ignore[no-untyped-def]
-    """Sorts the survival of each draft token into bins where the model drafts `depth`; whether it drafts for any request."""
+def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
+    """Writes, of each position's histogram, the mean, the centre of the highest bin, and the mean worth of a token."""
+    for k in range(len(share_KQ)):
+        mean_K[k] = top_K[k] = worth_K[k] = 0.0
+        for q in range(NUM_BINS):
+            if share_KQ[k, q] > 0.0:
+                top_K[k] = (q + 0.5) / NUM_BINS
+                mean_K[k] += share_KQ[k, q] * top_K[k]
+                worth_K[k] += share_KQ[k, q] * max(top_K[k] - row_price, 0.0)
+
+
+@njit(cache=True, inline="always")
+def _split(survival, mean, top):  # type: ignore[no-untyped-def]
+    """Returns the shares of a mixture with that mean: the histogram, and draft tokens that are sure. The rest fail."""
+    if mean <= 0.0 or survival >= top:
+        return 0.0, 1.0
+    if survival <= mean:
+        return survival / mean, 0.0
+    share = (top - survival) / (top - mean)
+    return share, 1.0 - share
+
+
+@njit(cache=True)
+def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
+    """Returns the expected tokens of a proposal less `row_price` for each that is verified; others are left out."""
+    worth = 0.0
+    for k in range(depth):
+        if survival_K[k] > 0.0:
+            share, sure = _split(survival_K[k], mean_K[k], top_K[k])
+            worth += share * worth_K[k] + sure * max(max(top_K[k], survival_K[k]) - row_price, 0.0)
+    return worth
+
+
+@njit(cache=True)
+def _collect(  # type: ignore[no-untyped-def]
+    found_BK, forecast_BK, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
+):
+    """Sorts the survival of draft tokens into bins where the model drafts `depth`; whether it drafts for any request."""
     num_positions = found_BK.shape[1]
-    counts[:] = 0
+    counts[:] = 0.0
     sums[:] = 0.0
+    weight_PK = np.zeros((2, num_positions))
     is_asked = False
     for b in range(len(found_BK)):
-        difference = 0.0
+        drafted = _worth(forecast_BK[b], depth, row_price, mean_PK[1], top_PK[1], worth_PK[1])
+        found = _worth(found_BK[b], num_positions, row_price, mean_PK[0], top_PK[0], worth_PK[0])
+        p = 1 if drafted > found else 0
+        is_asked |= p == 1
+        for k in range(depth if p == 1 else num_positions):
+            survival = forecast_BK[b, k] if p == 1 else found_BK[b, k]
+            if survival <= 0.0:
+                continue
+            share, sure = _split(survival, mean_PK[p, k], top_PK[p, k])
+            weight_PK[p, k] += share
+            if sure > 0.0:
+                highest = max(top_PK[p, k], survival)
+                counts[bin_of(highest)] += sure
+                sums[bin_of(highest)] += sure * highest
+    for p in range(2):
         for k in range(num_positions):
-            drafted, found = forecast_BK[b, k] if k < depth else 0.0, found_BK[b, k]
-            difference += max(drafted - row_price, 0.0) - max(found - row_price, 0.0)
-        is_asked |= difference > 0.0
-        for k in range(num_positions):
-            gain = (forecast_BK[b, k] if k < depth else 0.0) if difference > 0.0 else found_BK[b, k]
-            if gain > 0.0:
-                i = min(int(gain * _BINS), _BINS - 1)
-                counts[i] += 1
-                sums[i] += gain
+            if weight_PK[p, k] > 0.0:
+                for q in range(NUM_BINS):
+                    counts[q] += weight_PK[p, k] * share_PKQ[p, k, q]
+                    sums[q] += weight_PK[p, k] * share_PKQ[p, k, q] * (q + 0.5) / NUM_BINS
     return is_asked
 
 
 @njit(cache=True, error_model="numpy")
 def _best_depth(  # type: ignore[no-untyped-def]
-    found_BK, forecast_BK, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, least_gain, row_price
-):
-    """The depth of most tokens a second, those, and those without the model.
+    found_BK, forecast_BK, share_PKQ, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, read_s, least_gain,
+    row_price,
+):  # fmt: skip
+    """The depth of most tokens a second, those, and those without the model. A model that drafts nothing still reads what was
+    sampled, in `read_s`; without the model that time is saved.
 
     A kernel, because it runs every few steps with all requests; bins, because sorting all draft tokens takes longer."""
     num_requests, num_positions = found_BK.shape
-    counts, sums = np.zeros(_BINS, np.int64), np.zeros(_BINS)
-    best_depth, best_rate, rate_without = 0, 0.0, 0.0
+    mean_PK, top_PK, worth_PK = np.zeros((3, 2, num_positions))
+    for p in range(2):
+        _summarize(share_PKQ[p], row_price, mean_PK[p], top_PK[p], worth_PK[p])
+    counts, sums = np.zeros((2, NUM_BINS))
+    best_depth, best_rate, rate_without, rate_reading = 0, 0.0, 0.0, 0.0
     for depth in range(num_positions + 1):
-        is_asked = _collect(found_BK, forecast_BK, depth, row_price, counts, sums)
+        is_asked = _collect(found_BK, forecast_BK, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums)
         if depth > 0 and not is_asked:
             continue
-        tokens, num_drafts = float(num_requests), 0
-        plain = plain_s[num_requests]
         draft_s = drafting_s(num_requests, num_requests, depth, fixed_s, row_s, pass_s, token_s) if depth > 0 else 0.0
-        rate = tokens / (plain + draft_s)
-        for i in range(_BINS - 1, -1, -1):
-            num_drafts += counts[i]
+        read_row_s = row_s if depth > 0 else 0.0
+        tokens, drafts, seconds = float(num_requests), 0.0, plain_s[num_requests] + draft_s
+        most, rate = tokens, tokens / seconds
+        for i in range(NUM_BINS - 1, -1, -1):
+            drafts += counts[i]
             tokens += sums[i]
-            if counts[i] == 0 or num_requests + num_drafts >= len(plain_s):
+            num_drafts = round(drafts)
+            if counts[i] == 0.0 or num_requests + num_drafts >= len(plain_s):
                 continue
-            verify_s = max(plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s, plain)
-            read_s = num_drafts * row_s if depth > 0 else 0.0
-            rate = max(rate, tokens / (verify_s + draft_s + read_s))
+            verify_s = plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s
+            step_s = max(verify_s, plain_s[num_requests]) + draft_s + num_drafts * read_row_s
+            if tokens / step_s > rate:
+                most, seconds, rate = tokens, step_s, tokens / step_s
         if depth == 0:
-            rate_without = best_rate = rate
-        elif rate > best_rate and rate > least_gain * rate_without:
+            rate_without, rate_reading = rate, most / (seconds + read_s)
+            best_rate = rate_reading
+        elif rate > best_rate and rate > least_gain * rate_reading:
             best_depth, best_rate = depth, rate
     return best_depth, best_rate, rate_without

@@ -99,7 +99,7 @@ def test_board(sizes: tuple[int, int, int, int | None]) -> None:
     assert board.verified_DCK2.flatten(0, 2).sum(dim=0).tolist() == board.request_S2.sum(dim=0).tolist()
     assert board.request_S2[:, 0].all(), "nothing was verified"
     assert board.request_S2[:, 1].any()
-    assert sizes[3] is None or board.outlook_S2K.any()
+    assert sizes[3] is None or board.outlook_S4K.any()
 
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])
