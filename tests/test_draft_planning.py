@@ -4,6 +4,8 @@
 Shapes: B requests, K draft positions.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from nemo_specrollout.scheduling.draft_plan import (
 from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
 from nemo_specrollout.scheduling.following import GENERATIONS, WATCH_SHARE, Following
 from nemo_specrollout.scheduling.step_time import StepCosts
+from nemo_specrollout.scheduling.survival_spread import SurvivalSpread, bin_of
 
 pytestmark = pytest.mark.unit
 
@@ -63,9 +66,9 @@ def observations(draw: st.DrawFn) -> PlanObservation:
     return PlanObservation(found_BK, forecast_BK, *draw(costs_of_all()))
 
 
-def slow_rate(observed: PlanObservation, depth: int) -> float:
+def slow_rate(observed: PlanObservation, depth: int, *, reads: bool = True) -> float:
     """Tokens a second, exactly, if the model drafts `depth` tokens and the likeliest of all drafts are verified, as many as
-    pay; 0 where it would draft for nobody."""
+    pay; 0 where it would draft for none. `reads`: whether a model that drafts nothing reads what was sampled."""
     costs, draft, num_requests = observed.costs, observed.draft_costs, len(observed.found_BK)
     assert costs is not None and draft is not None
     drafts, is_asked = [], False
@@ -80,7 +83,8 @@ def slow_rate(observed: PlanObservation, depth: int) -> float:
     gains = sorted((gain for gain in drafts if gain > 0.0), reverse=True)
     rates = []
     for n in range(len(gains) + 1):
-        draft_s = draft.draft_s(num_requests + n, num_requests, depth) if depth else 0.0
+        read_s = draft.read_s(num_requests) if reads else 0.0
+        draft_s = draft.draft_s(num_requests + n, num_requests, depth) if depth else read_s
         rates.append((num_requests + sum(gains[:n])) / (costs.step_s(num_requests, n) + draft_s))
     return max(rates)
 
@@ -106,9 +110,10 @@ def test_a_model_drafts_only_where_it_beats_what_there_is_by_the_margin(
     assert observed.costs is not None and observed.draft_costs is not None
     if plan.depth:
         assert slow_rate(observed, plan.depth) > (1 + margin) * without * (1 - BINNING)
-        tokens = slow_rate(observed, plan.depth) * observed.costs.plain_s[len(observed.found_BK)]
-        won_s = tokens / without - tokens / slow_rate(observed, plan.depth)
-        assert plan.won_s > 0 and plan.won_s == pytest.approx(won_s, abs=3 * BINNING * tokens / without)
+        rate, without_model = slow_rate(observed, plan.depth), slow_rate(observed, 0, reads=False)
+        tokens = rate * observed.costs.plain_s[len(observed.found_BK)]
+        won_s = tokens / without_model - tokens / rate
+        assert plan.won_s == pytest.approx(won_s, abs=3 * BINNING * tokens / without_model)
     else:
         assert best <= (1 + margin) * without * (1 + BINNING)
         assert plan.won_s == -observed.draft_costs.draft_s(len(observed.found_BK), 0, 1)
@@ -126,7 +131,8 @@ def test_of_requests_alike_a_plan_is_exactly_the_best(
     assert rates[plan.depth] == pytest.approx(max(rates))
     if plan.depth:
         tokens = rates[plan.depth] * costs[0].plain_s[num_requests]
-        assert plan.won_s == pytest.approx(tokens / rates[0] - tokens / rates[plan.depth])
+        without_model = slow_rate(observed, 0, reads=False)
+        assert plan.won_s == pytest.approx(tokens / without_model - tokens / rates[plan.depth])
 
 
 def test_what_a_plan_wins_by_hand() -> None:
@@ -141,13 +147,19 @@ def test_free_drafting_on_a_flat_step_is_as_deep_as_can_be() -> None:
 
 
 def test_a_pass_that_takes_as_long_as_a_step_makes_drafts_shorter_or_none() -> None:
-    prices = (DraftCosts(0.001, pass_s=0.001), DraftCosts(0.001, pass_s=0.006), DraftCosts(0.060))
+    prices = (DraftCosts(0.001, pass_s=0.001), DraftCosts(0.001, pass_s=0.006), DraftCosts(0.060, read_share=0.01))
     deep, short, none = (AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, draft)).depth for draft in prices)
     assert deep > short > none == 0
 
 
 def test_where_rows_cost_as_much_as_requests_nothing_is_drafted() -> None:
-    assert AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(0.001))).depth == 0
+    assert AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(0.001, read_share=0.0))).depth == 0
+
+
+def test_reading_is_paid_whether_the_model_drafts_or_not() -> None:
+    """Rows cost as much as requests: without the model nothing would be drafted, and so the plan wins less than nothing."""
+    plan = AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(0.001)))
+    assert plan.depth > 0 > plan.won_s
 
 
 def test_a_model_no_better_than_what_was_found_is_not_asked() -> None:
@@ -219,6 +231,56 @@ def test_a_random_planner_tries_all_depths_and_at_times_follows_nobody() -> None
 def test_the_budget_s_policy_names_the_planner() -> None:
     planner = build_planner(BudgetConfig("auto", margin=0.2))
     assert isinstance(planner, AutoPlanner) and planner.margin == 0.2
+
+
+# How survival spreads
+
+
+def test_shares_are_of_the_latest_proposals_and_fade() -> None:
+    spread = SurvivalSpread(2, K)
+    latest_PNK = np.zeros((2, 3, K))
+    latest_PNK[1, :, 0] = 0.9, 0.9, 0.1
+    spread.observe(latest_PNK)
+    share_Q = spread.share_PKQ[1, 0]
+    assert share_Q[bin_of(0.9)] == pytest.approx(2 / 3) and share_Q[bin_of(0.1)] == pytest.approx(1 / 3)
+    assert not spread.share_PKQ[0].any() and not spread.share_PKQ[1, 1:].any(), "nothing was proposed there"
+    for _ in range(400):
+        latest_PNK[1, :, 0] = 0.5
+        spread.observe(latest_PNK)
+    assert spread.share_PKQ[1, 0, bin_of(0.5)] > 0.99
+    spread.forget(1)
+    assert not spread.share_PKQ.any()
+
+
+def test_sure_drafts_pay_where_the_mean_draft_does_not() -> None:
+    """Rows are dear: a draft that is right in 70 % of cases is not worth one, but seven of ten are sure and three hopeless."""
+    costs = StepCosts(0.010 + 0.0022 * np.arange(MAX_ROWS))
+    observed = observe(0.0, 0.0, costs, DraftCosts(0.0005), requests=32)
+    observed.forecast_BK[:, 0] = 0.7
+    spread = SurvivalSpread(2, K)
+    latest_PNK = np.zeros((2, 10, K))
+    latest_PNK[1, :, 0] = [0.99] * 7 + [0.02] * 3
+    spread.observe(latest_PNK)
+    price = 0.0022 * 32 / costs.plain_s[32]
+    knows = replace(observed, row_price=price, share_PKQ=spread.share_PKQ)
+    assert AutoPlanner(0.03).plan(replace(observed, row_price=price)).depth == 0
+    assert AutoPlanner(0.03).plan(knows).depth == 1
+
+
+@given(st.floats(0.01, 0.99), st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8))
+def test_a_request_s_mean_is_kept_however_survival_spreads(mean: float, latest: list[float]) -> None:
+    """On a flat step all drafts are verified: then only the mean counts."""
+    spread = SurvivalSpread(2, K)
+    latest_PNK = np.zeros((2, len(latest), K))
+    latest_PNK[1, :, 0] = latest
+    spread.observe(latest_PNK)
+    observed = observe(0.0, 0.0, FLAT, DraftCosts(1e-4))
+    observed.forecast_BK[:, 0] = mean
+    plans = [AutoPlanner(0.0).plan(replace(observed, share_PKQ=share)) for share in (None, spread.share_PKQ)]
+    won = [plan.won_s for plan in plans if plan.depth]
+    assert len(won) != 1 or mean < 0.03, "both draft or none"
+    if len(won) == 2:
+        assert won[0] == pytest.approx(won[1], abs=0.02 * 0.010)
 
 
 # Whom it follows

@@ -17,7 +17,7 @@ from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.refresh import DraftRefreshConfig
-from nemo_specrollout.generation.compat import scheduler_of
+from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.scheduling.draft_plan import DraftPlan
 from nemo_specrollout.training.features import SequenceFeatures
@@ -237,15 +237,14 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 
-def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_units_for_it(
+def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_instructions_for_it(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
     """Whatever the policy does, and after a refresh too."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
-    has_units = torch.cpu.get_capabilities().get("amx_bf16", False)
     for _ in range(2):
         draft = drafting_of(engine).model._speculator.model
-        assert draft.lm_head.weight.dtype == (torch.bfloat16 if has_units else torch.float32)
+        assert draft.lm_head.weight.dtype == (torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32)
         assert draft.model.norm.weight.dtype == torch.float32
         engine.load_head(Path(head.model))
 

@@ -66,7 +66,7 @@ def with_specrollout(
 
     With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. `chooses_on_device`: whether
     this vLLM can choose there which drafts a step verifies. `keeps_last_block`: whether it can take the last block of a cached
-    prompt as it is where a head drafts. `multiplies_bfloat16`: whether this CPU has matrix units for it.
+    prompt as it is where a head drafts. `multiplies_bfloat16`: whether this CPU has instructions for it.
 
     Raises ValueError where the user's arguments contradict the block.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft head in bfloat16 beside a policy in float32, for CPUs with matrix units: a quantization method for vLLM.
+"""A draft head in bfloat16 beside a policy in float32, for CPUs that multiply bfloat16: a quantization method for vLLM.
 
-No token depends on the head, so its products need no float32. From four rows on they take half the time.
+No token depends on the head, so its products need no float32.
 """
 
 from typing import Any

@@ -297,11 +297,15 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16."""
+    able = torch.cpu.get_capabilities()
+    return any(able.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
+
+
 def drafting_abilities() -> dict[str, bool]:
     """What `arguments.with_specrollout` must know of the running vLLM and its device."""
-    multiplies_bfloat16 = (
-        CHOOSES_ON_DEVICE and device_type() == "cpu" and torch.cpu.get_capabilities().get("amx_bf16", False)
-    )
+    multiplies_bfloat16 = CHOOSES_ON_DEVICE and device_type() == "cpu" and cpu_multiplies_bfloat16()
     if multiplies_bfloat16:
         from nemo_specrollout.generation import bfloat16_head  # noqa: F401 - vLLM learns of the method
     return {

@@ -246,23 +246,22 @@ def _best_depth(  # type: ignore[no-untyped-def]
         is_asked = _collect(found_BK, forecast_BK, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums)
         if depth > 0 and not is_asked:
             continue
-        draft_s = drafting_s(num_requests, num_requests, depth, fixed_s, row_s, pass_s, token_s) if depth > 0 else 0.0
-        read_row_s = row_s if depth > 0 else 0.0
-        tokens, drafts, seconds = float(num_requests), 0.0, plain_s[num_requests] + draft_s
-        most, rate = tokens, tokens / seconds
+        draft_s, read_row_s = read_s, 0.0
+        if depth > 0:
+            draft_s, read_row_s = drafting_s(num_requests, num_requests, depth, fixed_s, row_s, pass_s, token_s), row_s
+        tokens, drafts, plain = float(num_requests), 0.0, plain_s[num_requests]
+        rate, rate_alone = tokens / (plain + draft_s), tokens / plain
         for i in range(NUM_BINS - 1, -1, -1):
             drafts += counts[i]
             tokens += sums[i]
             num_drafts = round(drafts)
             if counts[i] == 0.0 or num_requests + num_drafts >= len(plain_s):
                 continue
-            verify_s = plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s
-            step_s = max(verify_s, plain_s[num_requests]) + draft_s + num_drafts * read_row_s
-            if tokens / step_s > rate:
-                most, seconds, rate = tokens, step_s, tokens / step_s
+            step_s = max(plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s, plain)
+            rate = max(rate, tokens / (step_s + draft_s + num_drafts * read_row_s))
+            rate_alone = max(rate_alone, tokens / step_s)
         if depth == 0:
-            rate_without, rate_reading = rate, most / (seconds + read_s)
-            best_rate = rate_reading
+            best_rate, rate_reading, rate_without = rate, rate, rate_alone
         elif rate > best_rate and rate > least_gain * rate_reading:
             best_depth, best_rate = depth, rate
     return best_depth, best_rate, rate_without

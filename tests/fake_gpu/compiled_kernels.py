@@ -23,8 +23,8 @@ B, D, K, L, V = 256, 3, 8, 8192, 151_936
 NUM_INSTRUCTIONS = {
     "_accept_rows": 52,
     "_begin_step": 231,
-    "_observe": 296,
-    "_choose": 405,
+    "_observe": 448,
+    "_choose": 529,
     "_learn": 1521,
     "_walk": 627,
     "_best_of_block": 929,
