@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures where the time of a decode step goes: the network, sampling, the head, our work, the rest of vLLM.
 
-    OMP_NUM_THREADS=1 python -m nemo_specrollout.local.step_profile CONFIG --out DIR [--batches 1,4,8,16,32] [key=value ...]
+    OMP_NUM_THREADS=1 python -m nemo_specrollout.local.step_profile CONFIG --out DIR [--batches 1,4,8,16,32]
+        [--modes plain,ours] [key=value ...]
+
+Modes are rows of the bench. `stock` is vLLM without our worker, on its V2 runner; on its V1 runner with
+VLLM_USE_V2_MODEL_RUNNER=0 and NEMO_SPECROLLOUT_V2_ON_CPU=0 in the environment.
 
 Each batch stays full: a finished request makes room for another. Steps that read a prompt do not count. For a CPU, where
 functions return when their work is done.
@@ -106,10 +110,10 @@ class Profile:
 def watch(engine: RolloutEngine) -> StageClock:
     """Wraps the stages of an engine in this process."""
     worker = engine.run_in_worker(lambda worker: worker)
-    runner, drafting, clock = worker.model_runner, worker.specrollout_drafting, StageClock()
+    runner, drafting, clock = worker.model_runner, getattr(worker, "specrollout_drafting", None), StageClock()
     clock.wrap(runner.model, "forward", NETWORK)
     clock.wrap(runner.model, "compute_logits", LM_HEAD)
-    clock.wrap(runner, "sample", SAMPLING)
+    clock.wrap(runner, "sample" if hasattr(runner, "sample") else "_sample", SAMPLING)
     if drafting is not None:
         clock.wrap(runner.speculator, "propose", OUR_WORK)
         if drafting.model is not None:
@@ -134,11 +138,11 @@ def profile(engine: RolloutEngine, clock: StageClock, requests: Sequence[Rollout
     return found
 
 
-def measure(config: RunConfig, batches: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each way and batch size; the first batch is rolled out twice, to warm up."""
-    every_row = bench_rows(replace(config, bench=replace(config.bench, rows=())))
+def measure(config: RunConfig, batches: Sequence[int], modes: Sequence[str] = (PLAIN, OURS)) -> list[dict[str, Any]]:
+    """Returns a row for each mode and batch size; the first batch is rolled out twice, to warm up."""
+    every_row = bench_rows(replace(config, bench=replace(config.bench, rows=tuple(modes))))
     rows = []
-    for way in [row for row in every_row if row.name in (PLAIN, OURS)]:
+    for way in [row for row in every_row if row.name in modes]:
         stream = request_stream(config)
         engine = RolloutEngine(Path(config.policy.model_name), way.generation, config.grpo.seed)
         clock = watch(engine)
@@ -154,10 +158,11 @@ def main() -> None:
     """Prints a table; writes DIR/step_profile.json."""
     parser = bench_parser(__doc__)
     parser.add_argument("--batches", default="1,4,8,16,32", help="numbers of requests, separated by commas")
+    parser.add_argument("--modes", default=f"{PLAIN},{OURS}", help="rows of the bench by name, separated by commas")
     options = parser.parse_intermixed_args()
     set_process_environment()
     config, _ = read_run_config(load_config(options.config, options.overrides))
-    rows = measure(config, [int(n) for n in options.batches.split(",")])
+    rows = measure(config, [int(n) for n in options.batches.split(",")], options.modes.split(","))
     table = new_table("milliseconds of a decode step")
     for name in ("mode", "requests", "step", *STAGES, "tokens a request", "ms a token"):
         table.add_column(name, justify="left" if name == "mode" else "right")

@@ -114,11 +114,11 @@ class CoupledSpeculation(Speculation):
         return StepCosts(np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float))
 
     def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
-        """As a line through this batch size and twice that."""
+        """As a line through this batch size and twice that. A drafter that does not pay lies dormant and reads nothing."""
         once_s, twice_s = (self.costs.draft_s(n, context) for n in (num_requests, 2 * num_requests))
         token_s = max(0.0, min(twice_s - once_s, once_s)) / num_requests
         pass_s = once_s - num_requests * token_s
-        return DraftCosts(fixed_s=pass_s, pass_s=pass_s, token_s=token_s)
+        return DraftCosts(fixed_s=pass_s, pass_s=pass_s, token_s=token_s, read_share=0.0)
 
 
 class DecoupledSpeculation(Speculation):
