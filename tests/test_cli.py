@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.prepare import prepare, use_threads
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.local.run_directory import RunDirectory
 
@@ -278,3 +280,14 @@ def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("known", "expected"), [(None, "2"), ("5", "5")])
+def test_threads_are_the_config_s_unless_the_environment_says_otherwise(
+    known: str | None, expected: str, log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", known or "")
+    if known is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    use_threads(prepare(QUICKSTART, ["cluster.threads=2", f"logger.log_dir={log_dir}"]).config.cluster.threads)
+    assert os.environ["OMP_NUM_THREADS"] == expected

@@ -127,7 +127,7 @@ def test_tokens_are_plain_decodings_with_a_drafter_in_the_engine_too(
     both = (*block.drafters, DrafterConfig("draft_model", model=str(similar_model)), DrafterConfig("ngram"))
     engine = start_engine(STEP_ADDER, replace(block, drafters=both))
     wait_until_ready(engine)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 60
     while np.min(proposed_by_drafter(engine)) < 50:
         assert time.monotonic() < deadline
         assert_equal(engine.generate(requests(8, 4)), expected["T=1"])

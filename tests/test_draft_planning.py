@@ -223,9 +223,22 @@ def test_a_fixed_planner_always_drafts_alike_and_follows_all() -> None:
 def test_a_random_planner_tries_all_depths_and_at_times_follows_nobody() -> None:
     planner = build_planner(BudgetConfig("random"))
     assert isinstance(planner, RandomPlanner) and planner.follows
-    seen = [(planner.plan(observe(0.0, 0.5, None, None)).depth, planner.follows) for _ in range(500)]
+    seen = []
+    for _ in range(500):
+        plan = planner.plan(observe(0.0, 0.5, None, None))
+        planner.worked(plan, 4, 0.0)
+        seen.append((plan.depth, planner.follows))
     assert {depth for depth, _ in seen} == set(range(K + 1))
     assert 0.75 < np.mean([follows for _, follows in seen]) < 0.98
+
+
+def test_a_random_planner_follows_again_without_being_asked_for_a_plan() -> None:
+    planner = RandomPlanner()
+    follows = []
+    for _ in range(500):
+        planner.worked(DraftPlan(0), 4, 0.0)
+        follows.append(planner.follows)
+    assert np.flatnonzero(np.diff(np.array(follows, int)) == 1).size > 3
 
 
 def test_the_budget_s_policy_names_the_planner() -> None:

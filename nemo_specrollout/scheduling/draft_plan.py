@@ -147,8 +147,11 @@ class RandomPlanner(DraftPlanner):
     def follows(self) -> bool:
         return self._follows
 
-    def plan(self, observed: PlanObservation) -> DraftPlan:
+    def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
+        """Also while no request is followed, when no plan is asked for."""
         self._follows = bool(self._rng.random() < (31 / 32 if self._follows else 1 / 4))
+
+    def plan(self, observed: PlanObservation) -> DraftPlan:
         return DraftPlan(int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1)))
 
 
