@@ -27,9 +27,10 @@ OUTLOOK_DECAY = 0.875
 """The weight that a step leaves to earlier steps in the usual survival of text drafts. A plan holds for several steps, so a
 single good proposal must not decide it."""
 KEPT_DECAY = 0.98
-"""How fast it fades, by step, what share of their promised hits text drafts bring where the drafter with weights is silent."""
+"""The weight that a step leaves to what was learned before of promises kept: the hits that text drafts bring, over those that
+they promise, where the drafter with weights is silent."""
 OUTLOOK_RETURN = 0.97
-"""The weight that a step in which the drafter with weights is not asked leaves to what was expected of it: the rest is what
-is usual. So a few bad drafts do not silence it for the rest of a request."""
+"""The weight of what is expected of the drafter with weights, in a step that does not ask it. The rest is what is usual. So a
+few bad drafts do not silence it for the rest of a request."""
 TRACED_STEPS = 1 << 16
 """Steps of which counts are kept."""

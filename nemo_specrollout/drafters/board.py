@@ -84,8 +84,8 @@ class DraftBoard:
         # What the next step verifies: draft tokens, and the rate of each given that those before it are accepted.
         self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
         self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # Survival of drafts, by a model's side only: the mean of the best text proposal over the last steps, the mean of the
-        # model's drafts, and the latest of both. A mean counts as unknown at first; the latest is 0 where nothing was drafted.
+        # Survival of drafts, written only if there is a model. First the means over the last steps: of the best text proposal,
+        # and of the model's drafts. Then the latest of both, 0 where nothing was drafted.
         self.outlook_S4K = zeros(num_slots, 4, num_positions, dtype=torch.float32)
         self._kernels = _kernels(device)
 
