@@ -298,7 +298,7 @@ def device_type() -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for products of bfloat16."""
+    """Returns whether this CPU has instructions that multiply bfloat16."""
     able = torch.cpu.get_capabilities()
     return any(able.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
 

@@ -47,7 +47,7 @@ def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignor
 
 @njit(cache=True)
 def _collect(  # type: ignore[no-untyped-def]
-    found_BK, forecast_BK, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
+    found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
 ):
     """Sorts the survival of draft tokens into bins where the model drafts `depth`; whether it drafts for any request."""
     num_positions = found_BK.shape[1]
@@ -57,8 +57,7 @@ def _collect(  # type: ignore[no-untyped-def]
     is_asked = False
     for b in range(len(found_BK)):
         drafted = _worth(forecast_BK[b], depth, row_price, mean_PK[1], top_PK[1], worth_PK[1])
-        found = _worth(found_BK[b], num_positions, row_price, mean_PK[0], top_PK[0], worth_PK[0])
-        p = 1 if drafted > found else 0
+        p = 1 if drafted > found_worth_B[b] else 0
         is_asked |= p == 1
         for k in range(depth if p == 1 else num_positions):
             survival = forecast_BK[b, k] if p == 1 else found_BK[b, k]
@@ -92,10 +91,15 @@ def best_depth(  # type: ignore[no-untyped-def]
     mean_PK, top_PK, worth_PK = np.zeros((3, 2, num_positions))
     for p in range(2):
         _summarize(share_PKQ[p], row_price, mean_PK[p], top_PK[p], worth_PK[p])
+    found_worth_B = np.zeros(num_requests)
+    for b in range(num_requests):
+        found_worth_B[b] = _worth(found_BK[b], num_positions, row_price, mean_PK[0], top_PK[0], worth_PK[0])
     counts, sums = np.zeros((2, NUM_BINS))
     chosen, best_rate, rate_without, rate_reading = 0, 0.0, 0.0, 0.0
     for depth in range(num_positions + 1):
-        is_asked = _collect(found_BK, forecast_BK, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums)
+        is_asked = _collect(
+            found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
+        )
         if depth > 0 and not is_asked:
             continue
         draft_s, read_row_s = read_s, 0.0

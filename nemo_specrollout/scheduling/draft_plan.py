@@ -14,7 +14,7 @@ from nemo_specrollout.scheduling.best_depth import best_depth
 from nemo_specrollout.scheduling.draft_time import DraftCosts
 from nemo_specrollout.scheduling.following import Following
 from nemo_specrollout.scheduling.step_time import StepCosts
-from nemo_specrollout.scheduling.survival_spread import point_spread
+from nemo_specrollout.scheduling.survival_spread import SurvivalSpread
 
 PLANNED_STEPS = 4
 """Steps that a plan holds for, as long as the number of requests is of the same order."""
@@ -40,7 +40,7 @@ class PlanObservation:
 @dataclass(frozen=True)
 class DraftPlan:
     """The model drafts `depth` tokens for each request; 0: it only reads what was sampled, so that it can draft later.
-    `won_s`: by how much the step's tokens come sooner than without the model; below 0 where reading is all that it does."""
+    `won_s`: by how much the step's tokens come sooner than without the model; below 0 if it wins less than reading costs."""
 
     depth: int
     won_s: float = 0.0
@@ -72,8 +72,8 @@ class DraftPlanner(ABC):
 
 
 class AutoPlanner(DraftPlanner):
-    """The depth that promises most tokens a second, by the times that steps and drafting take; 0 unless that beats what there
-    is without the model by `margin`.
+    """The depth that promises most tokens a second, by the times that steps and drafting take; 0 unless that beats reading
+    alone by `margin`.
 
     At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
     verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
@@ -105,7 +105,7 @@ class AutoPlanner(DraftPlanner):
         if draft is None:
             self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
             return DraftPlan(1 + self._num_tried % num_positions)
-        share_PKQ = point_spread(2, num_positions) if observed.share_PKQ is None else observed.share_PKQ
+        share_PKQ = SurvivalSpread(2, num_positions).share_PKQ if observed.share_PKQ is None else observed.share_PKQ
         depth, rate, rate_without = best_depth(
             observed.found_BK, observed.forecast_BK, share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
             draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(num_requests), 1.0 + self.margin,

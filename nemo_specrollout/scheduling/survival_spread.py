@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the survival of draft tokens spreads around its mean: most tokens of a good drafter are nearly sure, a few are not.
+"""The spread of the survival of draft tokens. Most tokens of a good drafter are nearly sure, and a few are not.
 
 A planner that knows the mean alone believes that each draft token is as likely as the next. It then sees no gain where rows
 are dear, though the sure tokens alone would pay.
@@ -35,14 +35,9 @@ class SurvivalSpread:
 
     @property
     def share_PKQ(self) -> np.ndarray:
-        """The share of draft tokens whose survival lies in each bin; 0 where none was seen."""
+        """The share of draft tokens whose survival lies in each bin, [P, K, Q]; 0 where none was seen."""
         total_PK1 = self._count_PKQ.sum(axis=2, keepdims=True)
         return np.divide(self._count_PKQ, total_PK1, out=np.zeros_like(self._count_PKQ), where=total_PK1 > 0)
-
-
-def point_spread(num_proposers: int, num_positions: int) -> np.ndarray:
-    """Returns shares that say nothing of the spread: each draft token is taken to be as likely as the mean, [P, K, Q]."""
-    return np.zeros((num_proposers, num_positions, NUM_BINS))
 
 
 @njit(cache=True)
