@@ -23,7 +23,7 @@ from nemo_specrollout.scheduling.draft_plan import (
     build_planner,
 )
 from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.following import GENERATIONS, WATCH_SHARE, Following
+from nemo_specrollout.scheduling.following import GENERATIONS, HOPELESS_STEPS, WATCH_SHARE, Following
 from nemo_specrollout.scheduling.step_time import StepCosts
 from nemo_specrollout.scheduling.survival_spread import SurvivalSpread, bin_of
 
@@ -186,7 +186,7 @@ def test_a_model_is_asked_where_what_was_found_is_long_but_not_worth_its_rows(ro
 
 def test_a_model_that_may_draft_for_nobody_only_reads_and_that_costs() -> None:
     plan = AutoPlanner(0.03).plan(observe(0.0, 0.0, FLAT, DraftCosts(0.001, 1e-4, 0.5, 0.5)))
-    assert plan == DraftPlan(0, pytest.approx(-0.0014))
+    assert plan == DraftPlan(0, pytest.approx(-0.0014), is_hopeless=True)
 
 
 def test_while_nothing_is_known_of_drafting_each_depth_is_tried_in_turn() -> None:
@@ -227,9 +227,10 @@ def test_a_random_planner_tries_all_depths_and_at_times_follows_nobody() -> None
     for _ in range(500):
         plan = planner.plan(observe(0.0, 0.5, None, None))
         planner.worked(plan, 4, 0.0)
-        seen.append((plan.depth, planner.follows))
-    assert {depth for depth, _ in seen} == set(range(K + 1))
-    assert 0.75 < np.mean([follows for _, follows in seen]) < 0.98
+        seen.append((plan.depth, planner.follows, planner.gives_up))
+    assert {depth for depth, _, _ in seen} == set(range(K + 1))
+    assert 0.75 < np.mean([follows for _, follows, _ in seen]) < 0.98
+    assert 1 <= sum(gives_up for _, _, gives_up in seen) <= 15
 
 
 def test_a_random_planner_follows_again_without_being_asked_for_a_plan() -> None:
@@ -337,6 +338,43 @@ def test_a_model_that_only_reads_is_soon_not_followed_and_looked_at_again() -> N
     assert follows[: GENERATIONS * 4].all() and not follows[GENERATIONS * 4 + 1]
     assert np.flatnonzero(np.diff(follows.astype(int)) == 1).size >= 3, "it was not looked at again"
     assert follows.mean() * 0.001 / 0.010 < 1.2 * WATCH_SHARE
+
+
+def test_a_model_that_would_win_for_no_number_of_requests_is_given_up_long_before_they_end() -> None:
+    planner, useless = AutoPlanner(0.03), observe(0.0, 0.1, FLAT, DraftCosts(0.002), requests=32)
+    gives_up, follows = [], []
+    for n in range(HOPELESS_STEPS + 2):
+        plan = planner.plan(useless)
+        assert plan.won_s < 0.0 and plan.is_hopeless
+        planner.worked(plan, 32, 0.010 * n)
+        gives_up.append(planner.gives_up)
+        follows.append(planner.follows)
+    assert np.flatnonzero(gives_up).tolist() == [HOPELESS_STEPS - 1], "the next requests are followed until the next time"
+    assert follows == [n < HOPELESS_STEPS - 1 for n in range(HOPELESS_STEPS + 2)]
+    looks_again_s = 0.010 * HOPELESS_STEPS + HOPELESS_STEPS * -plan.won_s / WATCH_SHARE
+    planner.worked(DraftPlan(0), 32, 0.9 * looks_again_s)
+    assert not planner.follows
+    planner.worked(DraftPlan(0), 32, 1.1 * looks_again_s)
+    assert planner.follows
+
+
+def test_a_model_that_will_win_in_the_tail_is_not_given_up() -> None:
+    """Rows are dear for many requests and cost nothing for up to eight; only one request of them is promising."""
+    costs = StepCosts(0.010 + 0.004 * np.maximum(np.arange(MAX_ROWS) - 8, 0))
+    observed = observe(0.0, 0.05, costs, DraftCosts(0.0005), requests=32)
+    observed.forecast_BK[17] = survival([0.9])
+    plan = AutoPlanner(0.03).plan(replace(observed, row_price=costs.row_s(32, 0) * 32 / costs.plain_s[32]))
+    assert plan.depth == 0 and not plan.is_hopeless
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_requests_are_given_up_after_so_many_steps_without_hope_and_no_sooner(hopeless: list[bool]) -> None:
+    following, num_hopeless = Following(), 0
+    for n, is_hopeless in enumerate(hopeless):
+        following.step(4, 1.0, 0.1, 0.010 * n, is_hopeless)
+        num_hopeless = num_hopeless % HOPELESS_STEPS + 1 if is_hopeless else 0
+        assert following.gives_up == (num_hopeless == HOPELESS_STEPS)
+        assert following.is_on, "it won more than it cost"
 
 
 def test_a_model_whose_drafts_win_more_than_reading_costs_is_always_followed() -> None:

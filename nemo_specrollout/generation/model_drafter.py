@@ -91,6 +91,10 @@ class ModelDrafter:
     def forbid(self) -> None:
         """Stops all drafting: the drafter follows no request any more."""
         self.is_allowed = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Follows none of the requests that run any further."""
         self._is_followed[:] = False
         self._follows_S.zero_()
 
@@ -111,6 +115,8 @@ class ModelDrafter:
     ) -> None:
         """Plans for the batch's requests in `slots_B`, where the last plan no longer holds."""
         self._planner.worked(self.plan, len(slots_B), now_s)
+        if self._planner.gives_up:
+            self._let_go()
         if not self.follows(slots_B):
             self.plan = DraftPlan(0)
             return

@@ -5,7 +5,7 @@ Shapes: B requests, K draft positions.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,10 +40,12 @@ class PlanObservation:
 @dataclass(frozen=True)
 class DraftPlan:
     """The model drafts `depth` tokens for each request; 0: it only reads what was sampled, so that it can draft later.
-    `won_s`: by how much the step's tokens come sooner than without the model; below 0 if it wins less than reading costs."""
+    `won_s`: by how much the step's tokens come sooner than without the model; below 0 if it wins less than reading costs.
+    `is_hopeless`: the model would win nothing for these requests, nor for fewer of them."""
 
     depth: int
     won_s: float = 0.0
+    is_hopeless: bool = False
 
 
 class DraftPlanner(ABC):
@@ -61,6 +63,11 @@ class DraftPlanner(ABC):
         """Whether requests that come are followed from their first token on: only then can the model draft for them."""
         return True
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether the requests that run are not followed any further."""
+        return False
+
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
         """A step of that plan is over, with `num_requests` requests, `now_s` seconds into the engine's work."""
 
@@ -77,7 +84,8 @@ class AutoPlanner(DraftPlanner):
 
     At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
     verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
-    following the requests costs lies dormant (`Following`).
+    following the requests costs lies dormant (`Following`). One that wins nothing now may win once fewer requests run: there is
+    hope if it would for the more promising half of them, or half of those, and so on.
     """
 
     def __init__(self, margin: float) -> None:
@@ -97,6 +105,10 @@ class AutoPlanner(DraftPlanner):
     def follows(self) -> bool:
         return self._following.is_on
 
+    @property
+    def gives_up(self) -> bool:
+        return self._following.gives_up
+
     def plan(self, observed: PlanObservation) -> DraftPlan:
         num_requests, num_positions = observed.forecast_BK.shape
         costs, draft = observed.costs, observed.draft_costs
@@ -106,18 +118,37 @@ class AutoPlanner(DraftPlanner):
             self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
             return DraftPlan(1 + self._num_tried % num_positions)
         share_PKQ = SurvivalSpread(2, num_positions).share_PKQ if observed.share_PKQ is None else observed.share_PKQ
-        depth, rate, rate_without = best_depth(
-            observed.found_BK, observed.forecast_BK, share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
-            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(num_requests), 1.0 + self.margin,
-            observed.row_price,
-        )  # fmt: skip
-        if depth == 0:
-            return DraftPlan(0, -draft.read_s(num_requests))
+        observed = replace(observed, share_PKQ=share_PKQ)
+        depth, rate, rate_without = self._best(observed, costs, draft)
         tokens = rate * float(costs.plain_s[num_requests])
-        return DraftPlan(depth, tokens / rate_without - tokens / rate)
+        won_s = tokens / rate_without - tokens / rate if depth else -draft.read_s(num_requests)
+        return DraftPlan(depth, won_s, won_s <= 0.0 and not self._may_win_later(observed, costs, draft))
+
+    def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float, float]:
+        """As `best_depth`."""
+        return best_depth(
+            observed.found_BK, observed.forecast_BK, observed.share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
+            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(len(observed.found_BK)),
+            1.0 + self.margin, observed.row_price,
+        )  # fmt: skip
+
+    def _may_win_later(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> bool:
+        """Whether the model would win for fewer of the requests, those that it promises most for."""
+        most_first = np.argsort(-observed.forecast_BK.sum(axis=1), kind="stable")
+        num_requests = len(most_first) // 2
+        while num_requests:
+            row_price = costs.row_s(num_requests, 0) * num_requests / float(costs.plain_s[num_requests])
+            chosen = most_first[:num_requests]
+            found_BK, forecast_BK = observed.found_BK[chosen], observed.forecast_BK[chosen]
+            fewer = replace(observed, found_BK=found_BK, forecast_BK=forecast_BK, row_price=row_price)
+            depth, rate, rate_without = self._best(fewer, costs, draft)
+            if depth > 0 and rate > rate_without:
+                return True
+            num_requests //= 2
+        return False
 
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s)
+        self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)
 
     def ended(self, num_requests: int) -> None:
         self._following.ended(num_requests)
@@ -137,19 +168,24 @@ class FixedPlanner(DraftPlanner):
 
 
 class RandomPlanner(DraftPlanner):
-    """A random depth, and at times requests that come are not followed: for tests."""
+    """A random depth; at times requests that come are not followed, or those that run no further: for tests."""
 
     def __init__(self, seed: int = 1) -> None:
         self._rng = np.random.default_rng(seed)
-        self._follows = True
+        self._follows, self._gives_up = True, False
 
     @property
     def follows(self) -> bool:
         return self._follows
 
+    @property
+    def gives_up(self) -> bool:
+        return self._gives_up
+
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
         """Also while no request is followed, when no plan is asked for."""
         self._follows = bool(self._rng.random() < (31 / 32 if self._follows else 1 / 4))
+        self._gives_up = bool(self._rng.random() < 1 / 128)
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         return DraftPlan(int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1)))

@@ -5,12 +5,15 @@ GENERATIONS = 2
 """A judgement is over this multiple of the requests that ran at once: beginnings, middles and tails."""
 WATCH_SHARE = 0.0025
 """Following again, to see whether it pays by now, takes no more than such a share of the time."""
+HOPELESS_STEPS = 64
+"""Steps in a row without hope after which it is given up: a silent model's forecast is back at what is usual by then."""
 
 
 class Following:
     """A drafter can only be asked for requests that it was told of from the first token on. It is told as long as what its
     drafts win is more than what telling takes; if not, it lies dormant, and hears of none until it is worth another look.
 
+    The judgement comes early where the drafter would win for no number of the running requests: those are given up.
     States: following, dormant. A request that comes while it is dormant gets none of its drafts. Example: `step(64, 0.002,
     0.0002, now_s)` after each step, `ended(3)` when requests are done; then `is_on` says whether new ones are followed.
     """
@@ -18,11 +21,17 @@ class Following:
     def __init__(self) -> None:
         self.is_on = True
         self._won_s = self._cost_s = self._resumes_at_s = 0.0
-        self._num_ended = self._most_at_once = 0
+        self._num_ended = self._most_at_once = self._num_hopeless = 0
 
-    def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float) -> None:
+    @property
+    def gives_up(self) -> bool:
+        """Whether the requests that run are not followed any further."""
+        return self._num_hopeless >= HOPELESS_STEPS
+
+    def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float, is_hopeless: bool = False) -> None:
         """A step with `num_requests` is over: by how much drafts shortened the rollout, what following took, and the clock of
-        the engine's work, all in seconds."""
+        the engine's work, all in seconds; and whether the drafter would win nothing, nor for fewer of these requests."""
+        self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
         if not self.is_on:
             if now_s >= self._resumes_at_s:
                 self.begin()
@@ -30,7 +39,7 @@ class Following:
         self._won_s += won_s
         self._cost_s += cost_s
         self._most_at_once = max(self._most_at_once, num_requests)
-        if self._num_ended >= GENERATIONS * self._most_at_once:
+        if self.gives_up or self._num_ended >= GENERATIONS * self._most_at_once:
             self.is_on = self._won_s >= self._cost_s
             self._resumes_at_s = now_s + self._cost_s / WATCH_SHARE
             self._judge_again()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step costs: seconds by the number of requests and draft rows, learned while running.
 
-A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, less
-something a draft row: it needs no request of its own to be scheduled (measured, docs/benchmarks.md). Samples are clipped
+A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, and more or
+less a draft row: it needs no request of its own to be scheduled, but is accepted or rejected (measured, docs/benchmarks.md). Samples are clipped
 and decayed, for clocks are noisy and contexts grow.
 """
 
@@ -54,7 +54,8 @@ class DraftSurcharge:
     """What a step with n draft rows costs beyond a plain one of as many rows, as overhead - n * discount.
 
     Decayed least squares, leaning on zero while few samples are fresh: a stall in the first step with drafts must not
-    scare off for good, for nothing would ever correct it. Neither figure is ever negative.
+    scare off for good, for nothing would ever correct it. The overhead is never negative. The discount is negative where
+    a draft row costs more than a request's row.
     """
 
     def __init__(self) -> None:
@@ -79,15 +80,14 @@ class DraftSurcharge:
         one, n, nn, r, nr = self._sums
         if nn <= 0.0:
             return 0.0, 0.0
-        one += ZERO_WEIGHT
+        mean = n / one  # zeros at no drafts, and one where the samples are: a single stall is believed by half
+        one, n, nn = one + ZERO_WEIGHT + 1.0, n + mean, nn + mean * mean
         variance = nn * one - n * n
         slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
         intercept = (r - slope * n) / one
-        if slope > 0.0:
-            intercept, slope = r / one, 0.0
-        elif intercept < 0.0:
-            intercept, slope = 0.0, min(0.0, nr / nn)
-        return max(0.0, intercept), -slope
+        if intercept < 0.0:
+            intercept, slope = 0.0, nr / nn
+        return intercept, -slope
 
 
 class StepTimeTable:
