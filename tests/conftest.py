@@ -25,7 +25,7 @@ set_process_environment()  # before any test imports vllm
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
 
-pytest_plugins = ["nemo_rl_host"]
+pytest_plugins = ["nemo_rl_host", "kernel_runs"]
 
 ROOT = Path(__file__).parent.parent
 if os.environ.get("TRITON_INTERPRET") == "1":  # `make test-oldest`

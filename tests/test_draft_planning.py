@@ -349,7 +349,9 @@ def test_a_model_that_would_win_for_no_number_of_requests_is_given_up_long_befor
         planner.worked(plan, 32, 0.010 * n)
         gives_up.append(planner.gives_up)
         follows.append(planner.follows)
-    assert np.flatnonzero(gives_up).tolist() == [HOPELESS_STEPS - 1], "the next requests are followed until the next time"
+    assert np.flatnonzero(gives_up).tolist() == [HOPELESS_STEPS - 1], (
+        "the next requests are followed until the next time"
+    )
     assert follows == [n < HOPELESS_STEPS - 1 for n in range(HOPELESS_STEPS + 2)]
     looks_again_s = 0.010 * HOPELESS_STEPS + HOPELESS_STEPS * -plan.won_s / WATCH_SHARE
     planner.worked(DraftPlan(0), 32, 0.9 * looks_again_s)

@@ -66,7 +66,7 @@ def plain_row(config: RunConfig) -> BenchRow:
 
 def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
     ours = config.policy.generation
-    block = replace(ours.specrollout, enabled=True)
+    block = replace(ours.specrollout, enabled=True, draft_refresh=None)  # no head learns in a bench
     off = SpecrolloutConfig(enabled=False)
     stock = BenchRow(STOCK, STOCK, replace(ours, vllm_kwargs=_without_speculation(ours), specrollout=off))
     plain, drafter = plain_row(config), block.model_drafter
@@ -91,7 +91,7 @@ def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: Draft
     text = tuple(d for d in block.drafters if d.type in TEXT_DRAFTERS)
     if not text:
         return
-    of_text = replace(block, drafters=text, draft_refresh=None, fastest_of_n=None)
+    of_text = replace(block, drafters=text, fastest_of_n=None)
     yield BenchRow(TEXT_ALONE, OURS, replace(ours, specrollout=of_text))
     name = MODEL_ALONE if drafter.type == "draft_model" else HEAD_ALONE
     alone = replace(block, drafters=(drafter,), fastest_of_n=None)

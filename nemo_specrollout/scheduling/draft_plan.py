@@ -84,8 +84,8 @@ class AutoPlanner(DraftPlanner):
 
     At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
     verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
-    following the requests costs lies dormant (`Following`). One that wins nothing now may win once fewer requests run: there is
-    hope if it would for the more promising half of them, or half of those, and so on.
+    following the requests costs lies dormant (`Following`). One that wins nothing now may win once fewer requests run: there
+    is hope if it would for the more promising half of them, or half of those, and so on.
     """
 
     def __init__(self, margin: float) -> None:

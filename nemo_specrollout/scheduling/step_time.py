@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step costs: seconds by the number of requests and draft rows, learned while running.
 
-A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, and more or
-less a draft row: it needs no request of its own to be scheduled, but is accepted or rejected (measured, docs/benchmarks.md). Samples are clipped
-and decayed, for clocks are noisy and contexts grow.
+A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, and more
+or less a draft row: it needs no request of its own to be scheduled, but is accepted or rejected (measured,
+docs/benchmarks.md). Samples are clipped and decayed, for clocks are noisy and contexts grow.
 """
 
 from dataclasses import dataclass

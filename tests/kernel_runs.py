@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs behind `test_kernels.py`: they begin with the session and take the core that the other tests leave idle."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
+FAKE_GPU = [f"fake_gpu/{name}.py" for name in ("step_checks", "graph_checks", "compiled_kernels")]
+MODULES = {
+    "vllm's, for batches and drafters": (["interpreted/batch_kernels.py"], INTERPRETED),
+    "vllm's, for sampling": (["interpreted/sampling_kernels.py"], INTERPRETED),
+    "ours": (["interpreted/own_kernels.py"], INTERPRETED),
+    "ours, on a GPU that is not there": (FAKE_GPU, COMPILED),
+}
+"""`ours, on a GPU that is not there`: no step of ours waits for the device or launches more than it did, vLLM replays full
+CUDA graphs for decode steps, and our kernels, compiled for an H100, are no longer than they were."""
+
+
+def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:
+    """What pytest says of test modules of this folder."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
+    command += [f"tests/{module}" for module in modules]
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1", "TRITON_CACHE_DIR": str(cache)}
+    settings = {**os.environ, **quiet, **environment}
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, "Future[subprocess.CompletedProcess[str]]"]]:
+    """The runs of those modules that are asked for, one at a time."""
+    items = [item.name for item in request.session.items if item.path.name == "test_kernels.py"]
+    wanted = [name for name in MODULES if any(f"[{name}]" in item for item in items)]
+    pool = ThreadPoolExecutor(1)
+    yield {name: pool.submit(run, *MODULES[name], tmp_path_factory.mktemp("triton")) for name in wanted}
+    pool.shutdown(cancel_futures=True)
