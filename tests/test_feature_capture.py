@@ -97,7 +97,18 @@ def test_a_sequence_is_prompt_and_response_without_its_last_token() -> None:
     (features,) = world.capture.take()
     assert world.check(features) == 0 and features.num_tokens == 19
     assert (features.prompt_length, features.policy_version, features.first_position) == (6, 0, 0)
-    assert world.take() == {}, "it was taken"
+    assert features.prompt_ids_P is None and world.take() == {}, "it was taken"
+
+
+def test_a_sequence_whose_prompt_was_cached_in_part_knows_the_whole_prompt() -> None:
+    world = World()
+    world.open(0, prompt_length=6, limit=20)
+    world.step((0, 4, 2, 0))  # positions 0 to 3 are a sibling's
+    world.decode(0, range(6, 19))
+    world.capture.close([0])
+    (features,) = world.capture.take()
+    assert world.check(features) == 0 and (features.first_position, features.num_tokens) == (4, 15)
+    assert features.whole_prompt_P.tolist() == list(range(6))
 
 
 def test_rows_of_refused_drafts_are_left_out() -> None:

@@ -115,8 +115,25 @@ def test_a_part_of_a_sequence_is_held_out_by_its_whole_prompt(tmp_path: Path) ->
         with pytest.raises(ValueError, match="prompt_ids"):
             store.append(part)
         store.append(part, prompt_ids=[7, 8, 9])
+        store.append(dataclasses.replace(part, prompt_ids_P=torch.tensor([7, 8, 9], dtype=torch.int32)))
     store.flush()
-    assert store.num_sequences(is_held_out([7, 8, 9], 0.1)) == 2
+    assert store.num_sequences(is_held_out([7, 8, 9], 0.1)) == 4
+
+
+def test_what_is_kept_begins_in_the_prompt_and_has_something_generated(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, 1 << 20, SOURCE)
+    whole = features(0, 0)
+    prompt_length, prompt_P = 4, torch.arange(4, dtype=torch.int32)
+    at = [
+        dataclasses.replace(whole, prompt_length=prompt_length, first_position=n, prompt_ids_P=prompt_P)
+        for n in (0, 3, 4)
+    ]
+    given = dataclasses.replace(whole, prompt_length=whole.num_tokens)
+    store.keep([*at, given])
+    held_out = is_held_out(prompt_P, 0.1)
+    kept = list(store.sequences(held_out))
+    assert [f.first_position for f in kept] == [0, 3] and store.num_sequences(not held_out) == 0
+    assert all(f.whole_prompt_P.tolist() == prompt_P.tolist() for f in kept)
 
 
 def test_a_sample_is_of_different_sequences_and_repeats_by_its_seed(tmp_path: Path) -> None:

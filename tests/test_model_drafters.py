@@ -373,6 +373,38 @@ def test_features_are_the_same_from_the_rollout_a_megatron_policy_and_a_hugging_
     assert {f.policy_version for f in engine.take_features()} == {1}
 
 
+def test_samples_that_share_the_kv_of_their_prompt_give_features_too(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the tokens that they computed themselves; what is kept of them is what the policy computes of the whole."""
+    from nemo_specrollout.generation import engine_worker
+    from nemo_specrollout.training.hf_features import hf_features, load_policy
+
+    monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
+    refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)
+    block = SpecrolloutConfig(drafters=(head,), draft_refresh=refresh)
+    engine = start_engine(STEP_ADDER, block, 64, block_size=32)
+    asked = [replace(r, prompt_token_ids=list(r.prompt_token_ids) * 6) for r in requests(2, 4, first=80)]
+    assert all(64 < len(r.prompt_token_ids) < 300 for r in asked)
+    rollouts = engine.generate(asked, **{**LONG, "max_tokens": 32})
+    engine.generate(requests(1, 1), max_tokens=1)  # the batch must change for the last ones to be closed
+    texts = {(*r.prompt_token_ids, *o.token_ids): len(r.prompt_token_ids) for r, o in zip(asked, rollouts, strict=True)}
+    wholes = hf_features(load_policy(STEP_ADDER), [(list(ids), length) for ids, length in texts.items()], (1, 2, 3))
+    whole_of = {tuple(w.token_ids_T.tolist()): w for w in wholes}
+    captured = [f for f in engine.take_features() if f.num_tokens > 8 and f.prompt_length > 64]
+    assert {f.first_position > 0 for f in captured} == {True, False} and len(captured) == len(asked)
+    for f in captured:
+        text = next(
+            t
+            for t in whole_of
+            if t[f.first_position : f.first_position + f.num_tokens] == tuple(f.token_ids_T.tolist())
+        )
+        assert f.first_position < f.prompt_length and f.whole_prompt_P.tolist() == list(text[: f.prompt_length])
+        part = slice(f.first_position, f.first_position + f.num_tokens)
+        torch.testing.assert_close(f.aux_TF, whole_of[text].aux_TF[part], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(f.final_TH, whole_of[text].final_TH[part], rtol=1e-4, atol=1e-3)
+
+
 def assert_same_features(left: Sequence[SequenceFeatures], right: Sequence[SequenceFeatures]) -> None:
     """To rounding: the states reach some tens. A log-prob pass does not read the last token."""
     import torch

@@ -146,9 +146,6 @@ _RULES = (
           f"over the one that {BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block", when=_refreshed),
     _Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU beside those of `cluster`: until Ray has one free, no head "
           "is trained", "note"),
-    _Rule(f"{VLLM_CFG}.enable_prefix_caching", bool, "of the samples that share a prompt's KV only the first gives features: "
-          f"raise {BLOCK_PATH}.draft_refresh.rollout_capture_share towards 1", "note",
-          lambda tree: _refreshed(tree) and float(at(tree, f"{BLOCK_PATH}.draft_refresh.rollout_capture_share", 0.1)) < 0.5),
     _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_places_itself(d) for d in v or ()), "placement: auto: only the local "
           "runner places drafters by itself; ask `nemo-specrollout plan` and write down what it says"),
     _Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs beside those of `cluster`: "

@@ -190,6 +190,7 @@ class FeatureCapture:
         if length < SHORTEST:
             return
         hidden_TF = torch.cat(sequence.hidden)[:length]
+        prompt_ids = sequence.request.token_ids[: sequence.request.prompt_length]
         features = SequenceFeatures(
             torch.from_numpy(tokens[:length]),
             hidden_TF[:, : -self._num_hidden].clone(),
@@ -197,6 +198,7 @@ class FeatureCapture:
             sequence.request.prompt_length,
             sequence.version,
             sequence.first_position,
+            torch.tensor(prompt_ids, dtype=torch.int32) if sequence.first_position else None,
         )
         self._done.append(features)
         self._done_bytes += features.num_bytes

@@ -170,6 +170,7 @@ class FeatureReader:
                     prompt_length=facts[i]["prompt_length"],
                     policy_version=shard.policy_version,
                     first_position=facts[i]["first_position"],
+                    prompt_ids_P=file.get_tensor(f"{i}.prompt_ids") if facts[i].get("has_prompt_ids") else None,
                 )
 
 
@@ -237,18 +238,13 @@ class FeatureStore(FeatureReader):
             self._lock.close()
 
     def append(self, features: SequenceFeatures, prompt_ids: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Keeps a copy of a sequence, on disk after the next `flush()`. `prompt_ids` may be omitted where the features cover
-        the whole prompt.
+        """Keeps a copy of a sequence, on disk after the next `flush()`. It is held out by `prompt_ids`, or by its own prompt.
 
-        Raises ValueError for features that do not fit the source, or the store; OSError as `flush()` does.
+        Raises ValueError for features that do not fit the source, or the store, or of which the prompt is not known;
+        OSError as `flush()` does.
         """
         self._check(features)
-        if prompt_ids is None:
-            if features.first_position > 0 or features.num_tokens < features.prompt_length:
-                raise ValueError(
-                    "features that do not cover the whole prompt need prompt_ids, to hold out whole prompts"
-                )
-            prompt_ids = features.token_ids_T[: features.prompt_length]
+        prompt_ids = features.whole_prompt_P if prompt_ids is None else prompt_ids
         num_bytes = features.num_bytes + SEQUENCE_OVERHEAD_BYTES
         if self._buffered_bytes + num_bytes > self.shard_bytes:
             self.flush()
@@ -257,16 +253,17 @@ class FeatureStore(FeatureReader):
             token_ids_T=_copy(features.token_ids_T),
             aux_TF=_copy(features.aux_TF),
             final_TH=_copy(features.final_TH),
+            prompt_ids_P=None if features.prompt_ids_P is None else _copy(features.prompt_ids_P),
         )
         held_out = is_held_out(prompt_ids, self.held_out_share)
         self._buffer.setdefault(features.policy_version, []).append((kept, held_out))
         self._buffered_bytes += num_bytes
 
     def keep(self, captured: Iterable[SequenceFeatures]) -> None:
-        """Keeps, on disk, what can be learned from: sequences from their first token on, with something generated. Raises as
+        """Keeps, on disk, what can be learned from: sequences that begin in the prompt, with something generated. Raises as
         `append` and `flush` do."""
         for features in captured:
-            if features.first_position == 0 and features.num_tokens > features.prompt_length:
+            if features.first_position < features.prompt_length < features.first_position + features.num_tokens:
                 self.append(features)
         self.flush()
 
@@ -378,8 +375,10 @@ def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
         tensors[f"{i}.token_ids"] = features.token_ids_T
         tensors[f"{i}.aux"] = features.aux_TF
         tensors[f"{i}.final"] = features.final_TH
+        if features.prompt_ids_P is not None:
+            tensors[f"{i}.prompt_ids"] = features.prompt_ids_P
         place = {"prompt_length": features.prompt_length, "first_position": features.first_position}
-        facts.append({**place, "held_out": held_out})
+        facts.append({**place, "held_out": held_out, "has_prompt_ids": features.prompt_ids_P is not None})
     return save(tensors, {"sequences": json.dumps(facts)})
 
 

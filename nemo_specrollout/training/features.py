@@ -18,6 +18,7 @@ class SequenceFeatures:
     `final_TH` [T, H]: after the final norm, so that the policy's LM head makes of it the logits of the *next* token.
     `prompt_length` tokens of the sequence were given, the rest was generated: a head is trained to draft the latter.
     `policy_version`: the weights that computed the features.
+    `prompt_ids_P` int32: the whole prompt, where the features begin after its first token: the KV cache had the others.
     """
 
     token_ids_T: torch.Tensor
@@ -26,6 +27,7 @@ class SequenceFeatures:
     prompt_length: int
     policy_version: int
     first_position: int = 0
+    prompt_ids_P: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError if the three tensors do not cover the same tokens."""
@@ -38,9 +40,19 @@ class SequenceFeatures:
         return len(self.token_ids_T)
 
     @property
+    def whole_prompt_P(self) -> torch.Tensor:
+        """The prompt's tokens, int32 [P]. Raises ValueError if they are not known."""
+        if self.prompt_ids_P is not None:
+            return self.prompt_ids_P
+        if self.first_position > 0 or self.num_tokens < self.prompt_length:
+            raise ValueError("features that do not cover the whole prompt need prompt_ids_P")
+        return self.token_ids_T[: self.prompt_length]
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.token_ids_T, self.aux_TF, self.final_TH))
+        tensors = (self.token_ids_T, self.aux_TF, self.final_TH, self.prompt_ids_P)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:

@@ -94,7 +94,7 @@ def judge(
     after = measure_acceptance(candidate, held_out, num_drafts, temperature)
     before = None if current is None else measure_acceptance(current, held_out, num_drafts, temperature)
     counted = [i for i, s in enumerate(after.sequences) if s.count_K[0] > 0]
-    prompts = [held_out[i].token_ids_T[: held_out[i].prompt_length].tolist() for i in counted]
+    prompts = [held_out[i].whole_prompt_P.tolist() for i in counted]
     decision = gate.decide(
         _lengths(after, counted),
         None if before is None else _lengths(before, counted),
