@@ -2,6 +2,7 @@
 """A head that learns while the policy does: in a whole run of the quickstart, made small, and resumed."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,35 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     assert any(s["num_accepted"] for line in samples for s in line["samples"])
     last = max(n for n in published if n < 4)
     assert samples[last + 1]["samples"][0]["head_versions"][0] > 0, "the head of a step drafts in the next"
+
+
+def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path: Path) -> None:
+    import torch
+
+    from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.refresh import DraftRefreshConfig
+    from nemo_specrollout.scheduling.refresh_trigger import RefreshDecision
+    from nemo_specrollout.training.feature_store import FeatureStore
+    from nemo_specrollout.training.features import SequenceFeatures
+    from nemo_specrollout.training.head_folder import HeadFolder
+    from nemo_specrollout.training.online_refresh import OnlineRefresh
+
+    block = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model=str(head)),), draft_refresh=DraftRefreshConfig())
+    online = OnlineRefresh(block, STEP_ADDER, HeadFolder(tmp_path / "heads"), configured_head=head, temperature=1.0)
+    source, decision = online.source, RefreshDecision(True, 1.0, "refreshed: as asked")
+    width = source.hidden_size
+    features = SequenceFeatures(
+        torch.arange(12, dtype=torch.int32),
+        torch.zeros(12, width * len(source.layer_ids)),
+        torch.zeros(12, width),
+        4,
+        0,
+    )
+    with closing(FeatureStore(tmp_path / "features", 1 << 24, source, held_out_share=0.0)) as store:
+        said = online.refresh(decision, 0, [store], 1, {})
+        assert said.decision == "skipped: no sequence to learn from was captured yet" and said.published is False
+        store.keep([features])
+        assert online.refresh(decision, 0, [store], 1, {}).decision.startswith("skipped: no sequence to be judged by")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ class OnlineRefresh:
         training = newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS)
         held_out = newest_sequences(stores, held_out=True, max_tokens=HELD_OUT_TOKENS)
         if not training or not held_out:
-            return RefreshRecord("skipped: nothing was captured yet", decision.gain_s, published=False)
+            lacking = "to be judged by" if training else "to learn from"
+            return RefreshRecord(f"skipped: no sequence {lacking} was captured yet", decision.gain_s, published=False)
         for head in (self.head, self._start):
             if head is not None:
                 head.set_policy_weights(policy_tensors)
