@@ -24,7 +24,7 @@ CUDA graphs for decode steps, and our kernels, compiled for an H100, are no long
 
 
 def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:
-    """What pytest says of test modules of this folder."""
+    """Runs pytest on test modules of this folder, and returns the finished process."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
     command += [f"tests/{module}" for module in modules]
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1", "TRITON_CACHE_DIR": str(cache)}
@@ -36,7 +36,7 @@ def run(modules: list[str], environment: dict[str, str], cache: Path) -> subproc
 def kernel_runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, "Future[subprocess.CompletedProcess[str]]"]]:
-    """The runs of those modules that are asked for, one at a time."""
+    """Starts the runs of the selected modules, one at a time, and yields their futures by name."""
     items = [item.name for item in request.session.items if item.path.name == "test_kernels.py"]
     wanted = [name for name in MODULES if any(f"[{name}]" in item for item in items)]
     pool = ThreadPoolExecutor(1)

@@ -376,7 +376,7 @@ def test_features_are_the_same_from_the_rollout_a_megatron_policy_and_a_hugging_
 def test_samples_that_share_the_kv_of_their_prompt_give_features_too(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the tokens that they computed themselves; what is kept of them is what the policy computes of the whole."""
+    """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
     from nemo_specrollout.generation import engine_worker
     from nemo_specrollout.training.hf_features import hf_features, load_policy
 

@@ -94,7 +94,7 @@ class ModelDrafter:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Follows none of the requests that run any further."""
+        """Stops following the running requests."""
         self._is_followed[:] = False
         self._follows_S.zero_()
 

@@ -65,7 +65,7 @@ class DraftPlanner(ABC):
 
     @property
     def gives_up(self) -> bool:
-        """Whether the requests that run are not followed any further."""
+        """Returns whether the model stops following the running requests."""
         return False
 
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
@@ -125,7 +125,7 @@ class AutoPlanner(DraftPlanner):
         return DraftPlan(depth, won_s, won_s <= 0.0 and not self._may_win_later(observed, costs, draft))
 
     def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float, float]:
-        """As `best_depth`."""
+        """Returns what `best_depth` finds: depth, tokens a second with the model, and without it."""
         return best_depth(
             observed.found_BK, observed.forecast_BK, observed.share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
             draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(len(observed.found_BK)),
@@ -133,7 +133,7 @@ class AutoPlanner(DraftPlanner):
         )  # fmt: skip
 
     def _may_win_later(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> bool:
-        """Whether the model would win for fewer of the requests, those that it promises most for."""
+        """Returns whether the model would win for a smaller number of requests: the ones with the best forecast."""
         most_first = np.argsort(-observed.forecast_BK.sum(axis=1), kind="stable")
         num_requests = len(most_first) // 2
         while num_requests:

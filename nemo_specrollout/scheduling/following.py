@@ -25,12 +25,12 @@ class Following:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the requests that run are not followed any further."""
+        """Returns whether the drafter stops following the running requests."""
         return self._num_hopeless >= HOPELESS_STEPS
 
     def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float, is_hopeless: bool = False) -> None:
         """A step with `num_requests` is over: by how much drafts shortened the rollout, what following took, and the clock of
-        the engine's work, all in seconds; and whether the drafter would win nothing, nor for fewer of these requests."""
+        the engine's work, all in seconds. `is_hopeless`: the drafter would win nothing for them, nor for fewer of them."""
         self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
         if not self.is_on:
             if now_s >= self._resumes_at_s:

@@ -162,6 +162,7 @@ class FeatureReader:
         with file:
             facts = json.loads(file.metadata()["sequences"])
             places = [i for i, fact in enumerate(facts) if fact["held_out"] == held_out]
+            names = set(file.keys())
             for i in places if chosen is None else [places[c] for c in sorted(chosen)]:
                 yield SequenceFeatures(
                     token_ids_T=file.get_tensor(f"{i}.token_ids"),
@@ -170,7 +171,7 @@ class FeatureReader:
                     prompt_length=facts[i]["prompt_length"],
                     policy_version=shard.policy_version,
                     first_position=facts[i]["first_position"],
-                    prompt_ids_P=file.get_tensor(f"{i}.prompt_ids") if facts[i].get("has_prompt_ids") else None,
+                    prompt_ids_P=file.get_tensor(f"{i}.prompt_ids") if f"{i}.prompt_ids" in names else None,
                 )
 
 
@@ -378,7 +379,7 @@ def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
         if features.prompt_ids_P is not None:
             tensors[f"{i}.prompt_ids"] = features.prompt_ids_P
         place = {"prompt_length": features.prompt_length, "first_position": features.first_position}
-        facts.append({**place, "held_out": held_out, "has_prompt_ids": features.prompt_ids_P is not None})
+        facts.append({**place, "held_out": held_out})
     return save(tensors, {"sequences": json.dumps(facts)})
 
 

@@ -18,7 +18,7 @@ class SequenceFeatures:
     `final_TH` [T, H]: after the final norm, so that the policy's LM head makes of it the logits of the *next* token.
     `prompt_length` tokens of the sequence were given, the rest was generated: a head is trained to draft the latter.
     `policy_version`: the weights that computed the features.
-    `prompt_ids_P` int32: the whole prompt, where the features begin after its first token: the KV cache had the others.
+    `prompt_ids_P` int32: the whole prompt, if the KV cache held its first tokens, so that the features begin later.
     """
 
     token_ids_T: torch.Tensor
