@@ -455,17 +455,19 @@ def test_gumbel_acceptance_is_what_shared_noise_gives() -> None:
 
 
 def test_overlap_counts_what_the_head_cannot_draft_as_lost() -> None:
-    from nemo_specrollout.training.acceptance import overlap
+    from nemo_specrollout.training.acceptance import overlap, probabilities
 
-    teacher_RV = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
-    head_RD = torch.log(torch.tensor([[0.6, 0.4]]))
-    ids = torch.tensor([0, 2])
-    assert overlap(teacher_RV, head_RD, ids, 1.0).item() == pytest.approx(0.7)
-    assert overlap(teacher_RV, head_RD, ids, 0.0).item() == 1.0
-    assert overlap(teacher_RV, head_RD.flip(-1), ids, 0.0).item() == 0.0
-    p, q = (torch.softmax(t / 0.5, -1) for t in (teacher_RV, torch.log(torch.tensor([[0.2, 0.2, 0.6]]))))
-    got = overlap(teacher_RV, torch.log(torch.tensor([[0.2, 0.2, 0.6]])), None, 0.5)
-    assert got.item() == pytest.approx(torch.minimum(p, q).sum().item())
+    def share(teacher_RV: torch.Tensor, head_RD: torch.Tensor, ids: list[int], temperature: float) -> float:
+        return overlap(probabilities(teacher_RV, temperature)[:, ids], probabilities(head_RD, temperature)).item()
+
+    teacher_RV, head_RD = torch.log(torch.tensor([[0.5, 0.3, 0.2]])), torch.log(torch.tensor([[0.6, 0.4]]))
+    assert share(teacher_RV, head_RD, [0, 2], 1.0) == pytest.approx(0.7)
+    assert share(teacher_RV, head_RD, [0, 2], 0.0) == 1.0
+    assert share(teacher_RV, head_RD.flip(-1), [0, 2], 0.0) == 0.0
+    assert share(teacher_RV, head_RD, [1, 2], 0.0) == 0.0, "the arg-max cannot be drafted"
+    other_RV = torch.log(torch.tensor([[0.2, 0.2, 0.6]]))
+    p, q = (torch.softmax(t / 0.5, -1) for t in (teacher_RV, other_RV))
+    assert share(teacher_RV, other_RV, [0, 1, 2], 0.5) == pytest.approx(torch.minimum(p, q).sum().item())
 
 
 def test_drafts_are_those_of_the_training_forward_in_chunks_of_any_size(
@@ -490,25 +492,29 @@ def test_drafts_are_those_of_the_training_forward_in_chunks_of_any_size(
                 )
 
 
+@pytest.mark.parametrize(("temperature", "chunk_elements"), [(0.8, 1 << 24), (0.8, 1 << 9), (0.0, 1 << 9)])
 def test_acceptance_of_a_sequence_is_the_sum_over_its_starts(
-    small_head_folder: Path, sequences: list[SequenceFeatures]
+    small_head_folder: Path,
+    sequences: list[SequenceFeatures],
+    temperature: float,
+    chunk_elements: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from nemo_specrollout.training.acceptance import draft_logits, expected_length, measure_acceptance, overlap
+    from nemo_specrollout.training import acceptance
+    from nemo_specrollout.training.acceptance import draft_logits, expected_length, measure_acceptance
     from nemo_specrollout.training.head import load_head
 
+    monkeypatch.setattr(acceptance, "CHUNK_ELEMENTS", chunk_elements)
     head, features, num_drafts = load_head(small_head_folder, STEP_ADDER), sequences[4], 3
-    measured = measure_acceptance(head, [features, sequences[5]], num_drafts, temperature=0.8)
+    measured = measure_acceptance(head, [features, sequences[5]], num_drafts, temperature)
     with torch.no_grad():
         logits = {k: x for _, k, x in draft_logits(head, features, num_drafts, 1000)}
-    teacher_TV = features.final_TH @ head.teacher_VH.T
+        teacher_TV = features.final_TH @ head.teacher_VH.T
     counts, survived = [0] * num_drafts, [0.0] * num_drafts
     for row in range(features.prompt_length - 1, features.num_tokens - 1):
         survival = 1.0
         for k in range(min(num_drafts, features.num_tokens - 2 - row)):
-            ids, position = head.draft_token_ids, row + 1 + k
-            with torch.no_grad():
-                accepted = overlap(teacher_TV[position : position + 1], logits[k][row : row + 1], ids, 0.8)
-            survival *= accepted.item()
+            survival *= _share_in_common(teacher_TV[row + 1 + k], logits[k][row], head.draft_token_ids, temperature)
             counts[k] += 1
             survived[k] += survival
     assert measured.sequences[0].count_K == tuple(counts)
@@ -518,6 +524,17 @@ def test_acceptance_of_a_sequence_is_the_sum_over_its_starts(
     for bad in ({"num_drafts": 0}, {"temperature": -1.0}):
         with pytest.raises(ValueError, match="give"):
             measure_acceptance(head, [features], **bad)
+
+
+def _share_in_common(
+    teacher_V: torch.Tensor, head_D: torch.Tensor, draft_token_ids: torch.Tensor, temperature: float
+) -> float:
+    """1 - TV, written down once more."""
+    if temperature == 0.0:
+        return float(teacher_V.argmax() == draft_token_ids[head_D.argmax()])
+    p_V, q_V = torch.softmax(teacher_V / temperature, -1), torch.zeros_like(teacher_V)
+    q_V[draft_token_ids] = torch.softmax(head_D / temperature, -1)
+    return 1.0 - 0.5 * float((p_V - q_V).abs().sum())
 
 
 # Training

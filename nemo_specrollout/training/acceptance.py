@@ -91,20 +91,17 @@ def measure_acceptance(
     return Acceptance(tuple(_measure(head, s, num_drafts, temperature) for s in sequences))
 
 
-def overlap(
-    teacher_RV: torch.Tensor, head_RD: torch.Tensor, draft_token_ids: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
-    """1 - TV of the two distributions at `temperature`, float32 [R]; what the head cannot draft is lost.
-
-    At temperature 0 it is whether both have the same arg-max.
-    """
+def probabilities(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns the distributions at `temperature`, float32 [R, V]; at 0 all is on the arg-max."""
     if temperature == 0.0:
-        drafts_R = head_RD.argmax(-1)
-        drafts_R = drafts_R if draft_token_ids is None else draft_token_ids[drafts_R]
-        return (teacher_RV.argmax(-1) == drafts_R).float()
-    p_RV = torch.softmax(teacher_RV.float() / temperature, dim=-1)
-    p_RD = p_RV if draft_token_ids is None else p_RV[:, draft_token_ids]
-    return torch.minimum(p_RD, torch.softmax(head_RD.float() / temperature, dim=-1)).sum(-1)
+        return torch.zeros_like(logits_RV, dtype=torch.float32).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
+    return torch.softmax(logits_RV.float() / temperature, dim=-1)
+
+
+def overlap(policy_RD: torch.Tensor, head_RD: torch.Tensor) -> torch.Tensor:
+    """Returns 1 - TV of two distributions, float32 [R]. `policy_RD`: the policy's, of the tokens that the head can draft; the
+    rest of it is lost."""
+    return torch.minimum(policy_RD, head_RD).sum(-1)
 
 
 def gumbel_acceptance(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
@@ -154,21 +151,28 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
     first = max(0, features.prompt_length - features.first_position - 1)
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
     counts, accepted, survived = [0] * num_drafts, [0.0] * num_drafts, [0.0] * num_drafts
-    survival_C = torch.empty(0)
+    survival_C = policy_CD = torch.empty(0)
     for start, k, logits_CD in draft_logits(head, features, num_drafts, chunk):
-        if k == 0:
-            survival_C = torch.ones(len(logits_CD), device=head.device)
-        begin, end = max(start, first), min(start + len(logits_CD), num_rows - 1 - k)
+        stop = start + len(logits_CD)
+        begin, end = max(start, first), min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
-        final_RH = features.final_TH[begin + 1 + k : end + 1 + k].to(head.teacher_VH)
-        rows = slice(begin - start, end - start)
-        accepted_R = overlap(final_RH @ head.teacher_VH.T, logits_CD[rows], head.draft_token_ids, temperature)
+        if k == 0:  # the judge of all positions of the chunk: row i is the policy after token start + 1 + i
+            survival_C = torch.ones(len(logits_CD), device=head.device)
+            policy_CD = _policy_after(head, features.final_TH[start + 1 : stop + num_drafts], temperature)
+        rows, judges = slice(begin - start, end - start), slice(begin - start + k, end - start + k)
+        accepted_R = overlap(policy_CD[judges], probabilities(logits_CD[rows], temperature))
         survival_C[rows] *= accepted_R
         counts[k] += end - begin
         accepted[k] += float(accepted_R.sum())
         survived[k] += float(survival_C[rows].sum())
     return SequenceAcceptance(tuple(counts), tuple(accepted), tuple(survived))
+
+
+def _policy_after(head: DraftHead, final_RH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Returns the policy's probabilities of the tokens that the head can draft, float32 [R, D]."""
+    p_RV = probabilities(final_RH.to(head.teacher_VH) @ head.teacher_VH.T, temperature)
+    return p_RV if head.draft_token_ids is None else p_RV[:, head.draft_token_ids]
 
 
 def _rates(sums: Sequence[Sums], count_K: Sequence[int]) -> Sums:
