@@ -57,7 +57,7 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     refreshes = [s["draft_refresh"] for s in steps]
     assert refreshes[0]["head_age"] == 0 and all(r["capture_s"] > 0 for r in refreshes)
     assert all(r["decision"].startswith(("refreshed: ", "skipped: ")) for r in refreshes)
-    assert "too few" in refreshes[0].get("gate", "too few"), "six prompts cannot judge"
+    assert "are needed to judge" in refreshes[0]["decision"], "one step has too few held-out prompts"
     published = [n for n, r in enumerate(refreshes) if r.get("published")]
     assert published and published[0] < 4, [r.get("gate") for r in refreshes]
     named = json.loads((run / "heads" / "published.json").read_text())["head"]
@@ -96,9 +96,30 @@ def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path:
     )
     with closing(FeatureStore(tmp_path / "features", 1 << 24, source, held_out_share=0.0)) as store:
         said = online.refresh(decision, 0, [store], 1, {})
-        assert said.decision == "skipped: no sequence to learn from was captured yet" and said.published is False
+        assert said.decision == "skipped: no sequence to learn from was captured so far" and said.published is False
         store.keep([features])
-        assert online.refresh(decision, 0, [store], 1, {}).decision.startswith("skipped: no sequence to be judged by")
+        lacking = online.refresh(decision, 0, [store], 1, {})
+        assert lacking.decision.startswith("skipped: 0 held-out prompts were captured so far; 8 are needed")
+        assert lacking.refresh_s is None, "nothing is trained in vain"
+
+
+def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:
+    """Samples of one prompt count once, and a response of one token is no judge. The gate counts the same."""
+    import torch
+
+    from nemo_specrollout.training.features import SequenceFeatures
+    from nemo_specrollout.training.refresh import num_prompts
+
+    def sequence(prompt: list[int], response: int, cached: int = 0) -> SequenceFeatures:
+        ids = torch.tensor([*prompt, *range(response)][cached:], dtype=torch.int32)
+        whole = torch.tensor(prompt, dtype=torch.int32) if cached else None
+        zeros = torch.zeros(len(ids), 2)
+        return SequenceFeatures(ids, zeros, zeros, len(prompt), 0, cached, whole)
+
+    assert sequence([7, 8, 9], 5).num_draftable == sequence([7, 8, 9], 5, cached=2).num_draftable == 4
+    assert sequence([7, 8, 9], 1).num_draftable == 0
+    assert num_prompts([sequence([7, 8, 9], 5), sequence([7, 8, 9], 4, cached=2)]) == 1
+    assert num_prompts([sequence([7, 8, 9], 5), sequence([7, 8, 6], 5), sequence([5, 5], 1)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """The pure policies of a refresh: when to train a head, whether to publish it, and whether it lives."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
 from nemo_specrollout.scheduling.context_canary import ContextCanary, context_edges, count_by_context
 from nemo_specrollout.scheduling.publish_gate import PublishGate, student_quantile
+from nemo_specrollout.scheduling.refresh_rate import LEAST_SHARE, RefreshRate
 from nemo_specrollout.scheduling.refresh_schedule import HeadUse, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import (
     AutoTrigger,
@@ -130,6 +132,33 @@ def test_a_share_of_the_run_bounds_all_triggers() -> None:
         assert not any(decide_for(trigger, 20, **late))
         assert any(decide_for(trigger, 20, run_s=1000.0))
     assert "more than the share 0.2" in EveryStep(0.2).decide(dataclasses.replace(OBSERVED, **late)).reason
+
+
+@given(best=st.floats(0.003, 3.0), noise=st.floats(0.0, 0.02), seed=st.integers(0, 1000))
+def test_refreshes_find_a_rate_that_does_not_spoil_the_head(best: float, noise: float, seed: int) -> None:
+    """A candidate is worse above the rate that suits the head, which is a share `best` of the usual one."""
+    rate, rng, late = RefreshRate(), np.random.default_rng(seed), []
+    for n in range(60):
+        difference = 0.1 * (1.0 - rate.share / best) + noise * rng.standard_normal()
+        rate.judged(difference, published=difference > 0.04)
+        late += [rate.share] if n >= 20 else []
+    assert np.median(late) <= min(1.0, 2.0 * best)
+    assert max(late) >= min(1.0, best / 10), "it does not become too careful for good"
+
+
+def test_a_failed_training_lowers_the_rate_and_an_unjudged_head_does_not() -> None:
+    rate = RefreshRate()
+    rate.judged(math.nan, published=False)
+    rate.judged(0.01, published=False)
+    assert rate.share == 1.0
+    rate.judged(-math.inf, published=False)
+    assert rate.share == pytest.approx(1 / 3)
+    for _ in range(100):
+        rate.judged(-1.0, published=False)
+    assert rate.share == LEAST_SHARE
+    for _ in range(100):
+        rate.judged(1.0, published=True)
+    assert rate.share == 1.0
 
 
 def test_the_plain_triggers() -> None:

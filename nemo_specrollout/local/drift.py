@@ -30,7 +30,8 @@ from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.local.chart_panels import STYLE
 from nemo_specrollout.local.records import Record, read_lines
-from nemo_specrollout.scheduling.publish_gate import PublishGate
+from nemo_specrollout.scheduling.publish_gate import MIN_SAMPLES, PublishGate
+from nemo_specrollout.scheduling.refresh_rate import RefreshRate
 from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.acceptance import measure_acceptance
@@ -39,7 +40,7 @@ from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead, load_head
 from nemo_specrollout.training.head_folder import HeadFolder
 from nemo_specrollout.training.online_refresh import settings_of
-from nemo_specrollout.training.refresh import gain_of, refresh_head
+from nemo_specrollout.training.refresh import gain_of, num_prompts, refresh_head
 from nemo_specrollout.training.trainer import Budget
 
 TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 5_000
@@ -93,7 +94,7 @@ def replay(
     """A line for each step: held-out acceptance of the head in service, and what the trigger did."""
     schedule = RefreshSchedule(trigger)
     gate = PublishGate(trigger.confidence, trigger.tolerance)
-    training = settings_of(settings.refresh, head)
+    rate = RefreshRate()
     lines: list[dict[str, Any]] = []
     start, training_s = head, 0.0
     for step in recording.steps:
@@ -106,17 +107,20 @@ def replay(
         if held_out:
             decision = schedule.after_step(_facts(step, length, len(recording.steps)))
             line["decision"] = decision.reason
-            if decision.refresh:
+            judges = recording.newest(version, True, HELD_OUT_TOKENS)
+            if decision.refresh and num_prompts(judges) >= MIN_SAMPLES:
+                training = settings_of(settings.refresh, head, rate.share)
                 refresh = refresh_head(
-                    head, start, recording.newest(version, False, TRAINING_TOKENS),
-                    recording.newest(version, True, HELD_OUT_TOKENS), training,
+                    head, start, recording.newest(version, False, TRAINING_TOKENS), judges, training,
                     Budget(steps=settings.steps), gate, num_drafts=settings.num_drafts,
                 )  # fmt: skip
                 schedule.refreshed(refresh.seconds, gain_of(refresh))
+                rate.judged(refresh.difference, refresh.published)
                 head = refresh.candidate if refresh.published else head
                 start = refresh.candidate if refresh.is_promising else head
                 training_s += refresh.seconds
                 line |= {"refreshed": True, "published": refresh.published, "gate": refresh.reason}
+                line["learning_rate"] = training.learning_rate
         lines.append({**line, "training_s": training_s})
     return lines
 

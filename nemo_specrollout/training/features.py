@@ -49,6 +49,12 @@ class SequenceFeatures:
         return self.token_ids_T[: self.prompt_length]
 
     @property
+    def num_draftable(self) -> int:
+        """Number of generated tokens that a head can draft: all but the first, which the prompt's last hidden state gives."""
+        first_row = max(0, self.prompt_length - self.first_position - 1)
+        return max(0, self.num_tokens - 2 - first_row)
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the tensors."""
         tensors = (self.token_ids_T, self.aux_TF, self.final_TH, self.prompt_ids_P)

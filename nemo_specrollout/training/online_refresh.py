@@ -9,7 +9,8 @@ import torch
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.refresh import MIXED_LOSS, DraftRefreshConfig
-from nemo_specrollout.scheduling.publish_gate import PublishGate
+from nemo_specrollout.scheduling.publish_gate import MIN_SAMPLES, PublishGate
+from nemo_specrollout.scheduling.refresh_rate import RefreshRate
 from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import RefreshDecision
 from nemo_specrollout.training.feature_store import FeatureReader, FeatureSource, newest_sequences
@@ -17,7 +18,7 @@ from nemo_specrollout.training.head import DraftHead, load_head, save_head
 from nemo_specrollout.training.head_card import write_card
 from nemo_specrollout.training.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.training.offline_refresh import source_of
-from nemo_specrollout.training.refresh import Refresh, gain_of, refresh_head
+from nemo_specrollout.training.refresh import Refresh, gain_of, num_prompts, refresh_head
 from nemo_specrollout.training.rollout_files import tokenizer_hash
 from nemo_specrollout.training.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
 
@@ -47,7 +48,7 @@ class OnlineRefresh:
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
         self._policy_folder, self._folder, self._temperature = policy_folder, folder, temperature
-        self._schedule = RefreshSchedule(self._config, in_background)
+        self._schedule, self._rate = RefreshSchedule(self._config, in_background), RefreshRate()
         self._gate = PublishGate(self._config.confidence, self._config.tolerance)
         published = folder.published()
         self.head = load_head(configured_head if published is None else published.folder, policy_folder, device)
@@ -74,13 +75,13 @@ class OnlineRefresh:
         of the policy of `policy_version`, which is what the head is made for."""
         training = newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS)
         held_out = newest_sequences(stores, held_out=True, max_tokens=HELD_OUT_TOKENS)
-        if not training or not held_out:
-            lacking = "to be judged by" if training else "to learn from"
-            return RefreshRecord(f"skipped: no sequence {lacking} was captured yet", decision.gain_s, published=False)
+        lacking = _lacking(len(training), num_prompts(held_out))
+        if lacking is not None:
+            return RefreshRecord(f"skipped: {lacking}", decision.gain_s, published=False)
         for head in (self.head, self._start):
             if head is not None:
                 head.set_policy_weights(policy_tensors)
-        settings = settings_of(self._config, self.head)
+        settings = settings_of(self._config, self.head, self._rate.share)
         refresh = refresh_head(
             self.head, self._start or self.head, training, held_out, settings, Budget(seconds=self._schedule.budget_s()),
             self._gate, num_drafts=self._num_drafts, temperature=self._temperature,
@@ -106,6 +107,7 @@ class OnlineRefresh:
         next refresh begins."""
         self._start = refresh.candidate if refresh.is_promising else None
         self._schedule.refreshed(refresh.seconds, gain_of(refresh))
+        self._rate.judged(refresh.difference, refresh.published)
         if not refresh.published:
             return None
         self._folder.publish(made)
@@ -113,16 +115,27 @@ class OnlineRefresh:
         return made
 
 
-def settings_of(block: DraftRefreshConfig, head: DraftHead) -> TrainingSettings:
-    """The trainer's settings, from the block's. A head that is refreshed learns at a third of a new one's rate."""
+def settings_of(block: DraftRefreshConfig, head: DraftHead, rate_share: float = 1.0) -> TrainingSettings:
+    """The trainer's settings, from the block's. `rate_share`: of the usual learning rate, where the block names none. A
+    head that is refreshed usually learns at a third of a new one's rate."""
+    usual = default_learning_rate(head.model.hidden_size) / 3
     return TrainingSettings(
         loss=MIXED_LOSS if block.loss == "tv+kl_div" else block.loss,
-        learning_rate=block.learning_rate or default_learning_rate(head.model.hidden_size) / 3,
+        learning_rate=block.learning_rate or usual * rate_share,
         schedule="constant",
         warmup_steps=4,
         ttt_steps=block.ttt_steps,
         batch_tokens=block.tokens_per_batch or BATCH_TOKENS[head.device.type],
     )
+
+
+def _lacking(num_training: int, num_held_out: int) -> str | None:
+    """What a refresh waits for; None if nothing. A head that the gate could not judge would be trained in vain."""
+    if not num_training:
+        return "no sequence to learn from was captured so far"
+    if num_held_out < MIN_SAMPLES:
+        return f"{num_held_out} held-out prompts were captured so far; {MIN_SAMPLES} are needed to judge a head"
+    return None
 
 
 def _length_of(refresh: Refresh) -> float | None:

@@ -2,6 +2,7 @@
 """A refresh: a copy of the head in service learns from features, and is judged against it on prompts that neither saw."""
 
 import copy
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,13 @@ class Refresh:
     @property
     def is_promising(self) -> bool:
         """Whether a refused candidate looks better than the head in service, though not surely so: to be trained further."""
-        return self.judgement is not None and not self.published and self.judgement.decision.difference > 0.0
+        return not self.published and self.difference > 0.0
+
+    @property
+    def difference(self) -> float:
+        """Held-out acceptance length of the candidate less that of the head in service: NaN if it was not measured, minus
+        infinity if training failed."""
+        return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
     def published(self) -> bool:
@@ -94,14 +101,22 @@ def judge(
     after = measure_acceptance(candidate, held_out, num_drafts, temperature)
     before = None if current is None else measure_acceptance(current, held_out, num_drafts, temperature)
     counted = [i for i, s in enumerate(after.sequences) if s.count_K[0] > 0]
-    prompts = [held_out[i].whole_prompt_P.tolist() for i in counted]
     decision = gate.decide(
         _lengths(after, counted),
         None if before is None else _lengths(before, counted),
         np.array([after.sequences[i].count_K[0] for i in counted], float),
-        np.array([content_hash(p) for p in prompts], np.uint64),
+        np.array([_prompt_hash(held_out[i]) for i in counted], np.uint64),
     )
     return Judgement(decision, after, before)
+
+
+def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
+    """Counts the different prompts by which a head can be judged: of sequences with a token to draft."""
+    return len({_prompt_hash(s) for s in held_out if s.num_draftable})
+
+
+def _prompt_hash(features: SequenceFeatures) -> int:
+    return content_hash(features.whole_prompt_P.tolist())
 
 
 def _lengths(acceptance: Acceptance, counted: list[int]) -> np.ndarray:

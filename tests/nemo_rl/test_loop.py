@@ -243,8 +243,8 @@ def test_a_head_is_refreshed_beside_the_run_judged_and_taken_into_service(runs: 
     run = runs["sync_refreshed_head"]
     records = [step["specrollout/draft_refresh"] for step in run.metrics if "specrollout/draft_refresh" in step]
     assert all(record["decision"].startswith(("refreshed: ", "skipped: ")) for record in records)
+    assert any("needed to judge" in record["decision"] for record in records), "four prompts cannot judge"
     judged = [record for record in records if "gate" in record]
-    assert any("too few" in record["gate"] for record in judged), "four prompts cannot judge"
     published = [record for record in judged if record["published"]]
     assert published and sum(step.get("specrollout/heads_published", 0) for step in run.metrics) == len(published)
     named = json.loads(run.find("published.json").read_text())
