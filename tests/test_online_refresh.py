@@ -12,6 +12,7 @@ from test_run import finish, metrics, overrides, start
 
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.training.head_folder import NUM_KEPT
 
 pytestmark = pytest.mark.integration
 
@@ -60,6 +61,7 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     assert "are needed to judge" in refreshes[0]["decision"], "one step has too few held-out prompts"
     published = [n for n, r in enumerate(refreshes) if r.get("published")]
     assert published and published[0] < 4, [r.get("gate") for r in refreshes]
+    assert len(list((run / "heads").glob("step_*"))) <= NUM_KEPT + 1
     named = json.loads((run / "heads" / "published.json").read_text())["head"]
     assert named == f"step_{published[-1]}"
     card = json.loads((run / "heads" / named / "head_card.json").read_text())
@@ -101,6 +103,25 @@ def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path:
         lacking = online.refresh(decision, 0, [store], 1, {})
         assert lacking.decision.startswith("skipped: 0 held-out prompts were captured so far; 8 are needed")
         assert lacking.refresh_s is None, "nothing is trained in vain"
+
+
+@pytest.mark.parametrize("trigger", ["auto", "never"])
+def test_lm_heads_of_past_policies_are_kept_only_for_a_replay(trigger: str, head: Path, tmp_path: Path) -> None:
+    """The LM head of a real policy has a hundred megabytes a step."""
+    import torch
+
+    from nemo_specrollout.config.run import read_run_config
+    from nemo_specrollout.local.draft_refresh import LocalRefresher
+    from nemo_specrollout.training.head import LM_HEAD
+
+    more = with_head(head) | {"policy.generation.specrollout.draft_refresh.trigger": trigger}
+    config, _ = read_run_config(load_config(QUICKSTART, overrides(tmp_path / "run", **more)))
+    refresher = LocalRefresher(config, None, tmp_path / "run")  # type: ignore[arg-type]  # no engine is asked
+    with closing(refresher):
+        for version in range(2):
+            refresher.policy_moves(version, iter([(LM_HEAD, torch.zeros(4, 2)), ("other", torch.zeros(9))]))
+    kept = sorted(path.name for path in (tmp_path / "run").rglob("policy_*"))
+    assert kept == ([f"policy_{version}.safetensors" for version in range(2)] if trigger == "never" else [])
 
 
 def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:

@@ -18,7 +18,7 @@ class DraftRefreshConfig:
 
     trigger: str = choice(*TRIGGERS, default="auto")
     """`auto`: when it pays, by measured acceptance and costs. `interval`: every `interval` steps. `every_step`. `never`:
-    features are collected, nothing is trained."""
+    nothing is trained; features are collected, and in a local run each policy's LM head, for a replay."""
 
     interval: int = bounded(10, low=1)
     """RL steps between refreshes under `trigger: interval`."""

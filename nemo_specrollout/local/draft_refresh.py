@@ -44,6 +44,7 @@ class LocalRefresher:
         if published is not None:
             engine.load_head(published.folder)
         refresh = block.draft_refresh
+        self._records = refresh.trigger == "never"
         self._store = FeatureStore(
             self._folder.features(), refresh.store_bytes, self._online.source, refresh.held_out_share
         )
@@ -52,9 +53,11 @@ class LocalRefresher:
         self._head_version = 0 if published is None else published.policy_version or 0
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Called before the policy of `version` is trained on: its LM head is the teacher of what was just captured."""
+        """Called before the policy of `version` is trained on: its LM head is the teacher of what was just captured. A run
+        that trains no head keeps the LM heads of all its policies, for a replay (`local/drift.py`)."""
         self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
-        write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
+        if self._records:
+            write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
         """Stores what was captured, and refreshes if the trigger says so; what happened, for `metrics.jsonl`."""
@@ -69,6 +72,7 @@ class LocalRefresher:
         if record.published:
             self._engine.load_head(self._folder.candidate(step, True), record.expected_length, self._num_drafts)
             self._head_version = step + 1
+            self._folder.forget_old(step + 1)
         return {**record.known(), **figures}
 
     def close(self) -> None:
