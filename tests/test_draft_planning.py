@@ -23,7 +23,7 @@ from nemo_specrollout.scheduling.draft_plan import (
     build_planner,
 )
 from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.following import GENERATIONS, HOPELESS_STEPS, WATCH_SHARE, Following
+from nemo_specrollout.scheduling.following import FIRST_WATCH_SHARE, GENERATIONS, HOPELESS_STEPS, WATCH_SHARE, Following
 from nemo_specrollout.scheduling.step_time import StepCosts
 from nemo_specrollout.scheduling.survival_spread import SurvivalSpread, bin_of
 
@@ -320,6 +320,41 @@ def test_a_model_that_wins_less_than_following_costs_is_looked_at_now_and_then()
     assert follow(following, 3e-4, cost_s, range(50_000, 100_000)) > 0.95 and following.is_on
 
 
+def until_dormant(following: Following, won_s: float, now_s: float) -> float:
+    """Steps of 10 ms with one request, which ends in each; the time when it is followed no more."""
+    while following.is_on:
+        following.ended(1)
+        following.step(1, won_s, 0.010, now_s)
+        now_s += 0.010
+    return now_s
+
+
+def wait_s(following: Following, now_s: float) -> float:
+    """Seconds from `now_s` until requests are followed again."""
+    started_s = now_s
+    while not following.is_on:
+        following.step(1, 0.0, 0.0, now_s)
+        now_s += 0.010
+    return now_s - started_s
+
+
+def test_a_model_is_looked_at_soon_at_first_and_more_rarely_each_time_that_it_does_not_pay() -> None:
+    """Once it has paid, it is looked at soon again: other tasks may have come for a while."""
+    following, waits_s, now_s, look_s = Following(), [], 0.0, GENERATIONS * 0.010
+    for _ in range(6):
+        now_s = until_dormant(following, 0.0, now_s)
+        waits_s.append(wait_s(following, now_s))
+        now_s += waits_s[-1]
+    shares = [max(WATCH_SHARE, FIRST_WATCH_SHARE / 2**n) for n in range(6)]
+    assert waits_s == pytest.approx([look_s / share for share in shares], abs=0.03)
+    for _ in range(GENERATIONS):
+        following.ended(1)
+        following.step(1, 0.020, 0.010, now_s)
+        now_s += 0.010
+    now_s = until_dormant(following, 0.0, now_s)
+    assert wait_s(following, now_s) == pytest.approx(look_s / FIRST_WATCH_SHARE, abs=0.03)
+
+
 def work(planner: DraftPlanner, observed: PlanObservation, num_steps: int, now_s: float = 0.0) -> list[bool]:
     """Steps of 10 ms, in each of which one of the requests ends, if it was followed; whether new ones are."""
     follows = []
@@ -353,7 +388,7 @@ def test_a_model_that_would_win_for_no_number_of_requests_is_given_up_long_befor
         "the next requests are followed until the next time"
     )
     assert follows == [n < HOPELESS_STEPS - 1 for n in range(HOPELESS_STEPS + 2)]
-    looks_again_s = 0.010 * HOPELESS_STEPS + HOPELESS_STEPS * -plan.won_s / WATCH_SHARE
+    looks_again_s = 0.010 * HOPELESS_STEPS + HOPELESS_STEPS * -plan.won_s / FIRST_WATCH_SHARE
     planner.worked(DraftPlan(0), 32, 0.9 * looks_again_s)
     assert not planner.follows
     planner.worked(DraftPlan(0), 32, 1.1 * looks_again_s)

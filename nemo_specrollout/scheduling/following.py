@@ -3,8 +3,9 @@
 
 GENERATIONS = 2
 """A judgement is over this multiple of the requests that ran at once: beginnings, middles and tails."""
-WATCH_SHARE = 0.0025
-"""Following again, to see whether it pays by now, takes no more than such a share of the time."""
+FIRST_WATCH_SHARE, WATCH_SHARE = 0.02, 0.0025
+"""Following again, to see whether it pays by now, takes the first share of the time at most. The share is halved each time
+that it did not pay, down to the second: other tasks may have come, but a drafter without hope must cost nothing."""
 HOPELESS_STEPS = 64
 """Steps in a row without hope after which it is given up: a silent model's forecast is back at what is usual by then."""
 
@@ -22,6 +23,7 @@ class Following:
         self.is_on = True
         self._won_s = self._cost_s = self._resumes_at_s = 0.0
         self._num_ended = self._most_at_once = self._num_hopeless = 0
+        self._watch_share = FIRST_WATCH_SHARE
 
     @property
     def gives_up(self) -> bool:
@@ -34,14 +36,19 @@ class Following:
         self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
         if not self.is_on:
             if now_s >= self._resumes_at_s:
-                self.begin()
+                self.is_on = True
+                self._judge_again()
             return
         self._won_s += won_s
         self._cost_s += cost_s
         self._most_at_once = max(self._most_at_once, num_requests)
         if self.gives_up or self._num_ended >= GENERATIONS * self._most_at_once:
             self.is_on = self._won_s >= self._cost_s
-            self._resumes_at_s = now_s + self._cost_s / WATCH_SHARE
+            if self.is_on:
+                self._watch_share = FIRST_WATCH_SHARE
+            else:
+                self._resumes_at_s = now_s + self._cost_s / self._watch_share
+                self._watch_share = max(WATCH_SHARE, self._watch_share / 2)
             self._judge_again()
 
     def ended(self, num_requests: int) -> None:
@@ -49,8 +56,8 @@ class Following:
         self._num_ended += num_requests
 
     def begin(self) -> None:
-        """Requests are followed from now on: it may have become better."""
-        self.is_on = True
+        """Requests are followed from now on, for the drafter is another one."""
+        self.is_on, self._watch_share = True, FIRST_WATCH_SHARE
         self._judge_again()
 
     def _judge_again(self) -> None:
