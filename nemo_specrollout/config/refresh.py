@@ -43,8 +43,8 @@ class DraftRefreshConfig:
     """What the head minimizes: speculators' loss of that name, or the mean of two (docs/benchmarks.md compares them)."""
 
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
-    """Of the head's optimizer, AdamW, constant within a refresh; null: 1e-3 up to a hidden size of 256, falling to 3e-5 at
-    4096, and a third of that after each candidate that was worse than the head in service."""
+    """Learning rate of AdamW, which trains the head. It is constant within a refresh. null: 1e-3 up to a hidden size of 256,
+    falling to 3e-5 at 4096. Each candidate that is worse than the head in service cuts that default to a third."""
 
     ttt_steps: int = bounded(5, low=1, high=16)
     """Positions ahead that the head is trained to draft on its own features."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the next refresh learns, by how the refreshes before it went. Pure."""
+"""Sets the learning rate of the next refresh by the results of earlier refreshes. Pure."""
 
 STEP = 3.0
 LEAST_SHARE = 1e-3
@@ -17,7 +17,11 @@ class RefreshRate:
         self.share = 1.0
 
     def judged(self, difference: float, published: bool) -> None:
-        """Learns from a candidate whose held-out acceptance length is that of the head in service plus `difference`."""
+        """Adjusts the share after a candidate was judged.
+
+        `difference`: held-out acceptance length of the candidate minus the head in service's. NaN, where it was not
+        measured, changes nothing.
+        """
         if published:
             self.share = min(1.0, self.share * STEP**0.5)
         elif difference < 0.0:

@@ -148,13 +148,12 @@ def draft_logits(
 def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> SequenceAcceptance:
     """Row t stands for: token t+1 was generated, what follows is drafted. Its k-th draft is token t+2+k, if there is one."""
     num_rows = features.num_tokens - 1
-    first = max(0, features.prompt_length - features.first_position - 1)
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
     counts, accepted, survived = [0] * num_drafts, [0.0] * num_drafts, [0.0] * num_drafts
     survival_C = policy_CD = torch.empty(0)
     for start, k, logits_CD in draft_logits(head, features, num_drafts, chunk):
         stop = start + len(logits_CD)
-        begin, end = max(start, first), min(stop, num_rows - 1 - k)
+        begin, end = max(start, features.first_start), min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
         if k == 0:  # the judge of all positions of the chunk: row i is the policy after token start + 1 + i

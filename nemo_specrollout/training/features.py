@@ -49,10 +49,14 @@ class SequenceFeatures:
         return self.token_ids_T[: self.prompt_length]
 
     @property
+    def first_start(self) -> int:
+        """Index in `token_ids_T` of the token before the first generated one. A head drafts from there on."""
+        return max(0, self.prompt_length - self.first_position - 1)
+
+    @property
     def num_draftable(self) -> int:
-        """Number of generated tokens that a head can draft: all but the first, which the prompt's last hidden state gives."""
-        first_row = max(0, self.prompt_length - self.first_position - 1)
-        return max(0, self.num_tokens - 2 - first_row)
+        """Number of generated tokens that a head can draft: all but the first, which the policy samples."""
+        return max(0, self.num_tokens - 2 - self.first_start)
 
     @property
     def num_bytes(self) -> int:

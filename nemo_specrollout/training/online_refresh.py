@@ -115,9 +115,12 @@ class OnlineRefresh:
         return made
 
 
-def settings_of(block: DraftRefreshConfig, head: DraftHead, rate_share: float = 1.0) -> TrainingSettings:
-    """The trainer's settings, from the block's. `rate_share`: of the usual learning rate, where the block names none. A
-    head that is refreshed usually learns at a third of a new one's rate."""
+def settings_of(block: DraftRefreshConfig, head: DraftHead, rate_share: float) -> TrainingSettings:
+    """Returns the trainer's settings for a refresh.
+
+    `rate_share`: share of the usual learning rate, used where the block sets no rate. The usual rate is a third of a new
+    head's.
+    """
     usual = default_learning_rate(head.model.hidden_size) / 3
     return TrainingSettings(
         loss=MIXED_LOSS if block.loss == "tv+kl_div" else block.loss,
@@ -130,7 +133,10 @@ def settings_of(block: DraftRefreshConfig, head: DraftHead, rate_share: float = 
 
 
 def _lacking(num_training: int, num_held_out: int) -> str | None:
-    """What a refresh waits for; None if nothing. A head that the gate could not judge would be trained in vain."""
+    """Returns what is still missing for a refresh, as text for the log; None if nothing is.
+
+    The gate could not judge a head by fewer prompts, so the refresh waits for them.
+    """
     if not num_training:
         return "no sequence to learn from was captured so far"
     if num_held_out < MIN_SAMPLES:

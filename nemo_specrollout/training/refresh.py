@@ -45,8 +45,8 @@ class Refresh:
 
     @property
     def difference(self) -> float:
-        """Held-out acceptance length of the candidate less that of the head in service: NaN if it was not measured, minus
-        infinity if training failed."""
+        """Held-out acceptance length of the candidate minus the head in service's. It is NaN if the gate did not measure it,
+        and minus infinity if training failed."""
         return -math.inf if self.judgement is None else self.judgement.decision.difference
 
     @property
