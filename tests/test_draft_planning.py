@@ -404,6 +404,36 @@ def test_a_model_that_will_win_in_the_tail_is_not_given_up() -> None:
     assert plan.depth == 0 and not plan.is_hopeless
 
 
+@pytest.mark.parametrize(
+    ("num_requests", "read_ms", "is_hopeless"),
+    [(32, 1.4, False), (32, 1.5, True), (8, 2.0, False), (8, 2.2, True), (1, 5.0, False)],
+)
+def test_there_is_hope_while_the_tail_wins_more_than_reading_takes_until_then(
+    num_requests: int, read_ms: float, is_hopeless: bool
+) -> None:
+    """Drafts pay for a single request alone, by 199 / (10 + read_ms) - 10 ms; until then the model reads in a step with all
+    requests, in one with half of them, and so on."""
+    costs = StepCosts(0.010 * np.maximum(np.arange(MAX_ROWS) / 2, 1.0) ** 2)
+    forecast_BK = np.zeros((num_requests, K))
+    forecast_BK[:, 0] = 0.99
+    row_price = costs.row_s(num_requests, 0) * num_requests / costs.plain_s[num_requests]
+    draft = DraftCosts(read_ms / 1000)
+    observed = PlanObservation(np.zeros_like(forecast_BK), forecast_BK, costs, draft, row_price=row_price)
+    plan = AutoPlanner(0.0).plan(observed)
+    assert (plan.depth > 0) == (num_requests == 1) and plan.is_hopeless == is_hopeless
+
+
+@given(st.floats(0.05, 0.95), st.integers(1, 31), costs_of_all())
+def test_requests_that_came_too_early_to_be_followed_say_nothing_against_a_model(
+    forecast: float, num_followed: int, costs: tuple[StepCosts, DraftCosts]
+) -> None:
+    all_followed = observe(0.0, forecast, *costs, requests=32)
+    some_followed = observe(0.0, forecast, *costs, requests=32)
+    some_followed.forecast_BK[num_followed:] = 0.0
+    of_all, of_some = (AutoPlanner(0.0).plan(observed) for observed in (all_followed, some_followed))
+    assert of_some.is_hopeless == of_all.is_hopeless or of_some.won_s > 0.0 or of_all.won_s > 0.0
+
+
 @given(st.lists(st.booleans(), max_size=400))
 def test_requests_are_given_up_after_so_many_steps_without_hope_and_no_sooner(hopeless: list[bool]) -> None:
     following, num_hopeless = Following(), 0
@@ -412,6 +442,24 @@ def test_requests_are_given_up_after_so_many_steps_without_hope_and_no_sooner(ho
         num_hopeless = num_hopeless % HOPELESS_STEPS + 1 if is_hopeless else 0
         assert following.gives_up == (num_hopeless == HOPELESS_STEPS)
         assert following.is_on, "it won more than it cost"
+
+
+def test_a_model_that_is_looked_at_again_drafts_every_depth_though_its_forecast_promises_nothing() -> None:
+    planner, useless = AutoPlanner(0.03), observe(0.5, 0.1, FLAT, DraftCosts(0.001, pass_s=0.001))
+    work(planner, useless, GENERATIONS * 4 + 1)
+    assert not planner.follows
+    planner.model_changed()
+    plans = []
+    for n in range(2 * HOPELESS_STEPS):
+        if planner.should_plan(4):
+            plans.append(planner.plan(useless))
+        planner.worked(plans[-1], 4, 0.010 * n)
+        if not planner.follows:
+            break
+    depths = [plan.depth for plan in plans]
+    assert set(depths) == set(range(K + 1)) and depths.count(0) == pytest.approx(len(depths) / 2, abs=1)
+    assert all(plan.won_s == -0.001 * max(plan.depth, 1) for plan in plans)
+    assert n == HOPELESS_STEPS - 1, "it was not given up after the look"
 
 
 def test_a_model_whose_drafts_win_more_than_reading_costs_is_always_followed() -> None:

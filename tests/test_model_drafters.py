@@ -19,7 +19,7 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.scheduling.draft_plan import DraftPlan
+from nemo_specrollout.scheduling.draft_plan import DraftPlan, FixedPlanner
 from nemo_specrollout.training.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
@@ -235,6 +235,31 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
     assert not engine.report()["head_is_dormant"]
     assert_same_drafts(drafts, drafts_of_a_busy_head)
+
+
+def test_what_a_head_did_before_it_rested_is_forgotten(
+    start_engine: Callable[..., RolloutEngine], head: DrafterConfig
+) -> None:
+    """Other tasks may have come meanwhile."""
+
+    class Rests(FixedPlanner):
+        follows = False
+
+        def worked(self, *_: Any) -> None:
+            self.follows = True
+
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)))
+    board, model, asked = drafting_of(engine).board, drafting_of(engine).model, requests(4, 2)
+    rollouts = engine.generate(asked, **LONG)
+    num_known = float(board.position_DK2[0, 0, 1])
+    assert num_known > 100
+    model._planner, num_steps = Rests(3), engine.num_steps
+    generation = Generation(engine, asked, sampling=LONG)
+    while engine.num_steps == num_steps:
+        generation.advance(0.0)
+    assert not model.is_dormant and board.position_DK2[0, 0, 1] < num_known / 4
+    generation.advance()
+    assert_equal(generation.rollouts, rollouts)
 
 
 def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_instructions_for_it(

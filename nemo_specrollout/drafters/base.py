@@ -15,10 +15,15 @@ NUM_RELATIONS = 4
 
 0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
 3: its proposal ended or parted before. The board learns a rate for each relation."""
-# How fast what was learned fades: of a level, by step; of a request, by draft token judged.
-LEVEL_DECAY, REQUEST_DECAY = 0.998, 0.94
-# What is believed at first: the rate of a draft position, and how many tokens such a belief weighs. No draft is surer than
-# MAX_RATE.
+EVIDENCE_WINDOW = 512.0
+"""How many of the latest draft tokens, about, say at what rate those of a level come true. What is known of draft positions is
+of as many latest proposals, so that later positions, which are tried less often, are no older knowledge."""
+REQUEST_DECAY = 0.94
+"""The weight that a draft token of a request leaves to those before it in the request's factor."""
+FORETOLD_DECAY = 0.998
+"""The weight that a step leaves to how well factors predicted hits in the steps before."""
+# What is believed at first: the rate of the first draft position, and how many tokens a belief weighs. A later position is
+# believed to be like the one before it. No draft is surer than MAX_RATE.
 PRIOR_RATE, PRIOR_STRENGTH, MAX_RATE = 0.6, 4.0, 0.99
 LEAST_WORTH = 1e-3
 """What a draft token that is not worth its row counts for, of its survival, where proposals are compared: such tokens decide

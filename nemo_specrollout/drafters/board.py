@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_RELATIONS, PRIOR_RATE, PRIOR_STRENGTH, TRACED_STEPS
+from nemo_specrollout.drafters.base import NUM_RELATIONS, PRIOR_STRENGTH, TRACED_STEPS
 
 
 class DraftBoard:
@@ -99,8 +99,7 @@ class DraftBoard:
         """The drafter is another one from now on: what was learned of it is forgotten."""
         self.level_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
         self.level_DE2[drafter, :, 1] = PRIOR_STRENGTH
-        self.position_DK2[drafter, :, 0] = PRIOR_RATE * PRIOR_STRENGTH
-        self.position_DK2[drafter, :, 1] = PRIOR_STRENGTH
+        self.position_DK2[drafter] = 0.0
         self.foretold_D2[drafter] = 0.0
         self.factor_SD2[:, drafter] = 0.0
         self.length_SD[:, drafter] = 0

@@ -9,13 +9,15 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.drafters.base import (
+    EVIDENCE_WINDOW,
+    FORETOLD_DECAY,
     KEPT_DECAY,
     LEAST_WORTH,
-    LEVEL_DECAY,
     MAX_RATE,
     NUM_LEVELS,
     OUTLOOK_DECAY,
     OUTLOOK_RETURN,
+    PRIOR_RATE,
     PRIOR_STRENGTH,
     REQUEST_DECAY,
 )
@@ -25,12 +27,15 @@ F32 = np.float32
 
 
 @njit(cache=True, nogil=True)
-def _fade(table_DN2):  # type: ignore[no-untyped-def]
-    """Lets hits and trials fade, unless few are left: of what is never tried, the last that was known stays."""
-    for d in range(table_DN2.shape[0]):
-        for n in range(table_DN2.shape[1]):
-            if table_DN2[d, n, 1] > PRIOR_STRENGTH:
-                table_DN2[d, n] *= LEVEL_DECAY
+def _fade(level_DE2, position_DK2):  # type: ignore[no-untyped-def]
+    """Lets hits and trials fade to the evidence window: those of a level that is never tried stay. Draft positions fade like
+    the first."""
+    for d in range(level_DE2.shape[0]):
+        for e in range(level_DE2.shape[1]):
+            if level_DE2[d, e, 1] > EVIDENCE_WINDOW:
+                level_DE2[d, e] *= F32(EVIDENCE_WINDOW) / level_DE2[d, e, 1]
+        if position_DK2[d, 0, 1] > EVIDENCE_WINDOW:
+            position_DK2[d] *= F32(EVIDENCE_WINDOW) / position_DK2[d, 0, 1]
 
 
 @on_tensors
@@ -41,9 +46,8 @@ def observe(  # type: ignore[no-untyped-def]
     chosen_S, submitted_S, edges_C, verified_DCK2, request_S2, step_D2, witness,
 ):  # fmt: skip
     rates_DE = level_DE2[..., 0] / level_DE2[..., 1]
-    _fade(level_DE2)
-    _fade(position_DK2)
-    foretold_D2 *= F32(LEVEL_DECAY)
+    _fade(level_DE2, position_DK2)
+    foretold_D2 *= F32(FORETOLD_DECAY)
     kept_2 *= F32(KEPT_DECAY)
     step_D2[:] = 0
     for b in range(len(slots_B)):
@@ -173,9 +177,11 @@ def _write_outlook(  # type: ignore[no-untyped-def]
             rate_K[k] = _rate(level_DE2[d, level] if is_silent else _over_relations(level_DE2[d], level), factor)
         if d == model:
             is_new = outlook_4K[1, 0] == 0.0
-            usual, expected = F32(1), F32(1)
+            usual, expected, place_rate = F32(1), F32(1), F32(PRIOR_RATE)
             for k in range(len(rate_K)):
-                by_place = _rate(position_DK2[d, k], factor) if k < room else F32(0)
+                hits, trials = position_DK2[d, k]
+                place_rate = (hits + F32(PRIOR_STRENGTH) * place_rate) / (trials + F32(PRIOR_STRENGTH))
+                by_place = min(place_rate * factor, F32(MAX_RATE)) if k < room else F32(0)
                 usual *= by_place
                 expected *= rate_K[k] if k < count else by_place
                 before = usual if is_new else outlook_4K[1, k]

@@ -15,38 +15,44 @@ import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters.base import (
+    EVIDENCE_WINDOW,
+    FORETOLD_DECAY,
     KEPT_DECAY,
     LEAST_WORTH,
-    LEVEL_DECAY,
     MAX_RATE,
     NUM_LEVELS,
     OUTLOOK_DECAY,
     OUTLOOK_RETURN,
+    PRIOR_RATE,
     PRIOR_STRENGTH,
     REQUEST_DECAY,
 )
 
 _KEPT_DECAY = tl.constexpr(KEPT_DECAY)
 _LEAST_WORTH = tl.constexpr(LEAST_WORTH)
-_LEVEL_DECAY = tl.constexpr(LEVEL_DECAY)
+_EVIDENCE_WINDOW = tl.constexpr(EVIDENCE_WINDOW)
+_FORETOLD_DECAY = tl.constexpr(FORETOLD_DECAY)
 _LOG2_REQUEST_DECAY = tl.constexpr(math.log2(REQUEST_DECAY))
 _MAX_RATE = tl.constexpr(MAX_RATE)
 _NUM_LEVELS = tl.constexpr(NUM_LEVELS)
 _OUTLOOK_DECAY = tl.constexpr(OUTLOOK_DECAY)
 _OUTLOOK_RETURN = tl.constexpr(OUTLOOK_RETURN)
+_PRIOR_RATE = tl.constexpr(PRIOR_RATE)
 _PRIOR_STRENGTH = tl.constexpr(PRIOR_STRENGTH)
 
 
 @triton.jit
-def _fade(table_ptr, rows, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets hits and trials fade, unless few are left; returns the hits per trial."""
+def _fade(table_ptr, rows, clock, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets hits and trials of each row fade as the row `clock` does to the evidence window; returns hits and trials."""
     mask = rows < num_rows
     hits = tl.load(table_ptr + 2 * rows, mask=mask, other=0.0)
     trials = tl.load(table_ptr + 2 * rows + 1, mask=mask, other=1.0)
-    left = tl.where(trials > _PRIOR_STRENGTH, _LEVEL_DECAY, 1.0)
+    most = tl.load(table_ptr + 2 * clock + 1, mask=mask, other=1.0)
+    left = tl.where(most > _EVIDENCE_WINDOW, _EVIDENCE_WINDOW / most, 1.0)
+    tl.debug_barrier()
     tl.store(table_ptr + 2 * rows, hits * left, mask=mask)
     tl.store(table_ptr + 2 * rows + 1, trials * left, mask=mask)
-    return hits / trials
+    return hits, trials
 
 
 @triton.jit(do_not_specialize_on_alignment=["step_ptr"])
@@ -55,11 +61,12 @@ def _begin_step(  # type: ignore[no-untyped-def]
     DE: tl.constexpr, DK: tl.constexpr, D2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK)
-    rates = _fade(level_ptr, rows, DE)
-    tl.store(rates_ptr + rows, rates, mask=rows < DE)
-    _fade(position_ptr, rows, DK)
+    hits, trials = _fade(level_ptr, rows, rows, DE)
+    tl.store(rates_ptr + rows, hits / trials, mask=rows < DE)
+    num_positions: tl.constexpr = 2 * DK // D2
+    _fade(position_ptr, rows, rows - rows % num_positions, DK)
     foretold = tl.load(foretold_ptr + rows, mask=rows < D2, other=0.0)
-    tl.store(foretold_ptr + rows, foretold * _LEVEL_DECAY, mask=rows < D2)
+    tl.store(foretold_ptr + rows, foretold * _FORETOLD_DECAY, mask=rows < D2)
     tl.store(kept_ptr + rows, tl.load(kept_ptr + rows, mask=rows < 2, other=0.0) * _KEPT_DECAY, mask=rows < 2)
     tl.store(step_ptr + rows, tl.zeros([BLOCK], tl.int32), mask=rows < D2)
 
@@ -235,8 +242,11 @@ def _store_outlook(  # type: ignore[no-untyped-def]
     tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=mask_K)
     tl.store(outlook_ptr + 2 * K + k, survival, mask=mask_K)
 
-    place = position_ptr + 2 * (MODEL * K + k)
-    by_place = tl.load(place, mask=k < room, other=0.0) / tl.load(place + 1, mask=k < room, other=1.0)
+    by_place, place_rate = tl.zeros([BLOCK_K], tl.float32), _PRIOR_RATE
+    for j in tl.static_range(K):
+        place = position_ptr + 2 * (MODEL * K + j)
+        place_rate = (tl.load(place) + _PRIOR_STRENGTH * place_rate) / (tl.load(place + 1) + _PRIOR_STRENGTH)
+        by_place = tl.where((k == j) & (k < room), place_rate, by_place)
     by_place = tl.minimum(by_place * tl.sum(tl.where(is_model[:, None], factor, 0.0)), _MAX_RATE)
     by_evidence = tl.sum(tl.where(is_draft & is_model[:, None], rate, 0.0), axis=0)
     usual = tl.cumprod(by_place, axis=0)

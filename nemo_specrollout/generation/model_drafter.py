@@ -100,10 +100,14 @@ class ModelDrafter:
 
     def replaced(self) -> None:
         """The speculator has other weights: what was learned of it no longer holds, and it may draft again."""
-        self._board.forget_drafter(self._index)
-        self._spread.forget(1)
+        self._forget()
         self._planner.model_changed()
         self.is_allowed = True
+
+    def _forget(self) -> None:
+        """Forgets how the speculator's drafts came out."""
+        self._board.forget_drafter(self._index)
+        self._spread.forget(1)
 
     def decide(
         self,
@@ -113,8 +117,12 @@ class ModelDrafter:
         row_price: float,
         now_s: float,
     ) -> None:
-        """Plans for the batch's requests in `slots_B`, where the last plan no longer holds."""
+        """Plans for the batch's requests in `slots_B`, where the last plan no longer holds. All tensor-parallel ranks are
+        given the same costs and the same clock, `now_s`."""
+        was_dormant = self.is_dormant
         self._planner.worked(self.plan, len(slots_B), now_s)
+        if was_dormant and not self.is_dormant:
+            self._forget()  # other tasks may have come
         if self._planner.gives_up:
             self._let_go()
         if not self.follows(slots_B):

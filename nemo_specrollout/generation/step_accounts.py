@@ -16,16 +16,16 @@ from nemo_specrollout.scheduling.draft_time import DraftCosts
 from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable
 
 AGREED_STEPS = 32
-"""Steps after which tensor-parallel ranks agree on costs again."""
+"""Steps after which tensor-parallel ranks agree on costs and on the time again."""
 
 
 class StepAccounts:
-    """Follows an engine's steps. Owns the trace, the step-time table and the costs that all ranks go by."""
+    """Follows an engine's steps. Owns the trace, the step-time table, and the costs and the clock that all ranks go by."""
 
     def __init__(self, runner: Any, drafting: Drafting | None) -> None:
         self._drafting = drafting
         self._table = StepTimeTable(runner.max_num_tokens)
-        self._worked_s = 0.0
+        self._worked_s = self._agreed_worked_s = 0.0
         self.trace = StepTrace([] if drafting is None else drafting.board.names, self._draft_counts)
         self._account = EngineAccount(self.trace)
         self.num_weight_updates = 0
@@ -40,7 +40,7 @@ class StepAccounts:
         self._drafting.step = self.trace.num_steps - 1
         if self._drafting.model is not None:
             self._drafting.model.decide(
-                batch.idx_mapping_np, self.costs, self._draft_costs, self._drafting.row_price, self._worked_s
+                batch.idx_mapping_np, self.costs, self._draft_costs, self._drafting.row_price, self._agreed_worked_s
             )
 
     def step_ended(self) -> None:
@@ -52,7 +52,8 @@ class StepAccounts:
             self._worked_s += ended[2]
         if drafting is not None and (self.costs is None or self.trace.num_steps % AGREED_STEPS == 0):
             draft_costs = None if drafting.model is None else drafting.model.times.costs()
-            self.costs, self._draft_costs = agreed((self._table.costs(), draft_costs))
+            known = self._table.costs(), draft_costs, self._worked_s
+            self.costs, self._draft_costs, self._agreed_worked_s = agreed(known)
 
     def report(self, first_step: int) -> dict[str, Any]:
         """Steps from `first_step` on, and raw acceptance counts since the start: plain lists."""

@@ -7,10 +7,9 @@ seconds a token are compared. Within a round the rows take turns of a fifth of a
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as RichProgress
@@ -40,63 +39,78 @@ FULL_BATCHES, FEWEST_REQUESTS = 2, 4
 WIDTH_OF_LOGS = 132
 
 
-@dataclass
-class Measured:
-    """Measurements of all rows, by workload and by constant batch. Each inner list is a group of rows that took turns."""
+class BenchReport:
+    """Writes `bench*.json` and pictures and prints the tables, each as soon as it is known: a bench takes long."""
 
-    draining: dict[str, list[list[Entrant]]]
-    constant: dict[int, list[list[Entrant]]]
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config, self.console, self._out = config, console, Path(config.logger.log_dir)
+        self._out.mkdir(parents=True, exist_ok=True)
+        _set_aside(self._out)
+        self.rows: list[Figures] = []
+        """Of all workloads so far."""
+
+    def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
+        """All rows have played the rounds of a workload."""
+        found = figures_of(groups)
+        self.rows += [{"workload": name, **row} for row in found]
+        self._write("bench.json", self.rows)
+        bench_chart(found, self._out / (f"bench_{name}.png" if len(self._config.workloads) > 1 else "bench.png"))
+        self.console.print(f"workload: {name}", style="bold")
+        self.console.print(rollout_table(found))
+        self.console.print(running_table(found))
+        # Ours is compared with the plain that it took turns with: the machine's speed changes between groups.
+        for line in sentences(found, group_with(OURS, groups)):
+            self.console.print(line)
+
+    def constant(self, groups: Mapping[int, Sequence[Sequence[Entrant]]]) -> None:
+        """All rows have played the rounds of these constant batches."""
+        found = constant_rows(groups)
+        self._write("bench_constant.json", found)
+        running_chart(found, self._out / "bench_constant.png")
+        self.console.print(constant_table(found))
+
+    def acceptance(self, rows: list[Figures]) -> None:
+        """The drafters' acceptance by position."""
+        self._write("bench_acceptance.json", rows)
+        self.console.print(acceptance_table(rows))
+
+    def useless(self, rows: list[Figures]) -> None:
+        """Plain decoding has played against a drafter that is always wrong."""
+        self._write("bench_useless.json", rows)
+        self.console.print(useless_table(rows))
+
+    def _write(self, name: str, rows: list[Figures]) -> None:
+        write_atomically(self._out / name, json.dumps(rows, indent=1))
 
 
 def run_bench(config: RunConfig) -> list[Figures]:
-    """Measures, writes `bench.json` and pictures, prints the tables; returns the rows of all workloads."""
+    """Measures, writes `bench*.json` and pictures, prints the tables; returns the rows of all workloads."""
     out = Path(config.logger.log_dir)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH_OF_LOGS
     if config.bench.deepen > 1:
         config = with_deep_policy(config, out / "deep_policy")
-    measured = measure_rows(config)
-    out.mkdir(parents=True, exist_ok=True)
-    _set_aside(out)
-    rows = []
-    for name, groups in measured.draining.items():
-        found = figures_of(groups)
-        rows += [{"workload": name, **row} for row in found]
-        bench_chart(found, out / (f"bench_{name}.png" if len(measured.draining) > 1 else "bench.png"))
-        console.print(f"workload: {name}", style="bold")
-        console.print(rollout_table(found))
-        console.print(running_table(found))
-        # Ours is compared with the plain that it took turns with: the machine's speed changes between groups.
-        for line in sentences(found, group_with(OURS, groups)):
-            console.print(line)
-    _write(out / "bench.json", rows)
-    if measured.constant:
-        constant = constant_rows(measured)
-        _write(out / "bench_constant.json", constant)
-        running_chart(constant, out / "bench_constant.png")
-        console.print(constant_table(constant))
+    report = BenchReport(config, console)
+    measure_rows(config, report)
     if config.bench.acceptance_k and config.policy.generation.specrollout.model_drafter is not None:
-        accepted = measure_acceptance_table(config)
-        _write(out / "bench_acceptance.json", accepted)
-        console.print(acceptance_table(accepted))
+        report.acceptance(measure_acceptance_table(config))
     if config.bench.useless_batches:
-        worst = measure_useless_drafters(config)
-        _write(out / "bench_useless.json", worst)
-        console.print(useless_table(worst))
+        report.useless(measure_useless_drafters(config))
     console.print(f"written to {out}/bench*.json and {out}/bench*.png")
-    return rows
+    return report.rows
 
 
-def measure_rows(config: RunConfig) -> Measured:
-    """Plays all rounds of all rows, a group of rows after the other."""
+def measure_rows(config: RunConfig, report: BenchReport) -> None:
+    """Plays all rounds of all rows, a group of rows after the other; tells `report` when the last group is through."""
     bench = config.bench
     workloads = config.workloads
-    measured = Measured({name: [] for name in workloads}, {batch: [] for batch in bench.constant_batches})
+    draining: dict[str, list[list[Entrant]]] = {name: [] for name in workloads}
+    constant: dict[int, list[list[Entrant]]] = {batch: [] for batch in bench.constant_batches}
     groups = row_groups(bench_rows(config), bench.rows_at_a_time)
     num_rounds = WARM_UP_ROUNDS + bench.num_rounds
     total = len(groups) * (len(workloads) * num_rounds + len(bench.constant_batches) * bench.num_rounds)
-    with RichProgress() as bar:
+    with RichProgress(console=report.console) as bar:
         task = bar.add_task("rounds", total=total)
         for rows in groups:
             with started(config, rows) as entrants:
@@ -105,20 +119,23 @@ def measure_rows(config: RunConfig) -> Measured:
                     for index, requests in enumerate(rounds):
                         play_round(entrants, requests, keep=index >= WARM_UP_ROUNDS)
                         bar.advance(task)
-                    measured.draining[name].append([entrant.take() for entrant in entrants])
+                    draining[name].append([entrant.take() for entrant in entrants])
+                    if rows is groups[-1]:
+                        report.draining(name, draining[name])
                 stream = request_stream(config)
                 for batch in bench.constant_batches:
                     for _ in range(bench.num_rounds):
                         play_round(entrants, take_batch(stream, batch), keep=True, at_a_time=batch)
                         bar.advance(task)
-                    measured.constant[batch].append([entrant.take() for entrant in entrants])
-    return measured
+                    constant[batch].append([entrant.take() for entrant in entrants])
+    if constant:
+        report.constant(constant)
 
 
-def constant_rows(measured: Measured) -> list[Figures]:
+def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[Figures]:
     """A row for each constant batch and row of the bench: only what was made while the batch was full, or nearly."""
     found = []
-    for batch, groups in measured.constant.items():
+    for batch, groups in constant.items():
         for row in figures_of(groups):
             full = row["by_running"][bin_of(batch)]
             kept = {name: row[name] for name in ("mode", "kind", "tokens_equal", "tokens_total", "acceptance_length")}
@@ -161,10 +178,6 @@ def request_stream(config: RunConfig) -> Iterator[RolloutRequest]:
 def take_batch(stream: Iterator[RolloutRequest], batch: int) -> list[RolloutRequest]:
     """Returns the next requests of a round that keeps `batch` requests running: `FULL_BATCHES` times as many."""
     return list(itertools.islice(stream, max(FULL_BATCHES * batch, FEWEST_REQUESTS)))
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_atomically(path, json.dumps(rows, indent=1))
 
 
 def _set_aside(folder: Path) -> None:

@@ -41,7 +41,7 @@ class PlanObservation:
 class DraftPlan:
     """The model drafts `depth` tokens for each request; 0: it only reads what was sampled, so that it can draft later.
     `won_s`: by how much the step's tokens come sooner than without the model; below 0 if it wins less than reading costs.
-    `is_hopeless`: the model would win nothing for these requests, nor for fewer of them."""
+    `is_hopeless`: the model will win less, until these requests end, than reading takes."""
 
     depth: int
     won_s: float = 0.0
@@ -84,14 +84,14 @@ class AutoPlanner(DraftPlanner):
 
     At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
     verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
-    following the requests costs lies dormant (`Following`). One that wins nothing now may win once fewer requests run: there
-    is hope if it would for the more promising half of them, or half of those, and so on.
+    following the requests costs lies dormant (`Following`). When it is looked at again, its forecast is of other tasks: every
+    few steps it drafts all the same. One that wins nothing now may win more later than reading costs until then (`_hope_s`).
     """
 
     def __init__(self, margin: float) -> None:
         self.margin = margin
         self._following = Following()
-        self._num_tried = 0
+        self._num_tried, self._has_tried = 0, False
         self._num_since, self._size = 0, 0
 
     def should_plan(self, num_requests: int) -> bool:
@@ -115,37 +115,50 @@ class AutoPlanner(DraftPlanner):
         if costs is None:
             return DraftPlan(0)
         if draft is None:
-            self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
-            return DraftPlan(1 + self._num_tried % num_positions)
+            return DraftPlan(self._try_next(num_positions))
         share_PKQ = SurvivalSpread(2, num_positions).share_PKQ if observed.share_PKQ is None else observed.share_PKQ
         observed = replace(observed, share_PKQ=share_PKQ)
-        depth, rate, rate_without = self._best(observed, costs, draft)
-        tokens = rate * float(costs.plain_s[num_requests])
-        won_s = tokens / rate_without - tokens / rate if depth else -draft.read_s(num_requests)
-        return DraftPlan(depth, won_s, won_s <= 0.0 and not self._may_win_later(observed, costs, draft))
+        depth, won_s = self._best(observed, costs, draft)
+        is_hopeless = won_s <= 0.0 and self._hope_s(observed, costs, draft) <= 0.0
+        self._has_tried = depth == 0 and self._following.is_looking and not self._has_tried
+        if self._has_tried:
+            depth = self._try_next(num_positions)
+            won_s = -draft.draft_s(num_requests, num_requests, depth)
+        return DraftPlan(depth, won_s, is_hopeless)
 
-    def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float, float]:
-        """Returns what `best_depth` finds: depth, tokens a second with the model, and without it."""
-        return best_depth(
+    def _try_next(self, num_positions: int) -> int:
+        """Returns a depth to try, for one step."""
+        self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
+        return 1 + self._num_tried % num_positions
+
+    def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float]:
+        """Returns the best depth, and by how much the step's tokens come sooner than without the model."""
+        num_requests = len(observed.found_BK)
+        plain_s, read_s = float(costs.plain_s[num_requests]), draft.read_s(num_requests)
+        depth, rate, rate_without = best_depth(
             observed.found_BK, observed.forecast_BK, observed.share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
-            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, draft.read_s(len(observed.found_BK)),
-            1.0 + self.margin, observed.row_price,
+            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, read_s, 1.0 + self.margin, observed.row_price,
         )  # fmt: skip
+        return depth, rate * plain_s * (1.0 / rate_without - 1.0 / rate) if depth else -read_s
 
-    def _may_win_later(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> bool:
-        """Returns whether the model would win for a smaller number of requests: the ones with the best forecast."""
-        most_first = np.argsort(-observed.forecast_BK.sum(axis=1), kind="stable")
-        num_requests = len(most_first) // 2
+    def _hope_s(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> float:
+        """Returns what the model wins until the requests end, less what reading takes, in seconds: one step with all of them,
+        one with the more promising half, one with half of those, and so on. Each halving takes as long where lengths are
+        exponential. Requests that the model does not follow count like the others on average: their successors are followed.
+        """
+        found_BK, forecast_BK = observed.found_BK, observed.forecast_BK.copy()
+        is_followed = forecast_BK[:, 0] > 0.0
+        if is_followed.any():
+            forecast_BK[~is_followed] = forecast_BK[is_followed].mean(axis=0)
+        most_first = np.argsort(-forecast_BK.sum(axis=1), kind="stable")
+        hope_s, num_requests = 0.0, len(most_first)
         while num_requests:
             row_price = costs.row_s(num_requests, 0) * num_requests / float(costs.plain_s[num_requests])
             chosen = most_first[:num_requests]
-            found_BK, forecast_BK = observed.found_BK[chosen], observed.forecast_BK[chosen]
-            fewer = replace(observed, found_BK=found_BK, forecast_BK=forecast_BK, row_price=row_price)
-            depth, rate, rate_without = self._best(fewer, costs, draft)
-            if depth > 0 and rate > rate_without:
-                return True
+            fewer = replace(observed, found_BK=found_BK[chosen], forecast_BK=forecast_BK[chosen], row_price=row_price)
+            hope_s += self._best(fewer, costs, draft)[1]
             num_requests //= 2
-        return False
+        return hope_s
 
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
         self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)

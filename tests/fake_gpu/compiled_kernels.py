@@ -22,9 +22,9 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 B, D, K, L, V = 256, 3, 8, 8192, 151_936
 NUM_INSTRUCTIONS = {
     "_accept_rows": 52,
-    "_begin_step": 231,
+    "_begin_step": 360,
     "_observe": 448,
-    "_choose": 529,
+    "_choose": 636,
     "_learn": 1521,
     "_walk": 627,
     "_best_of_block": 929,

@@ -52,7 +52,11 @@ class BoardWorld:
         names = [str(d) for d in range(num_drafters)]
         self.board = DraftBoard(names, priors_DE, self.num_slots, num_positions, edges, CPU, model)
         self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
-        self.board.level_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 1.6, self.board.level_DE2.shape)).float()
+        # Some have more trials than the evidence window.
+        self.board.level_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 200.0, self.board.level_DE2.shape)).float()
+        self.board.position_DK2.copy_(
+            torch.linspace(0.0, 800.0, self.board.position_DK2.numel()).view_as(self.board.position_DK2)
+        )
         self.total_len_S = self.ints(self.num_slots, low=10, high=20)
         self.wide_SL = self.ints(self.num_slots, LONGEST + 20, high=2)
         self.token_ids_SL = self.wide_SL[:, :LONGEST]
