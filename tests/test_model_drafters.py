@@ -488,6 +488,34 @@ def test_a_drafter_that_the_policy_leaves_behind_raises_an_alarm_and_is_turned_o
     assert engine.report()["proposed"] == proposed
 
 
+def test_a_drafter_that_is_weighed_stays_on_after_an_alarm_unless_its_weights_are_broken(
+    start_engine: Callable[..., RolloutEngine],
+) -> None:
+    """Tasks may have changed. What is usual is learned again, so the alarm is not repeated."""
+
+    class Weighs(FixedPlanner):
+        weighs_model = True
+
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
+    drafting_of(engine).model._planner = Weighs(3)
+    asked, found = requests(6, 4, first=50), []
+    for scale in (1.0, -1.0):
+        engine.load_weights(policy_tensors(scale))
+        engine.generate(asked, **LONG)
+        found += engine.take_alarms()
+    (alarm,) = found
+    assert alarm["cause"] == "stale" and not alarm["drafter_off"]
+    proposed = np.sum(engine.report()["proposed"])
+    engine.generate(asked, **LONG)
+    assert engine.take_alarms() == [] and np.sum(engine.report()["proposed"]) > 1.3 * proposed
+    engine.load_weights(policy_tensors())
+    engine.generate(asked, **LONG)
+    worker_of(engine).model_runner.speculator.model.model.norm.weight.data.zero_()
+    engine.generate(asked, **LONG)
+    (alarm,) = engine.take_alarms()
+    assert alarm["cause"] == "all_zero" and alarm["drafter_off"]
+
+
 def test_a_head_that_loses_its_weights_raises_an_alarm(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:

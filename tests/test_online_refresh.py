@@ -74,6 +74,29 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
     assert samples[last + 1]["samples"][0]["head_versions"][0] > 0, "the head of a step drafts in the next"
 
 
+@pytest.mark.slow
+def test_a_recorded_run_shows_what_refreshing_would_have_brought(head: Path, tmp_path: Path) -> None:
+    """The policies are the same for each trigger, and so is the first step; then a head that learns is better."""
+    from dataclasses import replace
+
+    from nemo_specrollout.local.drift import TRIGGERS, Recording, replay
+    from nemo_specrollout.training.head import load_head
+
+    never = {"policy.generation.specrollout.draft_refresh.trigger": "never"}
+    finish(start(tmp_path / "run", 4, **(with_head(head) | never)))
+    recording, lines = Recording.read(tmp_path / "run"), {}
+    for name in ("frozen", "every step"):
+        config = replace(TRIGGERS[name], learning_rate=3e-3, ttt_steps=2)
+        lines[name] = replay(recording, load_head(head, STEP_ADDER), config, num_steps=40, num_drafts=2)
+        assert [line["step"] for line in lines[name]] == list(range(4))
+    frozen, refreshed = lines["frozen"], lines["every step"]
+    assert frozen[0]["acceptance_length"] == refreshed[0]["acceptance_length"]
+    assert not any(line["refreshed"] for line in frozen) and frozen[-1]["training_s"] == 0.0
+    first = next(n for n, line in enumerate(refreshed) if line["published"])
+    assert first < 3 and refreshed[first]["learning_rate"] == 3e-3
+    assert refreshed[-1]["acceptance_length"] > frozen[-1]["acceptance_length"] + 0.1
+
+
 def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path: Path) -> None:
     import torch
 

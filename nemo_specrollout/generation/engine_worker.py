@@ -313,7 +313,7 @@ class EngineWorkerMixin:
         if drafting is None or drafting.model is None or head is None or stamps is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         load_head(self.model_runner, Path(folder))
-        drafting.model.replaced()
+        drafting.model.begin_again()
         version = stamps.policy_version if head_version is None else head_version
         head.published(Path(folder), version, expected_length, num_positions)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the engine's drafter with weights while it drafts: an alarm within a few steps, and the drafter off."""
+"""Watches the engine's drafter with weights while it drafts: an alarm within a few steps, and a broken drafter off."""
 
 import logging
 from dataclasses import replace
@@ -10,7 +10,7 @@ from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.head_loading import head_health
 from nemo_specrollout.generation.host_copy import HostCopy
 from nemo_specrollout.generation.stamps import Stamps
-from nemo_specrollout.scheduling.canary import Canary, HeadHealth
+from nemo_specrollout.scheduling.canary import WEIGHT_CAUSES, Canary, HeadHealth
 from nemo_specrollout.scheduling.context_canary import ContextCanary
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,8 @@ class HeadWatch:
     """Owns the canaries of an engine and the alarms they raised; the versions of policy and head are those of the stamps.
 
     The counts are the draft board's, and come from the device a look late. A collapse turns the drafter off until the next
-    head or wake; a mere decline does not, nor does a failure in long contexts alone.
+    head or wake; a mere decline does not, nor does a failure in long contexts alone. Nor does a collapse without a known fault
+    where the drafter is asked only as far as that pays: tasks may have changed, so drafter and canary begin again.
     """
 
     def __init__(
@@ -84,13 +85,18 @@ class HeadWatch:
         health = head_health(self._runner, self._folder, self._previous, self.age)
         alarm = alarm.explained_by(replace(health, fails_in_long_contexts=self._contexts.fails_in_long_contexts))
         is_collapse = self._canary.is_silent
-        if is_collapse:
+        is_off = is_collapse and (alarm.cause in WEIGHT_CAUSES or not self._model.is_weighed)
+        if is_off:
             self._model.forbid()
+        elif is_collapse:
+            self._model.begin_again()
+            self._canary.begin_again()
+            self._contexts = ContextCanary()
         logger.warning("specrollout: %s", alarm.sentence)
         self.alarms.append(
             {
                 "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
-                "drafted": alarm.num_drafted, "drafter_off": is_collapse, "sentence": alarm.sentence,
+                "drafted": alarm.num_drafted, "drafter_off": is_off, "sentence": alarm.sentence,
                 "policy_version": self._stamps.policy_version, "head_version": self._stamps.head_version,
             }
         )  # fmt: skip

@@ -98,11 +98,16 @@ class ModelDrafter:
         self._is_followed[:] = False
         self._follows_S.zero_()
 
-    def replaced(self) -> None:
-        """The speculator has other weights: what was learned of it no longer holds, and it may draft again."""
+    def begin_again(self) -> None:
+        """What was learned of the speculator no longer holds: it may draft, and is judged as a new one."""
         self._forget()
         self._planner.model_changed()
         self.is_allowed = True
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the speculator is asked only as far as that pays."""
+        return self._planner.weighs_model
 
     def _forget(self) -> None:
         """Forgets how the speculator's drafts came out."""

@@ -10,12 +10,13 @@ head could have learned from, and every trigger can be tried on the very same po
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -30,17 +31,14 @@ from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.local.chart_panels import STYLE
 from nemo_specrollout.local.records import Record, read_lines
-from nemo_specrollout.scheduling.publish_gate import MIN_SAMPLES, PublishGate
-from nemo_specrollout.scheduling.refresh_rate import RefreshRate
-from nemo_specrollout.scheduling.refresh_schedule import RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.refresh_schedule import StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.acceptance import measure_acceptance
 from nemo_specrollout.training.feature_store import FeatureReader
 from nemo_specrollout.training.features import SequenceFeatures
 from nemo_specrollout.training.head import DraftHead, load_head
 from nemo_specrollout.training.head_folder import HeadFolder
-from nemo_specrollout.training.online_refresh import settings_of
-from nemo_specrollout.training.refresh import gain_of, num_prompts, refresh_head
+from nemo_specrollout.training.head_in_service import HeadInService, RefreshData
 from nemo_specrollout.training.trainer import Budget
 
 TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 5_000
@@ -75,52 +73,38 @@ class Recording:
         reader = FeatureReader(self.folder / "features")
         return list(reader.sequences(held_out, list(range(version + 1)), max_tokens))
 
-    def teach(self, head: DraftHead, version: int) -> None:
-        head.set_policy_weights(load_file(HeadFolder(self.folder).teacher(version)))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How each refresh trains, and how many tokens are drafted."""
-
-    refresh: DraftRefreshConfig
-    steps: int
-    num_drafts: int
+    def teacher(self, version: int) -> dict[str, torch.Tensor]:
+        """LM head and embedding of the policy of that version."""
+        return load_file(HeadFolder(self.folder).teacher(version))
 
 
 def replay(
-    recording: Recording, head: DraftHead, trigger: DraftRefreshConfig, settings: Settings
+    recording: Recording, head: DraftHead, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
 ) -> list[dict[str, Any]]:
-    """A line for each step: held-out acceptance of the head in service, and what the trigger did."""
-    schedule = RefreshSchedule(trigger)
-    gate = PublishGate(trigger.confidence, trigger.tolerance)
-    rate = RefreshRate()
+    """Returns a line for each RL step: held-out acceptance of the head in service, and what the trigger did.
+
+    `num_steps`: optimizer steps of each refresh.
+    """
+    service = HeadInService(head, config, num_drafts=num_drafts)
     lines: list[dict[str, Any]] = []
-    start, training_s = head, 0.0
+    training_s = 0.0
     for step in recording.steps:
         version = step["step"]
         held_out = recording.sequences(version, held_out=True)
-        for each in {id(h): h for h in (head, start)}.values():
-            recording.teach(each, version)
-        length = measure_acceptance(head, held_out, settings.num_drafts).expected_length if held_out else float("nan")
+        service.teach(recording.teacher(version))
+        length = measure_acceptance(service.head, held_out, num_drafts).expected_length if held_out else float("nan")
         line = {"step": version, "acceptance_length": length, "refreshed": False, "published": False}
         if held_out:
-            decision = schedule.after_step(_facts(step, length, len(recording.steps)))
+            decision = service.decide(_facts(step, length, len(recording.steps)))
             line["decision"] = decision.reason
-            judges = recording.newest(version, True, HELD_OUT_TOKENS)
-            if decision.refresh and num_prompts(judges) >= MIN_SAMPLES:
-                training = settings_of(settings.refresh, head, rate.share)
-                refresh = refresh_head(
-                    head, start, recording.newest(version, False, TRAINING_TOKENS), judges, training,
-                    Budget(steps=settings.steps), gate, num_drafts=settings.num_drafts,
-                )  # fmt: skip
-                schedule.refreshed(refresh.seconds, gain_of(refresh))
-                rate.judged(refresh.difference, refresh.published)
-                head = refresh.candidate if refresh.published else head
-                start = refresh.candidate if refresh.is_promising else head
+            data = RefreshData(
+                recording.newest(version, False, TRAINING_TOKENS), recording.newest(version, True, HELD_OUT_TOKENS)
+            )
+            if decision.refresh and data.lacking is None:
+                line["learning_rate"] = service.settings().learning_rate
+                refresh = service.refresh(data, Budget(steps=num_steps))
                 training_s += refresh.seconds
                 line |= {"refreshed": True, "published": refresh.published, "gate": refresh.reason}
-                line["learning_rate"] = training.learning_rate
         lines.append({**line, "training_s": training_s})
     return lines
 
@@ -185,13 +169,13 @@ def main() -> None:
     args = parser.parse_args()
     recording = Recording.read(args.run)
     policy = Path(recording.config.policy.model_name)
-    refresh = DraftRefreshConfig(learning_rate=args.learning_rate, ttt_steps=args.num_drafts)
-    settings = Settings(refresh, args.steps, args.num_drafts)
     args.out.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[dict[str, Any]]] = {}
     with Progress() as bar:
         for name in bar.track(args.only, description="triggers"):
-            curves[name] = replay(recording, load_head(args.head, policy), TRIGGERS[name], settings)
+            config = replace(TRIGGERS[name], learning_rate=args.learning_rate, ttt_steps=args.num_drafts)
+            head = load_head(args.head, policy)
+            curves[name] = replay(recording, head, config, num_steps=args.steps, num_drafts=args.num_drafts)
             write_atomically(args.out / "drift.json", json.dumps(curves, indent=1))
     draw(curves, args.out / "drift.png")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -207,7 +207,7 @@ def main() -> None:
     policy = Path(recording.config.policy.model_name)
     result: dict[str, Any] = {"refreshes": []}
     head, material, rng = load_head(args.head, policy), material_of(recording), random.Random(0)
-    recording.teach(head, 0)
+    head.set_policy_weights(recording.teacher(0))
     if args.refreshes:
         with Progress(console=console) as bar:
             for seed in bar.track(range(args.refreshes), description="refreshes"):

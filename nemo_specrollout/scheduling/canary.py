@@ -20,6 +20,8 @@ GATE_DRAFTED = 4000.0  # what the gate's figure weighs against what is seen afte
 # So many requests, at least, must agree that a drafter is dead: a few alone, the last of a rollout, may be hard to draft for.
 MIN_REQUESTS = 16
 MIN_RATE, MAX_RATE = 1e-3, 0.999
+WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "rope")
+"""Causes that lie in the head's weights or config. Of the others, a change of tasks may be what is behind them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
     for holds, cause, sentence in table:
         if holds:
             return cause, sentence
-    return "unknown", "nothing is known to be wrong with the head; compare its drafts with the trainer's"
+    return "unknown", (
+        "nothing is known to be wrong with the head; if tasks are the same as before, compare its drafts with the trainer's"
+    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,11 @@ class Canary:
                 drafted_K = np.full(num_positions, GATE_DRAFTED / num_positions)
                 self._level = _Level(drafted_K, drafted_K * rates_K)
         self._carried = self._evidence.score
+
+    def begin_again(self) -> None:
+        """Learns what is usual from what follows, before it accuses again: what was usual may not be any more."""
+        self._level, self._reference, self._evidence = _Level(), _Level(), _Evidence()
+        self._carried, self._num_requests, self.is_silent = 0.0, 0, False
 
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1

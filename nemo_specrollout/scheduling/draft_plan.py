@@ -68,6 +68,11 @@ class DraftPlanner(ABC):
         """Returns whether the model stops following the running requests."""
         return False
 
+    @property
+    def weighs_model(self) -> bool:
+        """Returns whether it finds out by itself that the model does not pay."""
+        return False
+
     def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
         """A step of that plan is over, with `num_requests` requests, `now_s` seconds into the engine's work."""
 
@@ -75,7 +80,7 @@ class DraftPlanner(ABC):
         """So many of the requests that were followed are done."""
 
     def model_changed(self) -> None:  # noqa: B027
-        """The model has other weights."""
+        """What was known of the model no longer holds: it has other weights, or other tasks."""
 
 
 class AutoPlanner(DraftPlanner):
@@ -108,6 +113,10 @@ class AutoPlanner(DraftPlanner):
     @property
     def gives_up(self) -> bool:
         return self._following.gives_up
+
+    @property
+    def weighs_model(self) -> bool:
+        return True
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         num_requests, num_positions = observed.forecast_BK.shape

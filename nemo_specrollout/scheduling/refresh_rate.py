@@ -10,7 +10,7 @@ class RefreshRate:
 
     A head that has converged gets worse at a rate that suits an unfinished head, and no few steps mend it. A candidate
     that is worse than the head in service lowers the share by `STEP`. A published one raises it by the root of that, up to 1.
-    Example: `settings_of(config, head, rate.share)`, then `rate.judged(difference, published)`.
+    Example: train at `usual * rate.share`, then `rate.judged(difference, published)`.
     """
 
     def __init__(self) -> None:
