@@ -20,7 +20,7 @@ from nemo_specrollout.config.run import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.local.bench import _set_aside, request_stream, take_batch
-from nemo_specrollout.local.bench_figures import best_by_running, best_fixed, figures_of, host_shares
+from nemo_specrollout.local.bench_figures import FEWEST_TOKENS, best_by_running, best_fixed, figures_of, host_shares
 from nemo_specrollout.local.bench_rounds import Entrant, group_with
 from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN, STOCK, BenchRow, bench_rows, row_groups
 from nemo_specrollout.local.bench_tables import rollout_table, running_table, sentences, useless_table
@@ -296,6 +296,18 @@ def test_the_best_of_each_bin_is_named() -> None:
                          "is_best": False}  # fmt: skip
     assert ours["1"]["tokens_per_s"] == pytest.approx(300 / 6.5)
     json.dumps(rows)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("of_plain", [1, FEWEST_TOKENS])
+@pytest.mark.parametrize("of_ours", [1, FEWEST_TOKENS])
+def test_a_few_tokens_say_nothing_of_a_bin(of_plain: int, of_ours: int) -> None:
+    plain, ours = binned({"1": 4.0, "2": 1.0}), binned({"1": 2.0, "2": 0.001})
+    plain.tokens_N[LABELS.index("2")], ours.tokens_N[LABELS.index("2")] = of_plain, of_ours
+    row = figures_of([[entrant("plain", PLAIN, plain), entrant("ours", OURS, ours)]])[1]
+    one, two = row["by_running"][:2]
+    assert one["speedup_vs_plain"] == 2.0 and two["tokens"] == of_ours
+    assert (two["speedup_vs_plain"] is None) == (min(of_plain, of_ours) < FEWEST_TOKENS)
 
 
 @pytest.mark.unit

@@ -19,6 +19,8 @@ from nemo_specrollout.local.statistics import RolloutStats
 Figures = dict[str, Any]
 # A batch is called full from this share of the most requests on.
 FULL = 0.75
+FEWEST_TOKENS = 32
+"""Of a row, in a round, that say how fast it is with so many requests running: with fewer, one step's clock decides."""
 
 
 def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
@@ -126,11 +128,13 @@ def _request_steps(entrant: Entrant, found: BinnedStats) -> int:
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
     """Of each bin: seconds and tokens of all rounds, tokens a second, and the median of the speedup over plain, None where
-    no round had tokens of both."""
+    no round had `FEWEST_TOKENS` of both."""
     found = []
     for i, label in enumerate(LABELS):
         seconds, tokens = sum(r.seconds_N[i] for r in rounds), sum(r.tokens_N[i] for r in rounds)
-        pairs = [(p, r) for p, r in zip(plain, rounds, strict=True) if p.tokens_N[i] and r.tokens_N[i]]
+        pairs = [
+            (p, r) for p, r in zip(plain, rounds, strict=True) if min(p.tokens_N[i], r.tokens_N[i]) >= FEWEST_TOKENS
+        ]
         ratios = [(p.seconds_N[i] / p.tokens_N[i]) / (r.seconds_N[i] / r.tokens_N[i]) for p, r in pairs]
         found.append({
             "running": label,

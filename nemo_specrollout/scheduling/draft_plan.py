@@ -90,7 +90,8 @@ class AutoPlanner(DraftPlanner):
     At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
     verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
     following the requests costs lies dormant (`Following`). When it is looked at again, its forecast is of other tasks: every
-    few steps it drafts all the same. One that wins nothing now may win more later than reading costs until then (`_hope_s`).
+    few steps it drafts one token all the same, which takes little more than reading. One that wins nothing now may win more
+    later than reading costs until then (`_hope_s`).
     """
 
     def __init__(self, margin: float) -> None:
@@ -124,21 +125,17 @@ class AutoPlanner(DraftPlanner):
         if costs is None:
             return DraftPlan(0)
         if draft is None:
-            return DraftPlan(self._try_next(num_positions))
+            self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
+            return DraftPlan(1 + self._num_tried % num_positions)
         share_PKQ = SurvivalSpread(2, num_positions).share_PKQ if observed.share_PKQ is None else observed.share_PKQ
         observed = replace(observed, share_PKQ=share_PKQ)
         depth, won_s = self._best(observed, costs, draft)
         is_hopeless = won_s <= 0.0 and self._hope_s(observed, costs, draft) <= 0.0
         self._has_tried = depth == 0 and self._following.is_looking and not self._has_tried
         if self._has_tried:
-            depth = self._try_next(num_positions)
-            won_s = -draft.draft_s(num_requests, num_requests, depth)
+            self._num_since = PLANNED_STEPS  # for one step
+            return DraftPlan(1, -draft.draft_s(num_requests, num_requests, 1), is_hopeless)
         return DraftPlan(depth, won_s, is_hopeless)
-
-    def _try_next(self, num_positions: int) -> int:
-        """Returns a depth to try, for one step."""
-        self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
-        return 1 + self._num_tried % num_positions
 
     def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float]:
         """Returns the best depth, and by how much the step's tokens come sooner than without the model."""
@@ -152,19 +149,21 @@ class AutoPlanner(DraftPlanner):
 
     def _hope_s(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> float:
         """Returns what the model wins until the requests end, less what reading takes, in seconds: one step with all of them,
-        one with the more promising half, one with half of those, and so on. Each halving takes as long where lengths are
-        exponential. Requests that the model does not follow count like the others on average: their successors are followed.
+        one with half of them, one with half of those, and so on. Each halving takes as long where lengths are exponential.
+
+        Those that are left are as promising as all are on average: the best of many forecasts is mostly chance. Requests that
+        the model does not follow count like the others: their successors are followed.
         """
         found_BK, forecast_BK = observed.found_BK, observed.forecast_BK.copy()
         is_followed = forecast_BK[:, 0] > 0.0
         if is_followed.any():
             forecast_BK[~is_followed] = forecast_BK[is_followed].mean(axis=0)
-        most_first = np.argsort(-forecast_BK.sum(axis=1), kind="stable")
-        hope_s, num_requests = 0.0, len(most_first)
+        order = np.argsort(forecast_BK.sum(axis=1), kind="stable")
+        hope_s, num_requests = 0.0, len(order)
         while num_requests:
             row_price = costs.row_s(num_requests, 0) * num_requests / float(costs.plain_s[num_requests])
-            chosen = most_first[:num_requests]
-            fewer = replace(observed, found_BK=found_BK[chosen], forecast_BK=forecast_BK[chosen], row_price=row_price)
+            left = order[(np.arange(num_requests) * 2 + 1) * len(order) // (2 * num_requests)]
+            fewer = replace(observed, found_BK=found_BK[left], forecast_BK=forecast_BK[left], row_price=row_price)
             hope_s += self._best(fewer, costs, draft)[1]
             num_requests //= 2
         return hope_s
