@@ -445,7 +445,7 @@ def test_requests_are_given_up_after_so_many_steps_without_hope_and_no_sooner(ho
 
 
 def test_the_best_forecast_of_many_is_no_hope_for_a_tail() -> None:
-    """It would win for the one request that is promising, if that were the last; but another one may be."""
+    """The model would win if the one promising request were the last to run. Any other request may be the last."""
     observed = observe(0.0, 0.05, FLAT, DraftCosts(0.002), requests=32)
     observed.forecast_BK[17] = survival([0.5])
     assert AutoPlanner(0.03).plan(observed).is_hopeless

@@ -16,8 +16,8 @@ NUM_RELATIONS = 4
 0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
 3: its proposal ended or parted before. The board learns a rate for each relation."""
 EVIDENCE_WINDOW = 512.0
-"""How many of the latest draft tokens, about, say at what rate those of a level come true. What is known of draft positions is
-of as many latest proposals, so that later positions, which are tried less often, are no older knowledge."""
+"""Number of recent draft tokens that the acceptance rate of a level is estimated from, approximately. For draft positions it
+is the number of recent proposals. Later positions are tried less often, but their evidence is no older."""
 REQUEST_DECAY = 0.94
 """The weight that a draft token of a request leaves to those before it in the request's factor."""
 FORETOLD_DECAY = 0.998

@@ -28,8 +28,8 @@ F32 = np.float32
 
 @njit(cache=True, nogil=True)
 def _fade(level_DE2, position_DK2):  # type: ignore[no-untyped-def]
-    """Lets hits and trials fade to the evidence window: those of a level that is never tried stay. Draft positions fade like
-    the first."""
+    """Scales hits and trials down to the evidence window. A level that is not tried keeps its counts. All draft positions of a
+    drafter are scaled like its first one."""
     for d in range(level_DE2.shape[0]):
         for e in range(level_DE2.shape[1]):
             if level_DE2[d, e, 1] > EVIDENCE_WINDOW:

@@ -43,7 +43,7 @@ _PRIOR_STRENGTH = tl.constexpr(PRIOR_STRENGTH)
 
 @triton.jit
 def _fade(table_ptr, rows, clock, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets hits and trials of each row fade as the row `clock` does to the evidence window; returns hits and trials."""
+    """Scales hits and trials of each row as the row `clock` is scaled down to the evidence window; returns both unscaled."""
     mask = rows < num_rows
     hits = tl.load(table_ptr + 2 * rows, mask=mask, other=0.0)
     trials = tl.load(table_ptr + 2 * rows + 1, mask=mask, other=1.0)

@@ -99,14 +99,14 @@ class ModelDrafter:
         self._follows_S.zero_()
 
     def begin_again(self) -> None:
-        """What was learned of the speculator no longer holds: it may draft, and is judged as a new one."""
+        """Forgets what was learned of the speculator, allows it to draft, and judges it like a new one."""
         self._forget()
         self._planner.model_changed()
         self.is_allowed = True
 
     @property
     def is_weighed(self) -> bool:
-        """Whether the speculator is asked only as far as that pays."""
+        """Returns whether the planner asks the speculator for drafts only where they pay."""
         return self._planner.weighs_model
 
     def _forget(self) -> None:

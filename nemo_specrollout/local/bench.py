@@ -47,7 +47,7 @@ class BenchReport:
         self._out.mkdir(parents=True, exist_ok=True)
         _set_aside(self._out)
         self.rows: list[Figures] = []
-        """Of all workloads so far."""
+        """The rows of `bench.json`, of all workloads so far."""
 
     def draining(self, name: str, groups: Sequence[Sequence[Entrant]]) -> None:
         """All rows have played the rounds of a workload."""

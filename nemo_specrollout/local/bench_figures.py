@@ -20,7 +20,7 @@ Figures = dict[str, Any]
 # A batch is called full from this share of the most requests on.
 FULL = 0.75
 FEWEST_TOKENS = 32
-"""Of a row, in a round, that say how fast it is with so many requests running: with fewer, one step's clock decides."""
+"""Fewest tokens that a row must make in a bin and a round before its speed there counts. With fewer, one step decides it."""
 
 
 def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:

@@ -68,10 +68,11 @@ class Recording:
         """Of the policy of that version."""
         return list(FeatureReader(self.folder / "features").sequences(held_out, versions=[version]))
 
-    def newest(self, version: int, held_out: bool, max_tokens: int) -> list[SequenceFeatures]:
-        """What a head may learn from after step `version`, or be judged by: newest first, up to `max_tokens`."""
-        reader = FeatureReader(self.folder / "features")
-        return list(reader.sequences(held_out, list(range(version + 1)), max_tokens))
+    def data(self, version: int) -> RefreshData:
+        """Returns what a head may learn from after step `version`, and what may judge it: the newest features."""
+        reader, versions = FeatureReader(self.folder / "features"), list(range(version + 1))
+        training = list(reader.sequences(False, versions, TRAINING_TOKENS))
+        return RefreshData(training, list(reader.sequences(True, versions, HELD_OUT_TOKENS)))
 
     def teacher(self, version: int) -> dict[str, torch.Tensor]:
         """LM head and embedding of the policy of that version."""
@@ -97,12 +98,10 @@ def replay(
         if held_out:
             decision = service.decide(_facts(step, length, len(recording.steps)))
             line["decision"] = decision.reason
-            data = RefreshData(
-                recording.newest(version, False, TRAINING_TOKENS), recording.newest(version, True, HELD_OUT_TOKENS)
-            )
-            if decision.refresh and data.lacking is None:
-                line["learning_rate"] = service.settings().learning_rate
-                refresh = service.refresh(data, Budget(steps=num_steps))
+            if decision.refresh and (data := recording.data(version)).lacking is None:
+                training = service.settings()
+                line["learning_rate"] = training.learning_rate
+                refresh = service.refresh(data, training, Budget(steps=num_steps))
                 training_s += refresh.seconds
                 line |= {"refreshed": True, "published": refresh.published, "gate": refresh.reason}
         lines.append({**line, "training_s": training_s})

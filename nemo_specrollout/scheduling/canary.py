@@ -156,10 +156,8 @@ class Canary:
         self.threshold = math.log(drafts_per_false_alarm)
         self.max_age = max_age
         self._event = "running"
-        self._level, self._reference = _Level(), _Level()
-        self._evidence = _Evidence()
-        self._carried, self._num_requests = 0.0, 0
-        self.is_silent = self._told_stale = self._told_old = False
+        self._told_stale = self._told_old = False
+        self.begin_again()
 
     @property
     def knows(self) -> bool:
@@ -194,7 +192,7 @@ class Canary:
         self._carried = self._evidence.score
 
     def begin_again(self) -> None:
-        """Learns what is usual from what follows, before it accuses again: what was usual may not be any more."""
+        """Forgets what is usual, and learns it again before the next alarm."""
         self._level, self._reference, self._evidence = _Level(), _Level(), _Evidence()
         self._carried, self._num_requests, self.is_silent = 0.0, 0, False
 

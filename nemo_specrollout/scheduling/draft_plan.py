@@ -80,7 +80,7 @@ class DraftPlanner(ABC):
         """So many of the requests that were followed are done."""
 
     def model_changed(self) -> None:  # noqa: B027
-        """What was known of the model no longer holds: it has other weights, or other tasks."""
+        """Judges the model like a new one: its weights have changed, or the tasks may have."""
 
 
 class AutoPlanner(DraftPlanner):

@@ -30,7 +30,7 @@ class Following:
     @property
     def is_looking(self) -> bool:
         """Returns whether the drafter is followed for the first steps after a rest, or with new weights."""
-        return self._num_to_look > 0
+        return self.is_on and self._num_to_look > 0
 
     @property
     def gives_up(self) -> bool:
@@ -54,7 +54,6 @@ class Following:
             if self.is_on:
                 self._watch_share = FIRST_WATCH_SHARE
             else:
-                self._num_to_look = 0
                 self._resumes_at_s = now_s + self._cost_s / self._watch_share
                 self._watch_share = max(WATCH_SHARE, self._watch_share / 2)
             self._judge_again()

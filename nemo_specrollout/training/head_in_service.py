@@ -40,8 +40,8 @@ class RefreshData:
 class HeadInService:
     """Owns the head in service, and the trigger, learning rate and gate of its refreshes. Knows no files and no engines.
 
-    Example: `decision = service.decide(facts)`; if it says refresh, `service.teach(tensors)`, then `service.refresh(data)`.
-    A candidate that passed the gate is `service.head` from then on.
+    Example: `decision = service.decide(facts)`; if it says refresh, `service.teach(tensors)`, then
+    `service.refresh(data, service.settings())`. A candidate that passed the gate is `service.head` from then on.
     """
 
     def __init__(
@@ -82,15 +82,16 @@ class HeadInService:
             batch_tokens=self._config.tokens_per_batch or BATCH_TOKENS[self.head.device.type],
         )
 
-    def refresh(self, data: RefreshData, budget: Budget | None = None) -> Refresh:
+    def refresh(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
         """Trains a candidate and judges it; learns from the result when to refresh next, and at what learning rate.
 
         Args:
             data: Of which nothing is lacking.
+            settings: The trainer's, from `settings()`.
             budget: How long to train. By default as long as the schedule allows.
         """
         refresh = refresh_head(
-            self.head, self._promising or self.head, data.training, data.held_out, self.settings(),
+            self.head, self._promising or self.head, data.training, data.held_out, settings,
             budget or Budget(seconds=self._schedule.budget_s()), self._gate,
             num_drafts=self._num_drafts, temperature=self._temperature,
         )  # fmt: skip

@@ -83,7 +83,7 @@ class OnlineRefresh:
             return RefreshRecord(f"skipped: {lacking}", decision.gain_s, published=False)
         self._service.teach(policy_tensors)
         settings = self._service.settings()
-        refresh = self._service.refresh(data)
+        refresh = self._service.refresh(data, settings)
         folder = self._folder.candidate(step, refresh.published)
         save_head(refresh.candidate, folder)
         counts = {"hash": _hash_of(stores), "sequences": len(data.training), "held_out": len(data.held_out)}
