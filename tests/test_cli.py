@@ -19,6 +19,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import prepare, use_threads
+from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.local.run_directory import RunDirectory
 
@@ -71,7 +72,10 @@ def write_run(folder: Path, num_steps: int, *overrides: str) -> None:
     tree = load_config(QUICKSTART, [f"logger.log_dir={folder}", *overrides])
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     for step in range(num_steps):
-        (folder / "checkpoints" / f"step_{step}").mkdir()
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        checkpoint.mkdir()
+        (checkpoint / "weights").write_text("some")
+        seal_folder(checkpoint)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(num_steps)))
 
 
@@ -148,9 +152,9 @@ def test_a_tokenizer_of_another_model_is_refused(refused: Refused, tmp_path: Pat
 
 def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_path: Path) -> None:
     model = copied_model(tmp_path, "tokenizer.json", model={"type": "Unigram", "vocab": [["a", 0.0]]})
-    assert "tokenizer.json" in refused("run", model)
+    assert "tokenizer.json: no tokenizer" in refused("run", model)
     (tmp_path / "model" / "config.json").write_text("{")
-    assert "cannot be read" in refused("run", model)
+    assert "config.json: not JSON" in refused("run", model)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +196,8 @@ def test_a_run_without_a_finished_step_may_change_its_config(log_dir: Path) -> N
 
 def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:
     write_run(log_dir, 3)
+    for name in ("summary.json", "report.html", "picture.png"):
+        (log_dir / name).touch()
     assert "complete (3 steps)" in refused("run", "grpo.max_num_steps=3")
 
 

@@ -71,7 +71,7 @@ def test_a_parent_may_be_shared_but_not_lead_back(tmp_path: Path) -> None:
         ("defaults: nowhere.yaml", r"nowhere\.yaml does not exist"),
         ("defaults: 3", "defaults"),
         ("- a\n- b", "expected a mapping"),
-        ("a: [1,", "while parsing"),
+        ("a: [1,", "line 2, column 1: .*; close what was opened"),
         ("a: ${b}", "'b' not found"),
     ],
 )
@@ -110,7 +110,7 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
     ("override", "words"),
     [
         ("policy.generation.specrollout.drafters[0].type=ngram", "cannot be changed by itself; give the whole list"),
-        ("policy=[1]", "another kind of value"),
+        ("policy=[1]", r"override 'policy=\[1\]': policy is a list here, but a block below it; write a block"),
     ],
 )
 def test_an_override_that_cannot_be_merged_is_a_sentence(override: str, words: str) -> None:

@@ -3,6 +3,8 @@
 
 import json
 import math
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,10 +51,14 @@ def overrides(log_dir: Path, **more: Any) -> list[str]:
     return [f"{key}={value}" for key, value in {**TINY, "logger.log_dir": log_dir, **more}.items()]
 
 
-def start(log_dir: Path, num_steps: int = NUM_STEPS, command: str = "run", **more: Any) -> subprocess.Popen[str]:
+def start(
+    log_dir: Path, num_steps: int = NUM_STEPS, command: str = "run", largest_file: int | None = None, **more: Any
+) -> subprocess.Popen[str]:
+    """`largest_file`: bytes beyond which no file grows, as on a full disk."""
     arguments = overrides(log_dir, **{"grpo.max_num_steps": num_steps}, **more)
+    limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "nemo_specrollout.cli.main", command, str(QUICKSTART), *arguments],
+        [*limit, sys.executable, "-m", "nemo_specrollout.cli.main", command, str(QUICKSTART), *arguments],
         cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -151,7 +157,8 @@ def test_counts_of_a_run_add_up(whole_run: Path) -> None:
 
 def test_a_run_goes_on_after_every_kind_of_end(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
-    interrupt(log_dir)
+    interrupt(log_dir, signal.SIGTERM, 143)
+    interrupt(log_dir, signal.SIGINT, 130)
     interrupted = repeatable(log_dir)
     assert interrupted == repeatable(whole_run)[: len(interrupted)]
     kill(log_dir)
@@ -161,16 +168,90 @@ def test_a_run_goes_on_after_every_kind_of_end(whole_run: Path, tmp_path: Path) 
     assert json.loads((log_dir / "summary.json").read_text())["completed"] is True
 
 
-def interrupt(log_dir: Path) -> None:
-    """Goes on with a run by at least one step, then presses Ctrl-C."""
+def interrupt(log_dir: Path, number: signal.Signals, code: int) -> None:
+    """Goes on with a run by at least one step, then presses Ctrl-C or does as Slurm does."""
     process, before = start(log_dir), len(metrics(log_dir))
-    signal_after(process, log_dir, before + 1, signal.SIGINT)
-    output = finish(process, 130)
+    signal_after(process, log_dir, before + 1, number)
+    output = finish(process, code)
     assert "Traceback" not in output and "finished steps are kept" in output
     assert_nothing_half_written(log_dir)
     summary = json.loads((log_dir / "summary.json").read_text())
     assert summary["completed"] is False and summary["steps"] == len(metrics(log_dir)) > before
     assert (log_dir / "report.html").is_file() and (log_dir / "picture.png").is_file()
+
+
+def test_a_run_goes_on_when_a_full_disk_has_room_again(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    output = finish(start(log_dir, num_steps=2, largest_file=20_000_000), 1)  # a checkpoint has 36 million bytes
+    assert "Traceback" not in output and "what was finished is kept" in output
+    assert list((log_dir / "checkpoints").iterdir()) == []
+    finish(start(log_dir, num_steps=2))
+    assert repeatable(log_dir) == repeatable(whole_run)[:2]
+
+
+def test_a_damaged_checkpoint_costs_one_step_and_a_missing_report_is_made(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    shutil.copytree(whole_run, log_dir)
+    weights = log_dir / "checkpoints" / f"step_{NUM_STEPS - 1}" / "rank_0_of_1.pt"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    output = finish(start(log_dir))
+    assert f"step_{NUM_STEPS - 1} is damaged" in output and f"at step {NUM_STEPS - 1}" in output
+    assert repeatable(log_dir) == repeatable(whole_run)
+    (log_dir / "report.html").unlink()  # as of a run that was killed while it was written
+    output = finish(start(log_dir), 2)
+    assert "report of this run was missing" in output and "complete" in output and "Traceback" not in output
+    assert "<html" in (log_dir / "report.html").read_text()
+
+
+def test_the_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    first = start(log_dir)
+    signal_after(first, log_dir, 1, signal.SIGSTOP)
+    output = finish(start(log_dir), 2)
+    assert f"in use by process {first.pid} on " in output and "Traceback" not in output
+    first.kill()
+    first.communicate()
+
+
+def test_a_report_is_made_again_from_the_files_of_a_run(
+    whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "trace.jsonl", "run.json"):  # no summary: the run is going on
+        shutil.copy(whole_run / name, tmp_path / name)
+    assert main(["report", str(tmp_path)]) == 0
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "picture.png").read_bytes() == (whole_run / "picture.png").read_bytes()
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+def test_the_engine_s_log_probs_are_the_trainer_s_at_any_temperature(whole_run: Path, tmp_path: Path) -> None:
+    log_dir = tmp_path / "run"
+    finish(start(log_dir, 2, **{"policy.generation.temperature": 0.7}))
+    for record in metrics(log_dir):
+        assert record["logprob_gap"]["max"] < 1e-4 and not record["alarms"]
+        assert record["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert record["tokens_equal"] == record["tokens_checked"] > 0
+    assert metrics(log_dir)[0]["num_tokens"] != metrics(whole_run)[0]["num_tokens"], "the temperature did nothing"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("temperature=3", "temperature: 3.0 is out of range; it must be at least 0.0 and at most 2.0"),
+        ("temperature=0.001", "vLLM samples at 0.01"),
+        ("top_p=0.9", "top_p: 0.9; the local trainer scores samples of the whole distribution"),
+        ("top_k=5", "top_k: 5; the local trainer"),
+        ("vllm_kwargs.logprobs_mode=raw_logprobs", "logprobs_mode: 'raw_logprobs'; the trainer scores"),
+    ],
+)
+def test_a_run_does_not_train_on_what_its_trainer_scores_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["run", str(QUICKSTART), *overrides(tmp_path / "run"), f"policy.generation.{override}"]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def kill(log_dir: Path) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout bench`: the same rollouts, interleaved in one run, so that only time differs."""
 
-from pathlib import Path
+import argparse
 
 from nemo_specrollout.cli.prepare import prepare, use_threads
 
 
-def bench(path: Path, overrides: list[str]) -> int:
+def bench(parsed: argparse.Namespace) -> int:
     """Writes `bench.json` and `bench.png` to `logger.log_dir` and prints the table."""
-    prepared = prepare(path, overrides)
+    prepared = prepare(parsed.config, parsed.overrides)
     use_threads(prepared.config.cluster.threads)
     from nemo_specrollout.local.bench import run_bench
 

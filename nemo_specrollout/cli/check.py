@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout check`: what would run, and why, in a second and without torch."""
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from nemo_specrollout.cli.prepare import (
     EXIT_BAD_INPUT,
     Prepared,
+    check_trains,
     place_drafter,
     prepare_local,
     runtime_of,
@@ -42,15 +44,16 @@ from nemo_specrollout.training.head_facts import misfit
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
-def check(path: Path, overrides: list[str]) -> int:
+def check(parsed: argparse.Namespace) -> int:
     """Prints what the config means on this machine; raises ConfigError if it cannot run.
 
     Of a NeMo-RL config all errors are printed, one a line; the exit code says that there were some.
     """
-    tree = load_config(path, overrides)
+    tree = load_config(parsed.config, parsed.overrides)
     if runtime_of(tree) == "nemo_rl":
         return _check_nemo_rl(tree)
     prepared = prepare_local(tree)
+    check_trains(prepared)
     use_threads(prepared.config.cluster.threads)
     _print(explain(place_drafter(prepared)))
     return 0

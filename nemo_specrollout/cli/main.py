@@ -2,26 +2,28 @@
 """`nemo-specrollout COMMAND CONFIG [key=value ...]`: one short file per command; a user's mistake is a sentence, exit 2."""
 
 import argparse
+import errno
+import signal
 import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
 
 from nemo_specrollout.cli.explain_options import add_arguments as add_explain_arguments
+from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
-from nemo_specrollout.cli.launch import add_arguments, launch
+from nemo_specrollout.cli.launch import add_arguments
 from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_arguments
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
 from nemo_specrollout.cli.publish_draft import add_arguments as add_publish_arguments
-from nemo_specrollout.cli.refresh_draft import refresh_draft
 from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
 from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_arguments
 from nemo_specrollout.cli.simulate_options import add_arguments as add_simulate_arguments
 from nemo_specrollout.config.strict import ConfigError
 
-EXIT_INTERRUPTED = 130
-# Commands that are each the function of their own name in a file of that name.
-_BY_NAME = ("plan", "profile", "serve-drafter", "publish-draft", "simulate", "ladder", "explain")
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+# Failures that no program can mend: a full disk, a used-up quota, a disk that broke or takes no writes.
+_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 _FLAGS = {
     "launch": add_arguments,
     "plan": add_plan_arguments,
@@ -40,35 +42,34 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
-        return _command(parsed)
+        with Interrupts():
+            return _command(parsed)
     except ConfigError as error:
-        print(f"nemo-specrollout: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return _ended(str(error), EXIT_BAD_INPUT)
+    except Terminated:
+        return _ended("terminated by SIGTERM", EXIT_TERMINATED)
     except KeyboardInterrupt:
-        print("nemo-specrollout: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _ended("interrupted", EXIT_INTERRUPTED)
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:  # Ray sets a handler of its own, which exits with the number of the signal
+            raise
+        return _ended("terminated by SIGTERM", EXIT_TERMINATED)
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _ended(f"{where}{error.strerror}; what was finished is kept: mend that and run it again", EXIT_FAILED)
+
+
+def _ended(sentence: str, code: int) -> int:
+    print(f"nemo-specrollout: {sentence}", file=sys.stderr)
+    return code
 
 
 def _command(parsed: argparse.Namespace) -> int:
-    """Calls the function behind a command; imports no more than it needs, so that `check` is quick."""
-    if parsed.command == "run":
-        from nemo_specrollout.cli.run import run
-
-        return run(parsed.config, parsed.overrides)
-    if parsed.command == "bench":
-        from nemo_specrollout.cli.bench import bench
-
-        return bench(parsed.config, parsed.overrides)
-    if parsed.command == "launch":
-        return launch(parsed)
-    if parsed.command == "refresh-draft":
-        return refresh_draft(parsed)
-    if parsed.command in _BY_NAME:
-        name = parsed.command.replace("-", "_")
-        return int(getattr(import_module(f"nemo_specrollout.cli.{name}"), name)(parsed))
-    from nemo_specrollout.cli.check import check
-
-    return check(parsed.config, parsed.overrides)
+    """Calls the function behind a command, of its own name in a file of that name; loads no more than it needs."""
+    name = parsed.command.replace("-", "_")
+    return int(getattr(import_module(f"nemo_specrollout.cli.{name}"), name)(parsed))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -107,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "trains an EAGLE-3 draft head for a policy, or refreshes one"
     command = commands.add_parser("refresh-draft", help=text, description=text, allow_abbrev=False)
     add_refresh_arguments(command)
+    text = "makes report.html and picture.png of a run directory again, also while it runs"
+    command = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the logger.log_dir of a run")
     text = "what a step would take, and what each feature brings; loads neither torch nor vllm"
     command = commands.add_parser("simulate", help=text, description=text, allow_abbrev=False)
     add_simulate_arguments(command)

@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every command does first: read the config, check it against the machine, say what is wrong in a sentence."""
 
+import errno
 import importlib.util
-import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import shared_secret
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 from nemo_specrollout.config.nemo_rl_engine import runner_findings
-from nemo_specrollout.config.run import DataConfig, RunConfig, read_run_config
+from nemo_specrollout.config.run import PROCESSED_LOGPROBS, DataConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.cost_tables import CostTables
 from nemo_specrollout.training.head_facts import check_head
+from nemo_specrollout.training.policy_folder import check_model_folder, check_trainable, has_mtp_layers
 
 EXIT_BAD_INPUT = 2
 RUNTIMES = ("local", "nemo_rl")
+_LONGEST_NAME = 255
 # vLLM arguments that have a place of their own in the config.
 _PLACES = {
     "model": "policy.model_name",
@@ -32,7 +36,6 @@ _PLACES = {
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "seed": "grpo.seed",
 }
-_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,37 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     model_config = _check_model(Path(config.policy.model_name), config)
     for data in (config.data, *(workload.data for workload in config.bench.workloads)):
         check_task(data)
-    _check_heads(config.policy.generation.specrollout, Path(config.policy.model_name))
+    _check_drafters(config.policy.generation.specrollout, Path(config.policy.model_name), model_config)
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
     _check_engine(config)
     if config.policy.generation.specrollout.enabled and (finding := next(runner_findings(tree), None)) is not None:
         raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
+
+
+def check_trains(prepared: Prepared) -> None:
+    """Raises ConfigError for what can be sampled, and hence measured by `bench`, but not trained on."""
+    config, folder = prepared.config, Path(prepared.config.policy.model_name)
+    try:
+        check_trainable(folder, prepared.model_config)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name: {error}") from error
+    if config.data.dataset_name == "free_text":
+        raise ConfigError("data.dataset_name: free_text has no reward to train on; use it in bench.workloads")
+    generation = config.policy.generation
+    for name, value, off in (("top_p", generation.top_p, 1.0), ("top_k", generation.top_k, None)):
+        if value != off:
+            raise ConfigError(
+                f"policy.generation.{name}: {value}; the local trainer scores samples of the whole distribution: "
+                f"set it to {'null' if off is None else off}; NeMo-RL's trainer can"
+            )
+    mode = generation.vllm_kwargs.get("logprobs_mode", PROCESSED_LOGPROBS)
+    if mode != PROCESSED_LOGPROBS:
+        raise ConfigError(
+            f"policy.generation.vllm_kwargs.logprobs_mode: {mode!r}; the trainer scores samples at their temperature: "
+            "remove it"
+        )
 
 
 def check_out(path: Path) -> None:
@@ -114,34 +141,35 @@ def place_drafter(prepared: Prepared) -> Prepared:
 
 
 def _check_log_dir(path: Path) -> None:
-    """The folder, or the nearest one above it that exists, must be one in which a file can be made."""
-    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"logger.log_dir: {path} cannot be written to; choose another")
+    """The folder, or the nearest one above it that exists, must be one in which a folder can be made: one is, and removed."""
+    try:
+        existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+        if not existing.is_dir():
+            raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
+        for name in path.absolute().relative_to(existing).parts:
+            if len(os.fsencode(name)) > _LONGEST_NAME:
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with tempfile.TemporaryDirectory(prefix=".specrollout-check-", dir=existing):
+            pass
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"logger.log_dir: {str(path)[:200]!r} cannot be written to ({reason}); choose another"
+        ) from error
 
 
 def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         fix = (
             "run `make smollm2`, which makes it" if folder.name.startswith("smollm2") else "name a Hugging Face folder"
         )
-        raise ConfigError(f"policy.model_name: folder {folder} does not exist; {fix}")
-    for name in _MODEL_FILES:
-        if not (folder / name).is_file():
-            raise ConfigError(f"policy.model_name: {folder} has no {name}")
+        raise ConfigError(f"policy.model_name: folder {str(folder)[:200]} does not exist; {fix}")
     try:
-        model: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        largest = max([*tokenizer["model"]["vocab"].values(), *(t["id"] for t in tokenizer.get("added_tokens", []))])
-        sizes = {name: int(model[name]) for name in ("vocab_size", "num_hidden_layers", "hidden_size")}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"policy.model_name: config.json or tokenizer.json of {folder} cannot be read "
-            f"({type(error).__name__}: {error}); name a Hugging Face folder of a Qwen3 or a Llama"
-        ) from error
-    _check_vocabulary(folder, largest, sizes["vocab_size"])
+        model = check_model_folder(folder)
+    except ValueError as error:
+        raise ConfigError(f"policy.model_name: {error}") from error
     longest = model.get("max_position_embeddings")
     if longest is not None and config.policy.max_total_sequence_length > longest:
         raise ConfigError(
@@ -159,9 +187,15 @@ def check_task(data: DataConfig) -> None:
         check_tasks(data.tasks, "data.tasks")
 
 
-def _check_heads(block: SpecrolloutConfig, policy: Path) -> None:
-    """They must have been made for the policy. A small model is vLLM's to check."""
+def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
+    """Those with weights must have been made for the policy."""
     for drafter in block.drafters:
+        if drafter.type == "mtp" and not has_mtp_layers(model_config):
+            raise ConfigError(
+                f"{BLOCK_PATH}.drafters: type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"
+            )
+        if drafter.model is not None and drafter.type in ("draft_model", REMOTE_DRAFTER) and not drafter.addresses:
+            _check_small_model(Path(drafter.model), model_config)
         if drafter.type in BLOCK_DRAFTERS and not Path(str(drafter.model)).is_dir():
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name that of a checkpoint"
@@ -176,12 +210,28 @@ def _check_heads(block: SpecrolloutConfig, policy: Path) -> None:
         raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
 
 
+def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
+    """A draft model must be a folder here, whole, and of the policy's vocabulary."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters.model: folder {folder} of the draft model does not exist; name a Hugging Face folder"
+        )
+    try:
+        config = read_object(folder / "config.json")
+        tensor_shapes(sorted(folder.glob("*.safetensors")))
+    except ValueError as error:
+        raise ConfigError(f"{BLOCK_PATH}.drafters.model: {error}") from error
+    if config.get("vocab_size") != model_config["vocab_size"]:
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters.model: {folder} knows {config.get('vocab_size')} tokens, the policy "
+            f"{model_config['vocab_size']}; name a model of the policy's family"
+        )
+
+
 def _check_remote(drafter: DrafterConfig | None) -> None:
-    """Its model must be a folder here, if the run starts it, and the secret must be there, if others can reach it."""
+    """The secret must be there, if others can reach it."""
     if drafter is None:
         return
-    if drafter.workers and not Path(str(drafter.model)).is_dir():
-        raise ConfigError(f"{BLOCK_PATH}.drafters: folder {drafter.model} of the draft model does not exist")
     if drafter.gpus:
         raise ConfigError(
             f"{BLOCK_PATH}.drafters: gpus {drafter.gpus}; the local runner's drafters are on a CPU: set it to 0"
@@ -194,15 +244,6 @@ def _check_trainer(config: RunConfig) -> None:
     if refresh is not None and refresh.trainer_gpus:
         raise ConfigError(
             f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
-        )
-
-
-def _check_vocabulary(folder: Path, largest_id: int, vocab_size: int) -> None:
-    """A tokenizer may have fewer ids than the model (padding), never more."""
-    if largest_id >= vocab_size:
-        raise ConfigError(
-            f"policy.model_name: the tokenizer of {folder} has token id {largest_id}, but the model's vocabulary ends "
-            f"at {vocab_size - 1}; the two do not belong together"
         )
 
 

@@ -10,11 +10,10 @@ from nemo_specrollout.cli.refresh_draft_options import options_of
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_REFUSED = 3
-EXIT_INTERRUPTED = 130
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
-    """Makes the head; 0 if it is at --out, 3 if the gate refused it, 130 if interrupted. Raises ConfigError."""
+    """Makes the head; 0 if it is at --out, 3 if the gate refused it. Raises ConfigError, and KeyboardInterrupt."""
     options = options_of(parsed)
     # An offline command has the machine to itself.
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
@@ -28,8 +27,8 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
             published = DraftRefresh(options, state, interrupts.check).run()
     except KeyboardInterrupt:
         partial = f"{options.out_path}.partial"
-        print(f"nemo-specrollout: interrupted; the same command goes on from what is in {partial}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        print(f"nemo-specrollout: the same command goes on from what is in {partial}", file=sys.stderr)
+        raise
     except ConfigError:
         raise
     except (ValueError, OSError) as error:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-specrollout run`: a GRPO run, resumable, with a report at its end whatever the end is."""
 
+import argparse
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, place_drafter, prepare_local, runtime_of, use_threads
+from nemo_specrollout.cli.prepare import Prepared, check_trains, place_drafter, prepare_local, runtime_of, use_threads
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from nemo_specrollout.local.runner import GrpoRunner
 
 
-def run(path: Path, overrides: list[str]) -> int:
-    """Runs, or goes on with, a run; 0 when all steps are done, 130 when interrupted."""
-    tree = load_config(path, overrides)
+def run(parsed: argparse.Namespace) -> int:
+    """Runs, or goes on with, a run; 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
+    tree = load_config(parsed.config, parsed.overrides)
     return _run_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _run_local(tree)
 
 
@@ -41,35 +42,62 @@ def _run_nemo_rl(tree: dict[str, Any]) -> int:
 def _run_local(tree: dict[str, Any]) -> int:
     """The run in `logger.log_dir`."""
     prepared = prepare_local(tree)
+    check_trains(prepared)
     use_threads(prepared.config.cluster.threads)
     prepared = place_drafter(prepared)
-    from nemo_specrollout.local.run_directory import RunDirectory
-
-    config = prepared.config
-    if config.data.dataset_name == "free_text":
-        raise ConfigError("data.dataset_name: free_text has no reward to train on; use it in bench.workloads")
-    directory = RunDirectory.open(Path(config.logger.log_dir), prepared.tree, config.grpo.max_num_steps)
-    from nemo_specrollout.local.charts import run_picture
     from nemo_specrollout.local.progress import Progress
-    from nemo_specrollout.local.runner import summarize
+    from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
 
-    progress, started, completed = Progress(), time.perf_counter(), False
-    runner = _start(prepared, directory, progress)
-    directory.begin()
+    config, progress = prepared.config, Progress()
+    path = Path(config.logger.log_dir)
     try:
-        with Interrupts() as interrupts:
-            runner.run(before_step=interrupts.check)
-        completed = True
-    except KeyboardInterrupt:
-        progress.console.print(
-            "interrupted: finished steps are kept; the same command goes on from there", style="yellow"
-        )
+        directory = RunDirectory.open(path, prepared.tree, config.grpo.max_num_steps)
+    except CompleteRun:
+        _complete_report(path, progress)
+        raise
+    try:
+        return _run_in(directory, prepared, progress)
     finally:
-        runner.close()
-        summary = summarize(directory, time.perf_counter() - started, completed)
-        run_picture(directory.path, directory.path / "picture.png")
-    progress.summary(summary, str(directory.path))
-    return 0 if completed else 130
+        directory.close()
+
+
+def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
+    """All steps that are left, then the results, whatever the end is; the exit code."""
+    from nemo_specrollout.local.results import write_results
+
+    started, completed = time.perf_counter(), False
+    runner = _start(prepared, directory, progress)
+    with Interrupts() as interrupts:
+        try:
+            for sentence in directory.begin():
+                progress.warn(sentence)
+            runner.run(before_step=interrupts.check)
+            completed = True
+        except KeyboardInterrupt:
+            progress.warn("stopped: finished steps are kept; the same command goes on from there")
+        finally:
+            interrupts.shield()
+            runner.close()
+            summary: dict[str, Any] | None = None
+            try:
+                summary = write_results(directory.path, time.perf_counter() - started, completed)
+            except OSError as error:  # of a full disk, say; what ended the run is told first
+                progress.warn(f"summary and report could not be written: {error.strerror}")
+    if summary is not None:
+        progress.summary(summary, str(directory.path))
+    if not completed:
+        interrupts.check()
+    return 0
+
+
+def _complete_report(path: Path, progress: "Progress") -> None:
+    """Makes the report of a run that was killed after its last step, while that was written."""
+    if all((path / name).is_file() for name in ("summary.json", "report.html", "picture.png")):
+        return
+    from nemo_specrollout.local.results import write_results
+
+    write_results(path, None, completed=True)
+    progress.warn(f"the report of this run was missing; it is in {path / 'report.html'} now")
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
@@ -77,11 +105,11 @@ def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") 
     from nemo_specrollout.local.async_runner import build_runner
 
     if prepared.ignored:
-        progress.console.print(f"keys without effect: {', '.join(prepared.ignored)}", style="yellow")
+        progress.warn(f"keys without effect: {', '.join(prepared.ignored)}")
     if prepared.placement:
         progress.console.print(f"placement {prepared.placement}", markup=False)
     if directory.next_step:
-        progress.console.print(f"resuming {directory.path} at step {directory.next_step}")
+        progress.console.print(f"resuming {directory.path} at step {directory.next_step}", markup=False, soft_wrap=True)
     try:
         return build_runner(prepared.config, directory, progress)
     except ConfigError:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a folder holds a DFlash or DSpark that drafts for a policy, as far as their files' headers tell."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig
-from nemo_specrollout.config.model_folder import tensor_shapes
+from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 
 _ARCHITECTURES = {
     "dflash": ("DFlashDraftModel", "DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel"),
@@ -24,11 +23,9 @@ def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
         return None
     path = f"{BLOCK_PATH}.drafters.model: {folder}"
     try:
-        config, target = (json.loads((f / "config.json").read_text(encoding="utf-8")) for f in (folder, policy))
-    except (OSError, ValueError) as error:
-        return (
-            f"{path}: its config.json or the policy's cannot be read ({type(error).__name__}); name another checkpoint"
-        )
+        config, target = (read_object(f / "config.json") for f in (folder, policy))
+    except ValueError as error:
+        return f"{path}: its config.json or the policy's cannot be read ({error}); name another checkpoint"
     names = _names(config)
     if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
         return None  # a policy that brings its DSpark along, in a form of its own

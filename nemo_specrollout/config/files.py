@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are never half-written."""
+"""Files and folders that are never half-written, and checksums that tell whether a folder is still whole."""
 
+import hashlib
+import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+CHECKSUMS = "checksums.json"
+
+
+class DamagedFolder(ValueError):
+    """A folder whose files are not those that were written; the message names the file and the fault."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -11,24 +20,68 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Raises OSError, and leaves what was there. A process that dies meanwhile may leave `.<name>.<pid>` beside it.
     """
+    with replacing_file(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a file beside `path`, which takes its place, on disk, when the block ends well.
+
+    A block that fails leaves what was there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        _sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    with suppress(OSError):  # some network file systems cannot sync a folder
+        _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut, where the file system can."""
-    with suppress(OSError):  # some network file systems have no such thing
-        descriptor = os.open(folder, os.O_RDONLY)
+def seal_folder(folder: Path) -> None:
+    """Writes `checksums.json`, the size and SHA-256 of each file in `folder`; all of it is on disk when this returns."""
+    sums = {}
+    for file in sorted(folder.iterdir()):
+        _sync(file)
+        sums[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    write_atomically(folder / CHECKSUMS, json.dumps(sums, indent=1))
+
+
+def check_seal(folder: Path) -> None:
+    """Raises DamagedFolder unless every file that `seal_folder` saw is there and as it was; reads all of them."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in sums.items()}
+    except OSError as error:
+        raise DamagedFolder(f"{folder} has no {CHECKSUMS} that can be read ({error.strerror})") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedFolder(f"{folder / CHECKSUMS} is damaged") from error
+    if not expected:
+        raise DamagedFolder(f"{folder / CHECKSUMS} names no file")
+    for name, (size, digest) in expected.items():
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            found = (folder / name).stat().st_size
+            if found != size:
+                raise DamagedFolder(f"{folder / name} has {found} bytes of {size}")
+            if _sha256(folder / name) != digest:
+                raise DamagedFolder(f"{folder / name} is not what was written: its checksum differs")
+        except OSError as error:
+            raise DamagedFolder(f"{folder / name} cannot be read ({error.strerror})") from error
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Makes a file's content, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,6 +2,8 @@
 """Reads a YAML config as NeMo-RL does: `defaults:` inheritance, interpolation, `key=value` overrides."""
 
 import operator
+import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, join
+from nemo_specrollout.config.yaml_text import DEEPEST, check_depth, problem_of, read_yaml
 
 # A block with this key, set to true, replaces that of its parents and is not merged with it. Top of a file only.
 _REPLACES = "_override_"
@@ -29,19 +32,18 @@ def load_config(path: Path, overrides: list[str] = ()) -> dict[str, Any]:  # typ
     """The resolved tree of the file at `path`, with its `defaults` beneath and `overrides` on top.
 
     `defaults` names a file, or a list of them, relative to the file that has it; later ones win. A leading `+` of an
-    override, which NeMo-RL asks for with new keys, is accepted. Raises ConfigError.
+    override, which NeMo-RL asks for with new keys, is accepted. Raises ConfigError, which names the file or the override.
     """
     _register_resolvers()
+    tree = _load_with_defaults(path, ())
+    for override in overrides:
+        tree = _override(tree, override)
     try:
-        tree = _load_with_defaults(path, ())
-        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([_checked(o) for o in overrides]))
-        resolved = OmegaConf.to_container(merged, resolve=True)
-    except TypeError as error:  # of a section that is overridden by a list, say
-        raise ConfigError(
-            f"{path}: an override, or a file over its defaults, has another kind of value: {error}"
-        ) from error
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_origin(error, path, overrides)}: {problem_of(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: a value is made of itself, by ${{...}}; write one of them out") from error
     assert isinstance(resolved, dict)
     return resolved  # type: ignore[return-value]
 
@@ -55,45 +57,98 @@ def _register_resolvers() -> None:
                 OmegaConf.register_new_resolver(name, function)
 
 
-def _checked(override: str) -> str:
-    if not override.partition("=")[0].strip("+") or "=" not in override:
-        raise ConfigError(f"override {override!r}: expected key=value, e.g. grpo.max_num_steps=3")
-    if "[" in override.partition("=")[0]:
-        raise ConfigError(f"override {override!r}: an entry of a list cannot be changed by itself; give the whole list")
-    return override.removeprefix("++").removeprefix("+")
+# A key: anything but what YAML and OmegaConf read otherwise.
+_KEY = re.compile(r"[^\s.=\[\]{}:,'\"$#&*!|>%@`]+(\.[^\s.=\[\]{}:,'\"$#&*!|>%@`]+)*")
+
+
+def _origin(error: OmegaConfBaseException, path: Path, overrides: list[str]) -> str:
+    """The override that has the key of an error, else the file."""
+    key = str(error.full_key or "")
+    own = [o for o in overrides if f"{key}.".startswith(f"{o.partition('=')[0].lstrip('+')}.")]
+    return f"override {own[-1]!r}" if own else str(path)
+
+
+def _override(tree: DictConfig, override: str) -> DictConfig:
+    """`tree` with one `key=value` on top. Raises ConfigError, which names it."""
+    shown = repr(override if len(override) <= 200 else f"{override[:200]}...")
+    key, equals, value = override.partition("=")
+    key = key.removeprefix("++").removeprefix("+")
+    if not key.strip() or not equals:
+        raise ConfigError(f"override {shown}: expected key=value, e.g. grpo.max_num_steps=3")
+    if "[" in key:
+        raise ConfigError(f"override {shown}: an entry of a list cannot be changed by itself; give the whole list")
+    if _KEY.fullmatch(key) is None or not key.isprintable() or key.count(".") >= DEEPEST:
+        raise ConfigError(
+            f"override {shown}: {key[:80]!r} is no key; write names with a dot between, e.g. grpo.max_num_steps"
+        )
+    if key.split(".")[0] in ("defaults", _REPLACES):
+        raise ConfigError(f"override {shown}: {key!r} belongs at the top of a file; write a config that has it")
+    try:
+        check_depth(value, f"override {shown}")
+        above = OmegaConf.from_dotlist([f"{key}={value}"])
+        merged = OmegaConf.merge(tree, above)
+    except ConfigError:
+        raise
+    except TypeError as error:
+        raise ConfigError(f"override {shown}: {_clash(tree, above)}") from error
+    except (OmegaConfBaseException, YAMLError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"override {shown}: {problem_of(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _clash(below: Any, above: Any, path: str = "") -> str:
+    """Where a block stands over a list, or a list over a block, which cannot be merged."""
+    if isinstance(below, DictConfig) and isinstance(above, DictConfig):
+        for key in above:
+            if (
+                key in below
+                and not OmegaConf.is_interpolation(below, str(key))
+                and not OmegaConf.is_missing(below, key)
+            ):
+                clash = _clash(below._get_node(key), above._get_node(key), join(path, key))
+                if clash:
+                    return clash
+        return ""
+    if isinstance(above, DictConfig) and isinstance(below, ListConfig):
+        return f"{path} is a block here, but a list below it; write a list"
+    if isinstance(above, ListConfig) and isinstance(below, DictConfig):
+        return f"{path} is a list here, but a block below it; write a block"
+    return ""
 
 
 def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
+    tree = read_yaml(path)
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `defaults` leads back to this file")
-    tree = OmegaConf.load(path)
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of sections at the top")
     merged = OmegaConf.create({})
     for parent in _parents(path, tree):
-        merged = _merge(merged, _load_with_defaults(parent, (*seen, path.resolve())))
-    return _merge(merged, tree)
+        merged = _merge(merged, _load_with_defaults(parent, (*seen, path.resolve())), path)
+    return _merge(merged, tree, path)
 
 
 def _parents(path: Path, tree: DictConfig) -> list[Path]:
     """The files that `defaults` of `tree`, read from `path`, names; takes the key out of `tree`."""
     written = str(OmegaConf.to_container(tree, resolve=False).get("defaults"))  # type: ignore[union-attr]
-    parents = tree.pop("defaults", [])
+    try:
+        parents = tree.pop("defaults", [])
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {problem_of(error)}") from error
     names = [parents] if isinstance(parents, str) else parents
     if not isinstance(names, list | ListConfig) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{path}: defaults: expected a file or a list of files, got {parents!r}")
     files = [path.parent / name for name in names]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):
             hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
             raise ConfigError(f"{path}: defaults: {file} does not exist{hint}")
     return files
 
 
-def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """`above` over `below`, except for blocks that replace what is below."""
+def _merge(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
+    """`above` over `below`, except for blocks that replace what is below. Raises ConfigError about the file at `path`."""
     for key in list(above):
         # Mandatory values (`???`) may come from a child; interpolations are resolved when all is merged.
         if OmegaConf.is_missing(above, key) or OmegaConf.is_interpolation(above, str(key)):
@@ -102,6 +157,13 @@ def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
         if isinstance(block, DictConfig) and block.get(_REPLACES, False):
             block.pop(_REPLACES)
             below.pop(key, None)
-    merged = OmegaConf.merge(below, above)
+    try:
+        merged = OmegaConf.merge(below, above)
+    except TypeError as error:
+        raise ConfigError(
+            f"{path}: {_clash(below, above)}; or set `{_REPLACES}: true` in a block that replaces it"
+        ) from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path}: {problem_of(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged

@@ -13,6 +13,19 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Tensor = TypeVar("Tensor")
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError with the file and what is wrong with it."""
+    try:
+        read = json.loads(file.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; copy the folder again") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({str(error)[:100]}); copy or write it again") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{file}: not a JSON object but {str(read)[:40]!r}; copy or write it again")
+    return read
+
+
 def tokenizer_fingerprint(folder: Path) -> str:
     """A hash of the tokenizer's vocabulary, tokens and ids; empty where there is none. What else differs between tokenizers
     of one family, e.g. the chat template, does not count."""
@@ -26,10 +39,14 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """The ids that end a text, of generation_config.json where there is one."""
+    """The ids that end a text, of generation_config.json where there is one. Raises ValueError for what are no ids."""
     file = folder / "generation_config.json"
-    ids = _read(file if file.is_file() else folder / "config.json").get("eos_token_id")
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    file = file if file.is_file() else folder / "config.json"
+    found = _read(file).get("eos_token_id")
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{file}: eos_token_id is {found!r}; it must be a token id, or a list of them")
+    return list(ids)
 
 
 def longest_text(folder: Path) -> int | None:
@@ -56,10 +73,10 @@ def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
         try:
             with safe_open(file, "np") as opened:
                 shapes |= {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{file}: not a whole safetensors file ({error}); copy or write it again") from error
     return shapes
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}

@@ -76,7 +76,7 @@ def all_findings(tree: Tree) -> Iterator[Finding]:
         value = at(tree, rule.path)
         if rule.when(tree) and rule.trips(value):
             yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
-    for function in (_context, _trainer_batches, _draft, _in_flight, _prompt_file):
+    for function in (_sampling, _context, _trainer_batches, _draft, _in_flight, _prompt_file):
         yield from function(tree)
 
 
@@ -162,6 +162,34 @@ _RULES = (
           "vLLM has vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'; the log-prob gap is larger than in float32", "note"),
     _Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
 )  # fmt: skip
+
+
+def _sampling(tree: Tree) -> Iterator[Finding]:
+    """NeMo-RL trains at the sampling temperature, on what top-p and top-k leave (distributed/model_utils.py:848)."""
+    path = f"{GENERATION}.temperature"
+    temperature = at(tree, path, 1.0)
+    if not isinstance(temperature, int | float) or isinstance(temperature, bool) or not 0 < temperature <= 2:
+        yield Finding(
+            path, f"{temperature!r}; vLLM samples at 0 to 2, and NeMo-RL's trainer divides by it: set 1.0", "error"
+        )
+        return
+    altered = [
+        f"{name} {value}"
+        for name, value, off in (("temperature", temperature, (1,)), *_filters(tree))
+        if value not in off
+    ]
+    mode = at(tree, f"{VLLM_CFG}.logprobs_mode")
+    if altered and mode != "processed_logprobs":
+        text = (
+            f"{mode or 'null'} with {' and '.join(altered)}; the engine's log-probs are not those of NeMo-RL's trainer"
+        )
+        yield Finding(f"{VLLM_CFG}.logprobs_mode", f"{text}: set it to processed_logprobs", "warning")
+
+
+def _filters(tree: Tree) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Name and value of each filter, and the values at which it is off."""
+    yield "top_p", at(tree, f"{GENERATION}.top_p", 1.0), (1,)
+    yield "top_k", at(tree, f"{GENERATION}.top_k", -1), (-1,)
 
 
 def _context(tree: Tree) -> Iterator[Finding]:

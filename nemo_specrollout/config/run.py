@@ -14,6 +14,10 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
 
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this one to it."""
+PROCESSED_LOGPROBS = "processed_logprobs"
+"""vLLM's name of log-probs after temperature, top-p and top-k; by default it returns those before."""
 DEFAULT_MAX_NUM_SEQS = 64
 """Requests that an engine has at a time where `vllm_kwargs` does not say."""
 
@@ -162,8 +166,8 @@ class GenerationConfig:
     """The engine, by NeMo-RL's names."""
     max_new_tokens: int = bounded(low=1)
     """Longest response."""
-    temperature: float = bounded(1.0, low=0.0)
-    """Sampling temperature, 0 for greedy."""
+    temperature: float = bounded(1.0, low=0.0, high=2.0)
+    """Sampling temperature, 0 for greedy. The trainer scores samples at it, as the engine does; greedy ones at 1."""
     top_p: float = bounded(1.0, above=0.0, high=1.0)
     """Nucleus sampling; 1 is off."""
     top_k: int | None = bounded(None, low=1)
@@ -174,6 +178,13 @@ class GenerationConfig:
     """Passed to vllm.LLM as they are."""
     specrollout: SpecrolloutConfig = OFF
     """This package's block; absent is off."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError for a temperature at which vLLM does not sample."""
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"{path}.temperature: {self.temperature}; vLLM samples at {LOWEST_TEMPERATURE}: write that, or 0 for greedy"
+            )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
-from nemo_specrollout.config.run import DEFAULT_MAX_NUM_SEQS, GenerationConfig
+from nemo_specrollout.config.run import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
@@ -22,6 +22,12 @@ from nemo_specrollout.sampling.seeds import request_seed
 if TYPE_CHECKING:
     from nemo_specrollout.generation.drafter_pool import DrafterPool
     from nemo_specrollout.training.features import SequenceFeatures
+
+
+_DEFAULTS = {
+    "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+    "logprobs_mode": PROCESSED_LOGPROBS,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A response: tokens, the log-prob of each under the engine's policy, and why it ended (`stop` or `length`)."""
+    """A response: tokens, the log-prob of each in the distribution that it was sampled from (that of greedy tokens: at
+    temperature 1), and why it ended (`stop` or `length`)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -100,7 +107,7 @@ class RolloutEngine:
             from nemo_specrollout.generation.drafter_pool import with_addresses
 
             block = with_addresses(block, self.drafters.addresses())
-        arguments = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, **generation.vllm_kwargs, **overrides}
+        arguments = {**_DEFAULTS, **generation.vllm_kwargs, **overrides}
         self.max_num_seqs = int(arguments["max_num_seqs"])
         arguments |= {
             "model": str(model),

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from nemo_specrollout.config.files import replacing_file
 from nemo_specrollout.local.chart_panels import (
     GREY,
     PHASES,
@@ -110,7 +111,7 @@ def running_chart(rows: Sequence[Record], path: Path) -> None:
 
 
 def run_picture(run_dir: Path, path: Path) -> None:
-    """A run in one PNG of 1200 x 420 pixels: reward, rollout speedup and the drain of the last batch."""
+    """Writes a run in one PNG of 1200 x 420 pixels: reward, rollout speedup and the drain of the last batch."""
     steps, traces = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "trace.jsonl")
     with matplotlib.rc_context(STYLE):
         figure = Figure((8.0, 2.8), layout=ConstrainedLayoutEngine(wspace=0.06))
@@ -119,7 +120,8 @@ def run_picture(run_dir: Path, path: Path) -> None:
             _draw_picture(figure, steps, traces)
         else:
             figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
-        figure.savefig(path, dpi=150, format="png")
+        with replacing_file(path) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
 
 
 def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any], None], data: Any) -> None:

@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_specrollout.config.files import check_seal, seal_folder
 from nemo_specrollout.config.run import LossConfig, OptimizerConfig
 from nemo_specrollout.local import megatron_host
 from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
@@ -181,7 +182,10 @@ class MegatronPolicy:
         return export_hf(self.model)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and step count to `folder`, whole or not at all; replaces an older one."""
+        """Write weights, optimizer state and step count to `folder`, whole or not at all; replaces an older one.
+
+        `checksums.json` in it lets `load` tell whether it is still whole. Raises OSError, e.g. of a full disk.
+        """
         megatron_host.install(self._size)
         state = {
             "model": {name: p.detach() for name, p in self._masters.items()},
@@ -189,19 +193,21 @@ class MegatronPolicy:
             "step": self.step,
             "optimizer_config": asdict(self.config),
         }
-        with _replacing(folder) as temporary:
-            torch.save(state, temporary / self._shard_name)
+        with _replacing(folder, sealed=True) as temporary:
+            _save(state, temporary / self._shard_name)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote: the next step gives bitwise the weights it would have given there.
 
         Raises:
+            DamagedFolder: a file is not what `save` wrote.
             ValueError: no such checkpoint for this number of ranks, or one of another model or optimizer config.
         """
         megatron_host.install(self._size)
         if not (file := folder / self._shard_name).is_file():
             raise ValueError(f"{folder} has no {self._shard_name}: save and load with equal tensor_model_parallel_size")
+        check_seal(folder)
         state = torch.load(file, weights_only=True)
         self._check_same_optimizer(state["optimizer_config"], folder)
         _check_same_parameters(self._masters, state["model"], folder)
@@ -288,21 +294,39 @@ def _read_hf_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "config.json").read_text()), tensors
 
 
+def _save(state: dict[str, Any], path: Path) -> None:
+    """`torch.save`, which lets an exception in a write through: a full disk's OSError, or KeyboardInterrupt."""
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            raise (error.__context__ or error) from None
+
+
 def _companion_files(folder: Path) -> list[Path]:
     files = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
     return [file for file in files if not file.name.endswith(".index.json")]
 
 
 @contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder` that takes its place when the block ends well; all ranks together."""
+def _replacing(folder: Path, sealed: bool = False) -> Iterator[Path]:
+    """Yield a new folder beside `folder` that takes its place when the block ends well; all ranks together.
+
+    `sealed`: with the checksums of its files. A block that fails leaves nothing: on a full disk that makes room again.
+    """
     temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    yield temporary
-    dist.barrier()
+    try:
+        yield temporary
+        dist.barrier()
+        if sealed and dist.get_rank() == 0:
+            seal_folder(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if dist.get_rank() == 0:
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():

@@ -26,6 +26,10 @@ class Progress:
         self.console = console or Console(highlight=False)
         self._has_header = False
 
+    def warn(self, sentence: str) -> None:
+        """What the user should notice, in a line of its own."""
+        self.console.print(sentence, style="yellow", markup=False, soft_wrap=True)
+
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
         """Shows that `text` is going on."""
@@ -87,7 +91,14 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("rollout speedup over plain (estimate)", "-" if speedup is None else f"{speedup:.2f}x"),
         ("tokens equal to plain decoding", f"{summary['tokens_equal']} of {summary['tokens_checked']} checked"),
-        (f"reward, first and last {over} steps", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        (
+            f"reward, first and last {over} steps",
+            f"{_or_dash(summary['reward_first'])} -> {_or_dash(summary['reward_last'])}",
+        ),
         ("tokens a request gains per target step", f"{summary['acceptance_length']:.2f}"),
         ("alarms", str(summary["alarms"])),
     ]
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -3,11 +3,10 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,17 @@ import yaml
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
+from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
 from nemo_specrollout.local.records import read_lines
 from nemo_specrollout.scheduling.ladder import LadderFile
 
-NUM_CHECKPOINTS_KEPT = 2
 LADDER = "ladder.json"
+LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
+
+
+class CompleteRun(ConfigError):
+    """The folder holds this run, and all of its steps are done."""
 
 
 class RunDirectory:
@@ -28,15 +33,25 @@ class RunDirectory:
     `ladder.json`, `checkpoints/step_N`.
 
     Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
-    of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing written), begun.
+    of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing but the lock is written),
+    begun, closed. While it is open, no other run can open the folder.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        """Locks the folder. Raises ConfigError if another run has it, or if none of its checkpoints is whole."""
         self.path = path
-        self.next_step = self._last_checkpoint() + 1
-        self._config = config
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self.damaged: list[Damaged] = []
+        """Checkpoints that are newer than the one to go on from, and not whole; `begin` sets them aside."""
         self.engine_facts: Mapping[str, Any] = {}
         """What `run.json` says of the engine that is in force (`RolloutEngine.facts`)."""
+        self._config = config
+        self._lock = DirectoryLock(path)
+        try:
+            self._last, self.damaged = self.checkpoints.newest_whole()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
@@ -47,43 +62,70 @@ class RunDirectory:
         Raises ConfigError where the folder holds something else, or a run that is complete or keeps no checkpoints.
         """
         run = cls(path, config)
-        if not path.exists() or not any(path.iterdir()):
-            return run
-        earlier = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else None
-        if not isinstance(earlier, dict):
+        try:
+            run._check(max_num_steps)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _check(self, max_num_steps: int) -> None:
+        path = self.path
+        if all(entry.name == LOCK for entry in path.iterdir()):
+            return
+        earlier = _read_yaml(path / "config.yaml")
+        if earlier is None:
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        if run.next_step == 0 and not run.metrics():
-            return run
-        if _without_extent(earlier) != _without_extent(config):
-            keys = ", ".join(_differences(_without_extent(earlier), _without_extent(config))[:4])
+        if self.next_step == 0 and not self.metrics():
+            return
+        if differing := _differences(_lasting(earlier), _lasting(self._config)):
+            keys = ", ".join(differing[:4])
             raise ConfigError(
                 f"logger.log_dir: {path} holds a run of another config (it differs in {keys}); choose another"
             )
-        if run.next_step >= max_num_steps:
-            raise ConfigError(
-                f"logger.log_dir: {path} holds this run, complete ({run.next_step} steps); see {path / 'report.html'}, "
+        if self.next_step >= max_num_steps:
+            raise CompleteRun(
+                f"logger.log_dir: {path} holds this run, complete ({self.next_step} steps); see {path / 'report.html'}, "
                 "choose another folder, or a larger grpo.max_num_steps to go on"
             )
-        if run.metrics() and not config.get("checkpointing", {}).get("enabled", True):
+        if self.metrics() and not self._config.get("checkpointing", {}).get("enabled", True):
             raise ConfigError(
                 f"logger.log_dir: {path} holds steps of this run, which cannot go on: checkpointing.enabled is false; "
                 "choose another folder"
             )
-        return run
 
-    def begin(self) -> None:
-        """Writes what is known before the first step; called when the run is sure to start."""
-        self.path.mkdir(parents=True, exist_ok=True)
+    def begin(self) -> list[str]:
+        """Writes what is known before the first step; called when the run is sure to start.
+
+        Returns:
+            What the user should know, in sentences: of damaged checkpoints, which are set aside, and of a missing lock.
+        """
+        self.checkpoints.clear_leftovers()
+        for temporary in self.path.glob(".*.[0-9]*"):  # of `write_atomically`, by a process that died
+            temporary.unlink(missing_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         if self.next_step == 0 or not (self.path / "run.json").is_file():
             write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
         self._drop_unfinished_lines()
+        unlocked = f"the file system of {self.path} has no locks: see to it that no other run uses the folder"
+        return ([] if self._lock.works else [unlocked]) + [
+            f"checkpoint {d.folder.name} is damaged ({d.reason}); it is kept as {self.checkpoints.set_aside(d).name}"
+            for d in self.damaged
+        ]
+
+    def close(self) -> None:
+        """Lets other runs have the folder."""
+        self._lock.release()
+
+    @property
+    def next_step(self) -> int:
+        """The step at which the run goes on."""
+        return 0 if self._last is None else self._last + 1
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
-        last = self._last_checkpoint()
-        return self._checkpoint_of(last) if last >= 0 else None
+        """The checkpoint to go on from: the newest whole one."""
+        return None if self._last is None else self.checkpoints.of(self._last)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`."""
@@ -96,18 +138,11 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def new_checkpoint(self, step: int) -> Path:
-        """Where the checkpoint after `step` goes; it must appear there by one rename."""
-        (self.path / "checkpoints").mkdir(exist_ok=True)
-        return self._checkpoint_of(step)
-
-    def forget_old_checkpoints(self) -> None:
-        """Removes all but the newest two."""
-        for step in sorted(self._checkpointed_steps())[:-NUM_CHECKPOINTS_KEPT]:
-            shutil.rmtree(self._checkpoint_of(step))
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1))
+    def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
+        """Has `save` write the checkpoint after `step`, then forgets old ones; it must appear there by one rename."""
+        self.checkpoints.folder.mkdir(exist_ok=True)
+        save(self.checkpoints.of(step))
+        self.checkpoints.forget_old()
 
     @property
     def ladder(self) -> LadderFile | None:
@@ -118,27 +153,35 @@ class RunDirectory:
     def write_ladder(self, ladder: LadderFile) -> None:
         write_atomically(self.path / LADDER, ladder.to_json())
 
-    def _checkpoint_of(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step_{step}"
-
-    def _checkpointed_steps(self) -> list[int]:
-        return [int(p.name.removeprefix("step_")) for p in (self.path / "checkpoints").glob("step_*")]
-
-    def _last_checkpoint(self) -> int:
-        return max(self._checkpointed_steps(), default=-1)
-
     def _drop_unfinished_lines(self) -> None:
-        for name in ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl"):
+        for name in LINES:
             if not (self.path / name).is_file():
                 continue
             kept = [r for r in read_lines(self.path / name) if r["step"] < self.next_step]
             write_atomically(self.path / name, "".join(json.dumps(r) + "\n" for r in kept))
 
 
-def _without_extent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less what may change when a run is continued."""
-    grpo = {k: v for k, v in config.get("grpo", {}).items() if k != "max_num_steps"}
-    return {**config, "grpo": grpo}
+def _read_yaml(file: Path) -> dict[str, Any] | None:
+    """The mapping in a YAML file; None where there is no such file, or it holds something else."""
+    try:
+        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+# What may change when a run goes on: how far it goes, and what its folder is called.
+_MAY_CHANGE = {"grpo": "max_num_steps", "logger": "log_dir"}
+
+
+def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config less what may change when a run goes on."""
+    return {
+        name: {k: v for k, v in section.items() if k != _MAY_CHANGE.get(name)}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in config.items()
+    }
 
 
 def _differences(a: Any, b: Any, path: str = "") -> list[str]:

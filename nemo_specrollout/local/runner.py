@@ -13,15 +13,11 @@ from nemo_specrollout.config.run import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.grpo import group_normalized_advantages
-from nemo_specrollout.local.head_panels import head_summary
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.records import reward_window
-from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
-from nemo_specrollout.local.tail_panels import tail_summary
 from nemo_specrollout.local.tasks import build_task
 
 if TYPE_CHECKING:
@@ -233,8 +229,7 @@ class GrpoRunner:
         checkpointing = self.config.checkpointing
         is_last = step + 1 == self.config.grpo.max_num_steps
         if checkpointing.enabled and ((step + 1) % checkpointing.save_period == 0 or is_last):
-            self.policy.save(self.directory.new_checkpoint(step))
-            self.directory.forget_old_checkpoints()
+            self.directory.keep_checkpoint(step, self.policy.save)
 
 
 def timed(work: Any) -> tuple[Any, float]:
@@ -333,29 +328,3 @@ def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
     if record["tokens_equal"] != record["tokens_checked"]:
         found.append(f"{record['tokens_checked'] - record['tokens_equal']} tokens differ from plain decoding")
     return found
-
-
-def summarize(directory: RunDirectory, wall_s: float, completed: bool) -> dict[str, Any]:
-    """Writes `summary.json` and the report from the finished steps; returns the summary."""
-    metrics = directory.metrics()
-    summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
-    if metrics:
-        tail = reward_window(len(metrics))
-        speculated = [m for m in metrics if m["plain_estimate_s"] is not None]
-        estimate, measured = (sum(m[k] for m in speculated) for k in ("plain_estimate_s", "rollout_s"))
-        summary |= {
-            "rollout_speedup_vs_plain_estimate": estimate / measured if speculated else None,
-            "tokens_checked": sum(m["tokens_checked"] for m in metrics),
-            "tokens_equal": sum(m["tokens_equal"] for m in metrics),
-            "reward_first": sum(m["reward"] for m in metrics[:tail]) / tail,
-            "reward_last": sum(m["reward"] for m in metrics[-tail:]) / tail,
-            "reward_averaged_over_steps": tail,
-            "acceptance_length": sum(m["num_tokens"] for m in metrics)
-            / max(sum(m["request_steps"] for m in metrics), 1),
-            "alarms": sum(len(m["alarms"]) for m in metrics),
-            **head_summary(metrics),
-            **tail_summary(metrics),
-        }
-    directory.write_summary(summary)
-    write_report(directory.path)
-    return summary

@@ -8,7 +8,6 @@ Two layouts are read: that of `speculators` (a nested `transformer_layer_config`
 Shapes: H hidden size, A auxiliary layers, V the policy's vocabulary, D the head's.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from nemo_specrollout.config.model_folder import tensor_shapes
+from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +136,8 @@ def misfit(head: str, policy: str) -> str | None:
 
 def read_policy_facts(folder: Path) -> PolicyFacts:
     """Raises ValueError if the folder has no readable config.json, or one that lacks a field."""
-    config = _read_config(folder, "policy")
-    config = config.get("text_config") or config
+    whole = _read_config(folder, "policy")
+    config = _block(whole, "text_config", folder) or whole
     return PolicyFacts(
         folder,
         hidden_size=_field(config, "hidden_size", folder),
@@ -153,8 +152,8 @@ def read_head_facts(folder: Path) -> HeadFacts:
     """Reads the config and the headers of the tensors. Raises ValueError for what is no EAGLE-3 head or is truncated."""
     config = _read_config(folder, "head")
     is_nested = "transformer_layer_config" in config
-    layer = config["transformer_layer_config"] if is_nested else config
-    eagle = config.get("eagle_config") or {}
+    layer = _block(config, "transformer_layer_config", folder) if is_nested else config
+    eagle = _block(config, "eagle_config", folder)
     kind = config.get("speculators_model_type") if is_nested else "eagle3"
     model_type = layer.get("model_type", "llama")
     if kind != "eagle3" or model_type not in MODEL_TYPES:
@@ -170,12 +169,12 @@ def read_head_facts(folder: Path) -> HeadFacts:
         _field(layer, "intermediate_size", folder),
         num_layers=_field(layer, "num_hidden_layers", folder),
         num_heads=num_heads,
-        num_kv_heads=layer.get("num_key_value_heads") or num_heads,
-        head_dim=layer.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=_field(layer, "num_key_value_heads", folder, default=num_heads),
+        head_dim=_field(layer, "head_dim", folder, default=hidden_size // num_heads),
         vocab_size=vocab_size,
-        draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
+        draft_vocab_size=_field(config, "draft_vocab_size", folder, default=vocab_size),
         max_position_embeddings=_field(layer, "max_position_embeddings", folder),
-        layer_ids=tuple(config.get(LAYER_IDS_FIELD) or eagle.get(LAYER_IDS_FIELD) or ()),
+        layer_ids=_layer_ids(config.get(LAYER_IDS_FIELD) or eagle.get(LAYER_IDS_FIELD) or [], folder),
         has_attention_bias=bool(layer.get("attention_bias", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         norm_before_fc=bool(eagle.get("norm_before_fc", config.get("norm_before_fc", False))),
@@ -282,16 +281,28 @@ def _plain_name(name: str) -> str:
 
 def _read_config(folder: Path, what: str) -> dict[str, Any]:
     path = folder / "config.json"
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{folder}: no {what} folder ({error.strerror}: config.json); give its path") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); write the {what} again") from error
+    if not path.is_file():
+        raise ValueError(f"{folder}: no {what} folder, it has no config.json; give its path")
+    return read_object(path)
 
 
-def _field(config: Mapping[str, Any], name: str, folder: Path) -> int:
+def _block(config: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{folder}/config.json: {name} is {value!r}; it must be a block of keys")
+    return value
+
+
+def _layer_ids(value: Any, folder: Path) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        raise ValueError(f"{folder}/config.json: {LAYER_IDS_FIELD} is {value!r}; it must be a list of layers' numbers")
+    return tuple(value)
+
+
+def _field(config: Mapping[str, Any], name: str, folder: Path, default: int | None = None) -> int:
     value = config.get(name)
-    if not isinstance(value, int):
-        raise ValueError(f"{folder}/config.json: {name} is {value!r}; it must be a number")
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{folder}/config.json: {name} is {value!r}; it must be a whole number, at least 1")
     return value

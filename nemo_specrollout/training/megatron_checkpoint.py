@@ -29,7 +29,6 @@ from nemo_specrollout.training.weight_map import (
     LM_HEAD,
     MEGATRON_EMBEDDING,
     MEGATRON_LM_HEAD,
-    hf_shapes,
     weights_of_shape,
 )
 
@@ -235,7 +234,7 @@ def hf_tensors(shards: list[Shard], shape: PolicyShape, folder: Path) -> dict[st
     Raises ValueError, naming the tensor, for weights that do not fit the shape; `folder` is named in it.
     """
     named = [_local_names(shard) for shard in shards]
-    weights, shapes = weights_of_shape(shape), hf_shapes(shape)
+    weights, shapes = weights_of_shape(shape), shape.hf_shapes()
     _check_names(named, {weight.megatron for weight in weights}, folder)
     tensors: dict[str, Tensor] = {}
     for weight in weights:

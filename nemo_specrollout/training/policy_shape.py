@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Hugging Face config.json says about a Qwen3 or a Llama, checked, in Megatron-Core's words."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 
 MODEL_TYPES = ("qwen3", "llama")
 
@@ -31,20 +34,46 @@ class PolicyShape:
     def from_hf(cls, hf_config: Mapping[str, Any]) -> "PolicyShape":
         """Read config.json's keys. Raises ValueError for a model that this trainer would silently get wrong."""
         _refuse_unsupported(hf_config)
+        hidden_size, num_heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
+        num_query_groups = _size(hf_config, "num_key_value_heads")
+        if num_heads % num_query_groups:
+            raise ValueError(
+                f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_query_groups}"
+            )
+        given_dim = hf_config.get("head_dim")
         return cls(
-            num_layers=hf_config["num_hidden_layers"],
-            hidden_size=hf_config["hidden_size"],
-            ffn_hidden_size=hf_config["intermediate_size"],
-            num_heads=hf_config["num_attention_heads"],
-            num_query_groups=hf_config["num_key_value_heads"],
-            head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"],
-            vocab_size=hf_config["vocab_size"],
-            max_positions=hf_config["max_position_embeddings"],
-            norm_eps=hf_config["rms_norm_eps"],
-            rotary_base=float(_rope_parameters(hf_config)["rope_theta"]),
+            num_layers=_size(hf_config, "num_hidden_layers"),
+            hidden_size=hidden_size,
+            ffn_hidden_size=_size(hf_config, "intermediate_size"),
+            num_heads=num_heads,
+            num_query_groups=num_query_groups,
+            head_dim=hidden_size // num_heads if given_dim is None else _size(hf_config, "head_dim"),
+            vocab_size=_size(hf_config, "vocab_size"),
+            max_positions=_size(hf_config, "max_position_embeddings"),
+            norm_eps=_positive(hf_config, "rms_norm_eps"),
+            rotary_base=_positive(_rope_parameters(hf_config), "rope_theta"),
             tied=bool(hf_config.get("tie_word_embeddings", False)),
             has_qk_norm=hf_config["model_type"] == "qwen3",
         )
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every Hugging Face tensor, by name."""
+        hidden, ffn, dim = self.hidden_size, self.ffn_hidden_size, self.head_dim
+        queries, keys = self.num_heads * dim, self.num_query_groups * dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn),
+        }  # fmt: skip
+        if self.has_qk_norm:
+            layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        return {
+            EMBEDDING: (self.vocab_size, hidden),
+            **{f"model.layers.{i}.{name}.weight": s for i in range(self.num_layers) for name, s in layer.items()},
+            "model.norm.weight": (hidden,),
+            **({} if self.tied else {LM_HEAD: (self.vocab_size, hidden)}),
+        }
 
     def check_divides(self, tensor_model_parallel_size: int) -> None:
         """Raise ValueError unless every split dimension divides by the number of tensor-parallel ranks."""
@@ -56,10 +85,27 @@ class PolicyShape:
                 )
 
 
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {name} is {value!r}; it must be a whole number, at least 1")
+    return value
+
+
+def _positive(config: Mapping[str, Any], name: str) -> float:
+    value = config.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {name} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
 def _rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary settings, from either spelling: `rope_parameters` (transformers 5) or the older flat keys."""
-    flat = {"rope_theta": hf_config.get("rope_theta", 10000.0), **(hf_config.get("rope_scaling") or {})}
-    return {**flat, **(hf_config.get("rope_parameters") or {})}
+    blocks = [hf_config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    for block in blocks:
+        if not isinstance(block, Mapping):
+            raise ValueError(f"config.json: rope_parameters is {block!r}; it must be a block of keys")
+    return {"rope_theta": hf_config.get("rope_theta", 10000.0), **blocks[0], **blocks[1]}
 
 
 def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
@@ -75,6 +121,7 @@ def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
         ("use_sliding_window", hf_config.get("use_sliding_window", False), False),
         ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
         ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+        ("quantization_config", hf_config.get("quantization_config"), None),
     ]
     for field, value, supported in wanted:
         if value != supported:

@@ -128,16 +128,3 @@ def _layer_weights(layer: int, qkv: FusedQkv, has_qk_norm: bool) -> list[Weight]
         Weight(f"{ours}{megatron}.weight", tuple(f"{theirs}{name}.weight" for name in hf), layout)
         for megatron, hf, layout in table
     ]
-
-
-def hf_shapes(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """The shape of every Hugging Face tensor."""
-    hidden, ffn, dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    queries, keys = shape.num_heads * dim, shape.num_query_groups * dim
-    sizes = {
-        "embed_tokens": (shape.vocab_size, hidden), "lm_head": (shape.vocab_size, hidden), "norm": (hidden,),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "q_norm": (dim,), "k_norm": (dim,),
-        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
-        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
-    }  # fmt: skip
-    return {name: sizes[name.split(".")[-2]] for weight in weights_of_shape(shape) for name in weight.hf}

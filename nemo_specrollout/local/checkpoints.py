@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run directory: `checkpoints/step_N`, each with checksums, the newest two of them."""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_specrollout.config.files import DamagedFolder, check_seal
+from nemo_specrollout.config.strict import ConfigError
+
+NUM_KEPT = 2
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that is not whole, and the sentence that says why."""
+
+    folder: Path
+    reason: str
+
+
+class Checkpoints:
+    """Owns `checkpoints/` of a run directory. Only names `step_N` count; anything else in the folder is the user's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, in order; whether they are whole is not known."""
+        found = (_STEP.fullmatch(path.name) for path in self.folder.glob("step_*") if path.is_dir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def newest_whole(self) -> tuple[int | None, list[Damaged]]:
+        """The newest step whose checkpoint is whole, None if there is none, and the damaged ones above it.
+
+        Reads all files of each checkpoint that it looks at. Raises ConfigError where there are checkpoints, all damaged.
+        """
+        damaged: list[Damaged] = []
+        for step in reversed(self.steps()):
+            try:
+                check_seal(self.of(step))
+            except DamagedFolder as error:
+                damaged.append(Damaged(self.of(step), str(error)))
+                continue
+            return step, damaged
+        if damaged:
+            raise ConfigError(
+                f"logger.log_dir: no checkpoint in {self.folder} is whole ({damaged[0].reason}); bring one back from a copy, "
+                f"remove {self.folder} to begin the run again, or choose another folder"
+            )
+        return None, []
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint after `step` is, or goes; it must appear there by one rename."""
+        return self.folder / f"step_{step}"
+
+    def set_aside(self, damaged: Damaged) -> Path:
+        """Renames a damaged checkpoint, so that it is no longer looked at; returns its new path."""
+        aside = next(p for i in range(10_000) if not (p := _aside(damaged.folder, i)).exists())
+        os.rename(damaged.folder, aside)
+        return aside
+
+    def forget_old(self) -> None:
+        """Removes all but the newest two."""
+        for step in self.steps()[:-NUM_KEPT]:
+            shutil.rmtree(self.of(step))
+
+    def clear_leftovers(self) -> None:
+        """Removes what a process that died was writing."""
+        for path in self.folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(folder: Path, number: int) -> Path:
+    return folder.with_name(f"{folder.name}.damaged{f'.{number}' if number else ''}")

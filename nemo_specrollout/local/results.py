@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run directory says in the end: `summary.json`, `report.html` and `picture.png`, from its finished steps."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.local.charts import run_picture
+from nemo_specrollout.local.head_panels import head_summary
+from nemo_specrollout.local.records import overall_speedup, read_lines, reward_window, series
+from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.tail_panels import tail_summary
+
+
+def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
+    """Writes all three; returns the summary. `wall_s`: seconds of the command, None where they are not known."""
+    summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1))
+    write_pages(run_dir)
+    return summary
+
+
+def write_pages(run_dir: Path) -> tuple[Path, Path]:
+    """Writes report and picture; their paths. Raises ValueError if `run_dir` is no folder."""
+    picture = run_dir / "picture.png"
+    report = write_report(run_dir)
+    run_picture(run_dir, picture)
+    return report, picture
+
+
+def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, completed: bool) -> dict[str, Any]:
+    """The content of `summary.json`, from the lines of `metrics.jsonl`; docs/metrics.md names every key."""
+    summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
+    if not metrics:
+        return summary
+    window = reward_window(len(metrics))
+    rewards = series(metrics, "reward")
+    return summary | {
+        "rollout_speedup_vs_plain_estimate": _known(overall_speedup(metrics)),
+        "tokens_checked": _total(metrics, "tokens_checked"),
+        "tokens_equal": _total(metrics, "tokens_equal"),
+        "reward_first": _known(rewards[:window].mean()),
+        "reward_last": _known(rewards[-window:].mean()),
+        "reward_averaged_over_steps": window,
+        "acceptance_length": _total(metrics, "num_tokens") / max(_total(metrics, "request_steps"), 1),
+        "alarms": sum(len(m.get("alarms") or ()) for m in metrics),
+        **head_summary(metrics),
+        **tail_summary(metrics),
+    }
+
+
+def _total(metrics: Sequence[Mapping[str, Any]], key: str) -> int:
+    """The sum over the steps that have it."""
+    return int(np.nansum(series(metrics, key)))
+
+
+def _known(value: float) -> float | None:
+    """None for NaN, which JSON does not have."""
+    return float(value) if math.isfinite(value) else None
