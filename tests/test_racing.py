@@ -309,10 +309,56 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     assert_equal(made, expected["T=1"])
     assert killed.is_set() and pool.num_restarts == [1, 0]
     assert any(s.outcome == DIED and s.worker == 0 for s in timeline.spans)
-    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 1)
-    made, timeline = rollout.roll_out(six_prompts())
-    assert_equal(made, expected["T=1"])
+    (sentence,) = pool.take_deaths()
+    assert sentence.startswith("rollout worker 0 died; others make its requests") and pool.take_deaths() == []
+    timeline = roll_out_with_all(pool, rollout, expected["T=1"])
     assert pool.pids[0] != victim and {s.worker for s in timeline.spans} == {0, 1}
+
+
+def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Rollout]) -> Timeline:
+    """Rolls out again and again, until no worker is missing, and once more; all tokens are as expected."""
+    while True:
+        all_alive = all(map(pool.is_alive, (0, 1)))
+        made, timeline = rollout.roll_out(six_prompts())
+        assert_equal(made, expected)
+        if all_alive:
+            return timeline
+
+
+def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
+    pool: RolloutPool, engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
+    old = load_file(STEP_ADDER / "model.safetensors")
+    new = {name: 0.8 * tensor if name == "lm_head.weight" else tensor for name, tensor in old.items()}
+    engines[0].load_weights(new.items())
+    wanted = engines[0].generate(six_prompts())
+    engines[0].load_weights(old.items())
+    assert [r.token_ids for r in wanted] != [r.token_ids for r in expected["T=1"]]
+    rollout = coordinator(pool, WildPolicy(11))
+    os.kill(pool.pids[0], signal.SIGKILL)  # while it has no request
+    time.sleep(1.0)
+    assert pool.ask(0, "capture_seconds") is GONE
+    (sentence,) = pool.take_deaths()
+    assert sentence.startswith("rollout worker 0 died")
+    pool.revive()
+    rollout.load_weights(new.items(), 1)
+    assert not pool.is_alive(0), "an engine takes seconds to start"
+    timeline = roll_out_with_all(pool, rollout, wanted)
+    assert {s.worker for s in timeline.spans} == {0, 1}
+    rollout.load_weights(old.items(), 0)
+
+
+def test_a_worker_that_does_not_take_new_weights_is_killed(
+    pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_pool, "HANG_S", 3.0)
+    rollout = coordinator(pool, WildPolicy(12))
+    os.kill(pool.pids[1], signal.SIGSTOP)
+    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
+    (sentence,) = pool.take_deaths()
+    assert sentence.startswith("rollout worker 1 died")
+    monkeypatch.undo()
+    assert {s.worker for s in roll_out_with_all(pool, rollout, expected["T=1"]).spans} == {0, 1}
 
 
 @pytest.mark.slow
@@ -353,8 +399,8 @@ def test_who_is_silent_for_too_long_is_killed_though_others_talk(
     assert_equal([r.rollout for r in responses], expected["T=1"])
     assert pool.num_restarts[1] == restarts + 1 and {s.worker for s in timeline.spans if s.outcome == DIED} == {1}
     pool.finish_turns()
-    rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
-    assert pool.is_alive(1), "new weights are for everybody, and waited for"
+    assert [s for s in pool.take_deaths() if s.startswith("rollout worker 1 died")]
+    roll_out_with_all(pool, coordinator(pool, None), expected["T=1"])
 
 
 def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:

@@ -37,11 +37,11 @@ METRICS = {
     "acceptance_length", "acceptance", "num_draft_tokens", "share_of_steps_with_drafts", "host_share",
     "logprob_gap", "tokens_checked", "tokens_equal", "loss", "kl_penalty", "probs_ratio", "probs_ratio_clamped",
     "clip_fraction", "approx_kl", "approx_entropy", "gen_kl_error", "token_mult_prob_error",
-    "sampling_importance_ratio", "grad_norm", "lr", "num_valid_tokens", "alarms",
+    "sampling_importance_ratio", "grad_norm", "lr", "num_valid_tokens", "alarms", "deaths",
 }  # fmt: skip
 SUMMARY = {
     "steps", "wall_s", "completed", "rollout_speedup_vs_plain_estimate", "tokens_checked", "tokens_equal",
-    "reward_first", "reward_last", "acceptance_length", "alarms",
+    "reward_first", "reward_last", "acceptance_length", "alarms", "deaths",
 }  # fmt: skip
 # What a step gives, whatever happened before it.
 REPEATABLE = ("step", "reward", "num_tokens", "response_length", "loss", "grad_norm")

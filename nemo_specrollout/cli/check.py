@@ -3,11 +3,11 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.cli.consoles import complain
 from nemo_specrollout.cli.prepare import (
     EXIT_BAD_INPUT,
     Prepared,
@@ -198,7 +198,7 @@ def _check_nemo_rl(tree: Tree) -> int:
     errors = [str(finding) for finding in findings if finding.kind == "error"]
     errors += unfit_heads(tree) if not errors else []
     for error in errors:
-        print(f"nemo-specrollout: {error}", file=sys.stderr)
+        complain(error)
     return EXIT_BAD_INPUT if errors else 0
 
 

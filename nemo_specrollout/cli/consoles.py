@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where commands print."""
 
+import sys
+
 from rich.console import Console
 
 # Columns of what goes into a file.
@@ -13,3 +15,9 @@ def log_console() -> Console:
     if not console.is_terminal:
         console.width = _WIDTH_OF_LOGS
     return console
+
+
+def complain(sentence: str) -> None:
+    """Prints what is wrong, in one line of stderr, whatever characters the user's values have."""
+    line = " ".join(sentence.split())
+    print(f"nemo-specrollout: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)

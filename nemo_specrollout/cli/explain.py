@@ -2,7 +2,6 @@
 """`nemo-specrollout explain`: what a config would do, what is to be expected, what to look out for; without torch."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from nemo_specrollout.cli.check import explain as local_lines
 from nemo_specrollout.cli.check import explain_nemo_rl, unfit_heads
-from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.consoles import complain, log_console
 from nemo_specrollout.cli.explain_benefit import show_benefit, show_ladder, show_window
 from nemo_specrollout.cli.explain_tail import tail_lines
 from nemo_specrollout.cli.plan import show_plan
@@ -25,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_traps import Finding
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import as_configured
+from nemo_specrollout.simulation.devices import device_named
 
 OFF = SpecrolloutConfig(enabled=False)
 
@@ -47,14 +47,25 @@ class Subject:
 
 def explain(parsed: argparse.Namespace) -> int:
     """Prints all sections; the exit code says whether the config can run. Raises ConfigError."""
-    subject = _subject(load_config(parsed.config, parsed.overrides))
+    tree = load_config(parsed.config, parsed.overrides)
+    _check_device(tree, parsed.device)
+    subject = _subject(tree)
     console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
     errors = subject.errors or _show_predictions(subject, parsed, console)
     _section(console, "Known traps", _trap_lines(subject))
     for error in errors:
-        print(f"nemo-specrollout: {error}", file=sys.stderr)
+        complain(error)
     return EXIT_BAD_INPUT if errors else 0
+
+
+def _check_device(tree: dict[str, Any], name: str | None) -> None:
+    """Raises ConfigError for a device that is not known, or that the config has no use for."""
+    if name is None:
+        return
+    device_named(name, "--device")
+    if runtime_of(tree) == "local":
+        raise ConfigError(f"--device: {name!r}; a local run is on this machine's CPU: remove it, or give --profile")
 
 
 def _subject(tree: dict[str, Any]) -> Subject:

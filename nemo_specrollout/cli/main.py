@@ -9,6 +9,7 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
+from nemo_specrollout.cli.consoles import complain
 from nemo_specrollout.cli.explain_options import add_arguments as add_explain_arguments
 from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _ended(sentence: str, code: int) -> int:
-    print(f"nemo-specrollout: {sentence}", file=sys.stderr)
+    complain(sentence)
     return code
 
 

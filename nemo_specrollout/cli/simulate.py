@@ -36,6 +36,10 @@ _POINTS = 200
 def simulate(parsed: argparse.Namespace) -> int:
     """Prints what each feature brings, and writes it where `--out` says. Raises ConfigError."""
     console = log_console()
+    if parsed.config in (LIST, PAPERS):
+        _refuse_more(parsed, parsed.config, "trace", "out", "device", "profile")
+        if parsed.overrides:
+            raise ConfigError(f"override {parsed.overrides[0]!r}: `simulate {parsed.config}` takes none; remove it")
     if parsed.config == LIST:
         _list(console)
         return 0
@@ -54,13 +58,24 @@ def simulate(parsed: argparse.Namespace) -> int:
 
 def _scenario(parsed: argparse.Namespace) -> Scenario:
     if parsed.config in shipped():
+        _refuse_more(parsed, parsed.config, "device", "profile")
         return read_scenario(parsed.config, parsed.overrides)
     path = Path(parsed.config)
     if not path.is_file():
         known = nearest(parsed.config, [*shipped(), LIST, PAPERS])
         raise ConfigError(f"SCENARIO: {parsed.config!r} is neither a file nor one that ships{known}")
     tree = load_config(path, parsed.overrides)
-    return scenario_of(tree) if is_scenario(tree) else of_run(tree, parsed)
+    if is_scenario(tree):
+        _refuse_more(parsed, str(path), "device", "profile")
+        return scenario_of(tree)
+    return of_run(tree, parsed)
+
+
+def _refuse_more(parsed: argparse.Namespace, subject: str, *flags: str) -> None:
+    """Raises ConfigError for a flag that has no meaning for what is simulated."""
+    for flag in flags:
+        if (value := getattr(parsed, flag)) is not None:
+            raise ConfigError(f"--{flag}: {str(value)!r} has no meaning for `simulate {subject}`; remove it")
 
 
 def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:

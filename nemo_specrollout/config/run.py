@@ -180,7 +180,11 @@ class GenerationConfig:
     """This package's block; absent is off."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a temperature at which vLLM does not sample."""
+        """Raises ConfigError for a temperature at which vLLM does not sample, and for sizes that are none."""
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            size = self.vllm_kwargs.get(name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ConfigError(f"{path}.vllm_kwargs.{name}: {size!r}; it must be a whole number, at least 1")
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
                 f"{path}.temperature: {self.temperature}; vLLM samples at {LOWEST_TEMPERATURE}: write that, or 0 for greedy"
@@ -386,6 +390,11 @@ class RunConfig:
     def _check_asynchrony(self) -> None:
         """What asynchronous GRPO needs, and what does not go with it."""
         asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout
+        if not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1):
+            raise ConfigError(
+                f"{BLOCK_PATH}.enabled: false; several rollout workers, and asynchronous runs, need it true: set drafters: [] "
+                "for no speculation"
+            )
         if not asynchronous.enabled:
             return
         if not self.loss_fn.use_importance_sampling_correction:

@@ -221,6 +221,16 @@ def scheduler_of(engine: Any) -> Any:
     return core.scheduler
 
 
+def engine_facts(config: Any) -> dict[str, str | bool]:
+    """What is in force in an engine of a `VllmConfig`: vLLM's version, model runner, scheduling, CUDA graph mode."""
+    return {
+        "vllm": VLLM_VERSION,
+        "model_runner": "V2",
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+    }
+
+
 def tokens_so_far(engine: Any, request_id: str, start: int) -> tuple[list[int], list[float]]:
     """Output tokens and their log-probs, from number `start` on, of a request that the engine has not finished."""
     outputs = engine.output_processor

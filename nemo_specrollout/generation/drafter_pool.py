@@ -35,6 +35,8 @@ class DrafterProcess:
         self.num_restarts = 0
         self.last_words = ""
         """Of the process that ended last; empty while none has."""
+        self.deaths: list[str] = []
+        """The last words of each process that ended and that `take_deaths` has not told of."""
         self.status: Status | None = None
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
         self._child: JsonChild | None = None
@@ -97,6 +99,7 @@ class DrafterProcess:
     def _bury(self, now_s: float) -> None:
         assert self._child is not None
         self.last_words = self._child.last_words()
+        self.deaths.append(self.last_words)
         self._child, self.status = None, None
         self._resume_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -139,6 +142,15 @@ class DrafterPool:
                 self.stop()
                 raise ConfigError(f"a drafter process cannot start: {reasons[0]}")
             time.sleep(0.05)
+
+    def take_deaths(self) -> list[str]:
+        """A sentence for each death since last asked."""
+        found = []
+        for number, process in enumerate(self.processes):
+            while process.deaths:
+                words = process.deaths.pop(0)
+                found.append(f"drafter process {number} died ({words}); it is started again, and tokens do not depend on it")
+        return found
 
     def stop(self) -> None:
         """Ends all of them."""

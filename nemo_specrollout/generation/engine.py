@@ -214,9 +214,17 @@ class RolloutEngine:
         """What the canary of a drafter with weights raised since last asked."""
         return self._llm.collective_rpc("specrollout_take_alarms")[0] if self._has_our_worker else []
 
+    def take_deaths(self) -> list[str]:
+        """A sentence for each death of a drafter process since last asked."""
+        return [] if self.drafters is None else self.drafters.take_deaths()
+
     def facts(self) -> dict[str, str | bool]:
-        """What is in force in an engine with our worker: vLLM's version, model runner, scheduling, CUDA graph mode."""
-        return self._llm.collective_rpc("specrollout_engine_facts")[0] if self._has_our_worker else {}
+        """What is in force in the engine: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        if self._has_our_worker:
+            return self._llm.collective_rpc("specrollout_engine_facts")[0]
+        from nemo_specrollout.generation.compat import engine_facts
+
+        return engine_facts(self._llm.llm_engine.vllm_config)
 
     def report(self, first_step: int = 0) -> dict[str, Any] | None:
         """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""

@@ -177,13 +177,7 @@ class EngineWorkerMixin:
 
     def specrollout_engine_facts(self) -> dict[str, str | bool]:
         """What is in force: vLLM's version, model runner, scheduling and CUDA graph mode."""
-        config = self.vllm_config
-        return {
-            "vllm": compat.VLLM_VERSION,
-            "model_runner": "V2",
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
-        }
+        return compat.engine_facts(self.vllm_config)
 
     def specrollout_report(self, first_step: int = 0) -> dict[str, Any]:
         """Steps from `first_step` on, and raw acceptance counts since the start: plain lists, for any transport."""

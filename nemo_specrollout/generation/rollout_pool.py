@@ -4,7 +4,7 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ GONE = object()
 
 Weights = tuple[dict[str, torch.Tensor], int]
 """Tensors by Hugging Face names, and the version of the policy."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A worker that is being started, and the weights that it starts with."""
+
+    worker: int
+    actor: Any
+    weights: Any
 
 
 class RolloutActor:
@@ -76,9 +85,10 @@ class RolloutPool:
         self._recompute_kv_cache = recompute_kv_cache
         self._orders = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
         self._actors: dict[int, Any] = {}
-        self._starting: dict[Any, tuple[int, Any]] = {}
+        self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
-        self._deaths: dict[int, None] = {}  # that were not reported
+        self._deaths: dict[int, None] = {}  # that were not reported to the coordinator
+        self._untold: list[int] = []  # workers whose deaths the user was not told of
         self._heard_s = [0.0] * num_workers
         self._weights: Any = None
         self.capacity = 0
@@ -129,7 +139,7 @@ class RolloutPool:
     def revive(self) -> None:
         """Begins to start dead workers again, with the newest weights, but none that has died too often. Raises RuntimeError
         if that leaves no worker."""
-        being_revived = {worker for worker, _ in self._starting.values()}
+        being_revived = {start.worker for start in self._starting.values()}
         for worker in set(range(len(self.methods))) - self._actors.keys() - being_revived:
             if self.num_restarts[worker] < MOST_RESTARTS:
                 self.num_restarts[worker] += 1
@@ -140,8 +150,10 @@ class RolloutPool:
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Gives every worker new weights, by Hugging Face names, after the turns that it was asked for; waits for it."""
-        self._wait_for_starts()
+        """Gives every worker new weights, by Hugging Face names, after the turns that it was asked for; waits for it.
+
+        A worker that is being revived is not waited for: it gets them before its first turn.
+        """
         self._weights = ray.put(({name: tensor.contiguous() for name, tensor in tensors}, policy_version))
         loads = {w: a.load_weights.remote(self._weights, self._recompute_kv_cache) for w, a in self._actors.items()}
         for worker, load in loads.items():
@@ -160,9 +172,23 @@ class RolloutPool:
         }
         return {worker: answer for worker, ref in asked.items() if (answer := self._answer(worker, ref)) is not GONE}
 
+    def take_deaths(self) -> list[str]:
+        """A sentence for each death of a worker, or of a drafter process of one, since last asked."""
+        deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
+        untold, self._untold = self._untold, []
+        return deaths + [
+            f"rollout worker {worker} died; others make its requests, and it "
+            + (
+                f"is started again (at most {MOST_RESTARTS} times)"
+                if self.num_restarts[worker] < MOST_RESTARTS
+                else "has died too often to be started again"
+            )
+            for worker in untold
+        ]
+
     def close(self) -> None:
         """Ends the workers, and Ray if it is ours."""
-        for actor in (*self._actors.values(), *(actor for _, actor in self._starting.values())):
+        for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
         self._actors, self._starting, self._turns = {}, {}, {}
         if self._owns_ray:
@@ -172,7 +198,8 @@ class RolloutPool:
         """Begins to start a worker. It asks Ray for no CPU: if there are more workers than cores, each is slower, and none
         waits for ever for a place."""
         actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=ONE_CORE).remote()
-        self._starting[actor.start.remote(*self._orders[worker], self._weights)] = worker, actor
+        started = actor.start.remote(*self._orders[worker], self._weights)
+        self._starting[started] = _Start(worker, actor, self._weights)
         self._heard_s[worker] = time.monotonic()
 
     def _wait(self) -> list[Any]:
@@ -184,9 +211,14 @@ class RolloutPool:
             ray.wait(waiting, timeout=patience_s)
             ready = self._ready(waiting)
         for start in [ref for ref in ready if ref in self._starting]:
-            worker, self._actors[worker] = self._starting.pop(start)
-            capacity = self._answer(worker, start)
-            self.capacity = self.capacity if capacity is GONE else capacity
+            begun = self._starting.pop(start)
+            self._actors[begun.worker] = begun.actor
+            capacity = self._answer(begun.worker, start)
+            if capacity is GONE:
+                continue
+            self.capacity = capacity
+            if begun.weights is not self._weights:  # new ones came while it started
+                self._answer(begun.worker, begun.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
         return [ref for ref in ready if ref in self._turns]
 
     def _ready(self, waiting: list[Any]) -> list[Any]:
@@ -200,7 +232,7 @@ class RolloutPool:
     def _patience_s(self) -> float:
         """Until somebody will have been silent for too long; kills who has been."""
         at_work = {worker: (self._actors[worker], HANG_S) for worker in self._turns.values()}
-        at_work |= {worker: (actor, START_S) for worker, actor in self._starting.values()}
+        at_work |= {start.worker: (start.actor, START_S) for start in self._starting.values()}
         left_s = {worker: self._heard_s[worker] + most_s - time.monotonic() for worker, (_, most_s) in at_work.items()}
         for worker in [worker for worker, left in left_s.items() if left <= 0]:
             ray.kill(at_work[worker][0])
@@ -213,11 +245,14 @@ class RolloutPool:
             self.revive()
 
     def _answer(self, worker: int, ref: Any) -> Any:
-        """What a worker says, or that it is gone."""
+        """What a worker says, or that it is gone; one that says nothing for too long is killed."""
         try:
-            return ray.get(ref)
-        except ray.exceptions.RayActorError:
-            self._actors.pop(worker, None)
+            return ray.get(ref, timeout=HANG_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            actor = self._actors.pop(worker, None)
+            if isinstance(error, ray.exceptions.GetTimeoutError) and actor is not None:
+                ray.kill(actor)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
             self._deaths[worker] = None
+            self._untold.append(worker)
             return GONE

@@ -119,6 +119,9 @@ class FleetBetweenRounds:
     def take_alarms(self) -> list[dict[str, Any]]:
         return self._collector.call(self._fleet.take_alarms)
 
+    def take_deaths(self) -> list[str]:
+        return self._collector.call(self._fleet.take_deaths)
+
 
 def _spans(response: Response) -> list[tuple[int, int]]:
     """As stamps have them: positions count from the beginning of the prompt."""

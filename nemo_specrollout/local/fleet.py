@@ -140,6 +140,10 @@ class RolloutFleet:
         """What the canaries raised since last asked."""
         return [a for alarms in self.pool.ask_each("take_alarms").values() for a in alarms]
 
+    def take_deaths(self) -> list[str]:
+        """A sentence for each death of a worker, or of a drafter process of one, since last asked."""
+        return self.pool.take_deaths()
+
     def close(self) -> None:
         """Ends the workers."""
         self.pool.close()

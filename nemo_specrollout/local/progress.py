@@ -97,6 +97,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("tokens a request gains per target step", f"{summary['acceptance_length']:.2f}"),
         ("alarms", str(summary["alarms"])),
+        *([("processes that died", str(summary["deaths"]))] if summary["deaths"] else []),
     ]
 
 

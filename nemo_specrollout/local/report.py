@@ -69,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
 def _read_object(path: Path) -> Record:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

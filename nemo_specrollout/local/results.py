@@ -49,6 +49,7 @@ def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, compl
         "reward_averaged_over_steps": window,
         "acceptance_length": _total(metrics, "num_tokens") / max(_total(metrics, "request_steps"), 1),
         "alarms": sum(len(m.get("alarms") or ()) for m in metrics),
+        "deaths": _total(metrics, "deaths"),
         **head_summary(metrics),
         **tail_summary(metrics),
     }

@@ -95,6 +95,8 @@ class GrpoRunner:
         record = step_record(step, rollout, scored, trained, train_s, refit_s)
         record["alarms"] = alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm)
         record["alarms"] += [alarm["sentence"] for alarm in self.engine.take_alarms()]
+        deaths = self.engine.take_deaths()
+        record["deaths"], record["alarms"] = len(deaths), record["alarms"] + deaths
         if self.refresher is not None:
             with self.progress.phase(f"step {step}: draft head"):
                 elapsed_s = time.perf_counter() - started

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fuzzers share: one command in this process, and what must be true of every refusal."""
+
+import io
+import re
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from nemo_specrollout.cli.main import main
+
+TRIED: Counter[tuple[str, int]] = Counter()
+"""Cases by kind and exit code, for the table of docs/reliability.md."""
+_LONGEST_SENTENCE = 1500
+
+
+def outcome(kind: str, *arguments: str) -> tuple[int, str]:
+    """Runs a command; its exit code and what it said on stderr. Any exception but argparse's is a failure of the test."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(list(arguments))
+        except SystemExit as error:  # argparse: usage, then a sentence
+            code = int(error.code or 0)
+    TRIED[kind, code] += 1
+    return code, err.getvalue()
+
+
+def assert_refused_or_fine(kind: str, *arguments: str) -> bool:
+    """Whether the command went well; if not, it ended with exit code 2 and one sentence."""
+    code, said = outcome(kind, *arguments)
+    assert "Traceback" not in said, said
+    if code == 0:
+        return True
+    assert code == 2, (code, said)
+    sentences = [line for line in said.splitlines() if line.startswith("nemo-specrollout: ")]
+    assert sentences or "usage: nemo-specrollout" in said, said
+    for sentence in sentences:
+        assert len(sentence) <= _LONGEST_SENTENCE, sentence
+        assert re.fullmatch(
+            r"nemo-specrollout: \S.*: \S.*|nemo-specrollout: (config file|override|logger).*", sentence
+        ), sentence
+    return False
+
+
+def files_below(folder: Path) -> dict[str, int]:
+    """Every file with its size: what a refused command must not change."""
+    return {str(path.relative_to(folder)): path.lstat().st_size for path in sorted(folder.rglob("*"))}
+
+
+# Values as users and accidents write them.
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.integers(), st.floats(), st.text(max_size=12),
+    st.sampled_from(["", " ", "null", "1e400", "-0", "0x1", "~", "nan", ".inf", "a/b", "/", "..", "/proc/nope", "\0", "é", "${x}",
+                     "${oc.env:HOME}", "step_addition", "eagle3", "auto", "*", "&a", "!!int x", "{", "[", "'", "|", "%", "@", "\t"]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | SCALARS.map(str), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def paths_of(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every block, list entry and value."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [p for key, value in children for p in ((*path, key), *paths_of(value, (*path, key)))]
+
+
+def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """`tree` with `value` at `path`."""
+    if not path:
+        return value
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], value)
+    return copy
+
+
+def without(tree: Any, path: tuple[Any, ...]) -> Any:
+    """`tree` without what is at `path`."""
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    if len(path) == 1:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = without(copy[path[0]], path[1:])
+    return copy
+
+
+@st.composite
+def mutated(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any] = VALUES) -> Any:
+    """`tree` with one to three values replaced, removed or added."""
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(paths_of(tree) or [()]))
+        kind = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
+        if kind == "replace" or not path:
+            tree = replaced(tree, path, draw(values))
+        elif kind == "remove":
+            tree = without(tree, path)
+        else:
+            parent = path[:-1]
+            block: Any = tree
+            for key in parent:
+                block = block[key]
+            if isinstance(block, dict):
+                tree = replaced(tree, parent, {**block, draw(st.text(min_size=1, max_size=9)): draw(values)})
+    return tree
+
+
+def flipped(content: bytes, data: st.DataObject) -> bytes:
+    """Bytes cut short, or changed in a few places, or with some put in."""
+    kind = data.draw(st.sampled_from(["cut", "change", "insert", "empty", "other"]))
+    if kind == "empty":
+        return b""
+    if kind == "other":
+        return data.draw(st.binary(max_size=200))
+    at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+    if kind == "cut":
+        return content[:at]
+    new = data.draw(st.binary(min_size=1, max_size=4))
+    return content[:at] + new + content[at + (len(new) if kind == "change" else 0) :]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input of every kind ends with exit code 2 and a sentence, never with a traceback, and changes nothing.
+
+A few hundred cases here, thousands with `-m slow`.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT, STEP_ADDER
+from fuzzing import VALUES, assert_refused_or_fine, files_below, flipped, mutated, paths_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_specrollout.config.files import seal_folder
+from nemo_specrollout.config.load import load_config
+
+HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"
+QUICKSTART_TREE = load_config(QUICKSTART)
+HEAD_TREE = load_config(QUICKSTART.with_name("quickstart_head_cpu.yaml"))
+TWO_WORKERS_TREE = load_config(QUICKSTART.with_name("quickstart_two_workers_cpu.yaml"))
+ASYNC_TREE = load_config(QUICKSTART.with_name("quickstart_async_cpu.yaml"))
+# The keys that a run may be given; every one is tried with every kind of value.
+KEYS = [
+    ".".join(map(str, path))
+    for tree in (QUICKSTART_TREE, HEAD_TREE, ASYNC_TREE)
+    for path in paths_of(tree)
+    if all(isinstance(key, str) for key in path)
+]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shipped configs name their models from there."""
+    monkeypatch.chdir(ROOT)
+
+
+def few(number: int) -> Callable[[Any], Any]:
+    """That many cases by default; the same test is made again with many."""
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=number, deadline=None, suppress_health_check=checks)
+
+
+def fuzz(number: int) -> Callable[[Any], Any]:
+    """Two tests of one body: `number` cases by default, twenty times as many marked slow."""
+
+    cases = [pytest.param(number, id="few"), pytest.param(20 * number, id="many", marks=pytest.mark.slow)]
+
+    def decorate(body: Any) -> Any:
+        @pytest.mark.parametrize("num_cases", cases)
+        def test(num_cases: int) -> None:
+            few(num_cases)(given(st.data())(body))()
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate
+
+
+def checked(kind: str, tree: Any, *overrides: str) -> bool:
+    """`check` of a config file with that content; whether it went well."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        file.write_bytes(tree if isinstance(tree, bytes) else yaml.safe_dump(tree, allow_unicode=True).encode())
+        before = files_below(Path(folder))
+        try:
+            return assert_refused_or_fine(kind, "check", str(file), f"logger.log_dir={folder}/run", *overrides)
+        finally:
+            assert files_below(Path(folder)) == before
+
+
+@fuzz(150)
+def test_configs(data: st.DataObject) -> None:
+    tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
+    checked("configs: values and keys", data.draw(mutated(tree)))
+
+
+@fuzz(60)
+def test_text_of_configs(data: st.DataObject) -> None:
+    checked("configs: bytes of the file", flipped(QUICKSTART.read_bytes(), data))
+
+
+@fuzz(150)
+def test_overrides(data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from(KEYS))
+    value = data.draw(VALUES)
+    text = value if isinstance(value, str) else json.dumps(value)
+    assert_refused_or_fine("overrides: values", "check", str(QUICKSTART), f"{key}={text}".replace("\0", ""))
+
+
+@fuzz(60)
+def test_keys_of_overrides(data: st.DataObject) -> None:
+    override = data.draw(st.text(max_size=20) | st.from_regex(r"\+{0,3}[a-z.\[\] =]{0,20}=?.{0,6}", fullmatch=True))
+    if not override.startswith("-"):
+        assert_refused_or_fine("overrides: keys", "check", str(QUICKSTART), override)
+
+
+def linked(folder: Path, source: Path) -> Path:
+    """A folder of links to the files of another, of which some may be replaced."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def changed_file(folder: Path, data: st.DataObject, names: list[str]) -> None:
+    """One of the files, changed in its values if it is JSON, or in its bytes."""
+    file = folder / data.draw(st.sampled_from(names))
+    content = file.read_bytes()
+    file.unlink()
+    kind = data.draw(st.sampled_from(["values", "values", "bytes", "missing", "a folder"]))
+    if kind == "a folder":
+        file.mkdir()
+    elif kind == "bytes" or (kind == "values" and file.suffix != ".json"):
+        file.write_bytes(flipped(content, data))
+    elif kind == "values":
+        file.write_text(json.dumps(data.draw(mutated(json.loads(content)))))
+
+
+@fuzz(120)
+def test_model_folders(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = linked(Path(folder, "model"), STEP_ADDER)
+        names = ["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+        changed_file(model, data, [*names, "model.safetensors"])
+        assert_refused_or_fine("model folders", "check", str(QUICKSTART), f"policy.model_name={model}")
+
+
+@fuzz(120)
+def test_heads(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        head = linked(Path(folder, "head"), HEAD)
+        changed_file(head, data, ["config.json", "config.json", "config.json", "head_card.json", "model.safetensors"])
+        drafters = f"policy.generation.specrollout.drafters=[{{type: eagle3, model: '{head}'}}]"
+        assert_refused_or_fine("heads", "check", str(QUICKSTART), drafters)
+
+
+@fuzz(60)
+def test_draft_models(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = linked(Path(folder, "model"), STEP_ADDER)
+        changed_file(model, data, ["config.json", "model.safetensors"])
+        kind = data.draw(st.sampled_from(["draft_model", "remote", "dflash", "dspark", "mtp"]))
+        more = {"remote": ", workers: 1", "mtp": ""}.get(kind, "")
+        named = "" if kind == "mtp" else f", model: '{model}'"
+        drafters = f"policy.generation.specrollout.drafters=[{{type: {kind}{named}{more}}}]"
+        assert_refused_or_fine("draft models", "check", str(QUICKSTART), drafters)
+
+
+def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
+    """A run directory of two steps, with nothing left to do."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.json").write_text('{"command": "x", "versions": {}, "commit": null, "started": "now"}')
+    for name in ("metrics", "samples", "trace"):
+        (folder / f"{name}.jsonl").write_text('{"step": 0, "reward": 1.0, "alarms": []}\n{"step": 1}\n')
+    for step in (0, 1):
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        checkpoint.mkdir()
+        (checkpoint / "rank_0_of_1.pt").write_bytes(b"weights" * 9)
+        seal_folder(checkpoint)
+
+
+@fuzz(25)
+def test_run_directories(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        overrides = [f"logger.log_dir={run}", "grpo.max_num_steps=1"]  # fewer than it has: it never starts an engine
+        write_complete_run(run, load_config(QUICKSTART, overrides))
+        names = ["config.yaml", "metrics.jsonl", "trace.jsonl", "run.json", "checkpoints/step_1/checksums.json",
+                 "checkpoints/step_1/rank_0_of_1.pt", "checkpoints/step_0/checksums.json"]  # fmt: skip
+        for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
+            content = (run / name).read_bytes()
+            (run / name).unlink()
+            if data.draw(st.booleans()):
+                (run / name).write_bytes(flipped(content, data))
+        if not (run / "config.yaml").is_file() and not (run / "metrics.jsonl").is_file():
+            return  # nothing of a run is left
+        kept = {name: size for name, size in files_below(run).items() if name.endswith((".pt", ".jsonl"))}
+        for command in (["report", str(run)], ["run", str(QUICKSTART), *overrides]):
+            assert_refused_or_fine("run directories", *command)
+        assert {name: size for name, size in files_below(run).items() if name in kept} == kept, "something was lost"
+
+
+ARGUMENTS = st.sampled_from([
+    "run", "check", "bench", "explain", "launch", "plan", "profile", "ladder", "simulate", "report", "refresh-draft",
+    "serve-drafter", "publish-draft", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=", "--out",
+    "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts", "--weights",
+    "--address", "tcp://x", "--batch", "nan", "--help-me", "-h=1", "--",
+])  # fmt: skip
+
+
+@fuzz(80)
+def test_arguments(data: st.DataObject) -> None:
+    """Commands that would start something are left out where all is well with their arguments."""
+    command = data.draw(
+        st.sampled_from(["check", "explain", "plan", "simulate", "report", "refresh-draft", "publish-draft"])
+    )
+    arguments = data.draw(st.lists(ARGUMENTS, max_size=5))
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.getcwd()
+        shutil.copytree(ROOT / "examples" / "configs", Path(folder, "configs"))
+        os.chdir(folder)
+        try:
+            assert_refused_or_fine("arguments", command, *arguments)
+        finally:
+            os.chdir(before)
