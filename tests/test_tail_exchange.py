@@ -20,7 +20,7 @@ from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portabl
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.generation.exchange_messages import ExchangeFailed
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
-from nemo_specrollout.generation.private_ray import ray, start_ray
+from nemo_specrollout.generation.private_ray import OwnRay, ray
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
 from nemo_specrollout.generation.tail_exchange import TailExchange
@@ -238,10 +238,9 @@ def test_an_engine_that_fails_leaves_its_requests_to_others(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    is_ours = start_ray()
+    own = OwnRay()
     yield
-    if is_ours:
-        ray.shutdown()
+    own.stop()
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["lives", "is killed"])

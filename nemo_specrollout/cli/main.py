@@ -6,6 +6,7 @@ import errno
 import signal
 import sys
 import warnings
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_ar
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
 from nemo_specrollout.cli.publish_draft import add_arguments as add_publish_arguments
 from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
+from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_arguments
 from nemo_specrollout.cli.simulate_options import add_arguments as add_simulate_arguments
 from nemo_specrollout.config.strict import ConfigError
 
+_WITH_ENGINES = ("run", "bench", "ladder", "profile", "serve-drafter")
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 # Failures that no program can mend: a full disk, a used-up quota, a disk that broke or takes no writes.
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
-        with Interrupts():
+        with Interrupts(), scratch_folder() if parsed.command in _WITH_ENGINES else nullcontext():
             return _command(parsed)
     except ConfigError as error:
         return _ended(str(error), EXIT_BAD_INPUT)

@@ -26,7 +26,16 @@ def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
         config, target = (read_object(f / "config.json") for f in (folder, policy))
     except ValueError as error:
         return f"{path}: its config.json or the policy's cannot be read ({error}); name another checkpoint"
-    names = _names(config)
+    try:
+        return _reason(drafter, policy, path, config, target)
+    except (TypeError, AttributeError, LookupError) as error:
+        return f"{path}: a value in its config.json, or in the policy's, is of another kind than it must be ({error})"
+
+
+def _reason(
+    drafter: DrafterConfig, policy: Path, path: str, config: Mapping[str, Any], target: Mapping[str, Any]
+) -> str | None:
+    folder, names = Path(str(drafter.model)), _names(config)
     if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
         return None  # a policy that brings its DSpark along, in a form of its own
     if not names & {drafter.type, *_ARCHITECTURES[drafter.type]}:

@@ -46,6 +46,8 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{_place(error)}: {problem_of(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {problem_of(error)}") from error
+    except OSError as error:  # OmegaConf's, of a number or a date alone
+        raise ConfigError(f"{path}: expected a mapping of sections at the top") from error
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{path}: a value in it cannot be read ({error}); quote it") from error
 

@@ -13,6 +13,8 @@ import numpy as np
 PROTOCOL = 1
 MAX_FRAME_BYTES = 16 << 20
 MAX_COLUMN = 1 << 16
+LONGEST_TOKEN_S = 60.0
+"""What a draft token may take by a drafter's own account; it is silent for too long well before."""
 
 
 # No integer that a 64-bit column could not hold, no text without bound.
@@ -157,6 +159,8 @@ def decode(frame: bytes) -> Message:
         if any(len(o.tokens) % 4 for o in message.opens):
             raise FrameError("ragged tokens")
     if isinstance(message, Drafts):
+        if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
+            raise FrameError("token_s out of range")
         _check_columns(message, (("requests", 8), ("positions", 8), ("hashes", 8), ("tokens", 4), ("levels", 1)))
         if len(message.lacking) % 8:
             raise FrameError("ragged columns")

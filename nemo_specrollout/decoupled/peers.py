@@ -51,6 +51,8 @@ class Peer:
     answer_s: float = 0.0
     resume_at_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
+    ready_s: float = 0.0
+    """When it was last found to be ready."""
     waiting_since_s: float | None = None
     told_s: float = 0.0
     last_number: int = -1

@@ -16,7 +16,7 @@ from nemo_specrollout.decoupled.tails import LANE_BITS, LANE_MASK, NO_REQUEST, T
 
 NO_DRAFTER = -1
 # A drafter is dropped if it does not answer for this time, or sends this many times what it was asked for. It is greeted again
-# after a pause, which doubles each time it fails.
+# after a pause, which doubles each time it fails, unless it did well for longer than the longest pause.
 ANSWER_DEADLINE_S, FLOOD_FACTOR, FLOOD_ALLOWANCE = 2.0, 4, 4096
 LONGEST_PAUSE_S = 30.0
 HEARTBEAT_S = 0.2
@@ -104,7 +104,7 @@ class VerifierSide:
         if isinstance(message, Welcome | Refuse | Drafts) and message.session != self.session:
             return
         if isinstance(message, Welcome):
-            self._welcomed(drafter, message)
+            self._welcomed(drafter, message, now_s)
         elif isinstance(message, Refuse):
             if peer.state is PeerState.GREETED:
                 peer.state, peer.reason = PeerState.REFUSED, message.reason
@@ -139,12 +139,12 @@ class VerifierSide:
                 peer.state, peer.resume_at_s = PeerState.GREETED, now_s + ANSWER_DEADLINE_S
                 self._outbox.append((drafter, self._hello))
 
-    def _welcomed(self, drafter: int, welcome: Welcome) -> None:
+    def _welcomed(self, drafter: int, welcome: Welcome, now_s: float) -> None:
         peer = self.peers[drafter]
         if peer.state is not PeerState.GREETED:
             return
         self._disown(drafter)
-        peer.state, peer.reason, peer.drafter = PeerState.READY, "", welcome.drafter
+        peer.state, peer.reason, peer.drafter, peer.ready_s = PeerState.READY, "", welcome.drafter, now_s
         peer.draft_version, peer.max_model_len, peer.num_mirrors = (
             welcome.draft_version,
             welcome.max_model_len,
@@ -164,6 +164,8 @@ class VerifierSide:
     def _drop(self, drafter: int, reason: str, now_s: float) -> None:
         """A drafter failed: its requests are others', and it is greeted again after a pause."""
         peer = self.peers[drafter]
+        if peer.state is PeerState.READY and now_s - peer.ready_s > LONGEST_PAUSE_S:
+            peer.pause_s = FIRST_PAUSE_S  # it did well for long; a few good frames before the next bad one do not count
         self._disown(drafter)
         peer.state, peer.reason = PeerState.AWAY, reason
         peer.num_failures += 1
@@ -246,12 +248,14 @@ class VerifierSide:
         if peer.num_rows > FLOOD_FACTOR * self.most_ahead * peer.num_asked + FLOOD_ALLOWANCE:
             self._drop(drafter, "sends far more drafts than it was asked for", now_s)
             return
-        peer.waiting_since_s, peer.pause_s = None, FIRST_PAUSE_S
+        peer.waiting_since_s = None
         if drafts.number > peer.last_number + 1:
             self.tails.lose(np.flatnonzero(self._drafter_of == drafter))
         peer.last_number = max(peer.last_number, drafts.number)
         if drafts.answers > peer.last_answered and drafts.echo_ns:
-            peer.answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
+            answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
+            if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # what it echoes is its own word
+                peer.answer_s = answer_s
         peer.last_answered = max(peer.last_answered, drafts.answers)
         peer.draft_version, peer.token_s, peer.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_mirrors
         self.tails.add(

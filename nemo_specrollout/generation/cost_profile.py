@@ -21,6 +21,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, DrafterConfi
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.generation.drafter_pool import drafter_spec
+from nemo_specrollout.generation.json_child import end_with_parent
 
 if TYPE_CHECKING:
     from nemo_specrollout.generation.drafter_engine import DrafterEngine
@@ -236,6 +237,7 @@ def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) 
 def main(text: str) -> int:
     """Measures by the spec in `text`; a line of JSON on stdout for each thing measured, and one with all. Returns the exit
     code."""
+    end_with_parent()
     try:
         measured = measure(ProfileSpec.from_wire(text), lambda what: print(json.dumps({"done": what}), flush=True))
     except ConfigError as error:

@@ -149,7 +149,9 @@ class DrafterPool:
         for number, process in enumerate(self.processes):
             while process.deaths:
                 words = process.deaths.pop(0)
-                found.append(f"drafter process {number} died ({words}); it is started again, and tokens do not depend on it")
+                found.append(
+                    f"drafter process {number} died ({words}); it is started again, and tokens do not depend on it"
+                )
         return found
 
     def stop(self) -> None:

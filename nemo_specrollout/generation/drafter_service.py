@@ -2,7 +2,6 @@
 """A drafter process: an engine, a socket, and the loop between them. `python -m ...drafter_service SPEC` runs one."""
 
 import json
-import os
 import secrets
 import sys
 import time
@@ -20,6 +19,7 @@ from nemo_specrollout.decoupled.drafter_side import DrafterSide
 from nemo_specrollout.decoupled.mirrors import Correction
 from nemo_specrollout.decoupled.orders import MirrorClosing, MirrorOpening, Order, Publication
 from nemo_specrollout.decoupled.transport import DrafterSocket
+from nemo_specrollout.generation.json_child import end_with_parent
 
 if TYPE_CHECKING:
     from nemo_specrollout.generation.drafter_engine import DrafterEngine
@@ -169,11 +169,11 @@ def _build_engine(spec: DrafterSpec) -> "DrafterEngine":
 
 def main(text: str) -> int:
     """Serves by the spec in `text` as long as its parent lives; a line of JSON on stdout a second. Returns the exit code."""
-    parent = os.getppid()
+    end_with_parent()
 
     def report(status: Status) -> bool:
         print(json.dumps(asdict(status)), flush=True)
-        return os.getppid() == parent
+        return True
 
     try:
         service = DrafterService(DrafterSpec.from_wire(text), report)

@@ -6,8 +6,26 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+PARENT = "SPECROLLOUT_PARENT"
+_PARENT_PERIOD_S = 0.5
+
+
+def end_with_parent() -> None:
+    """Has this process, a `JsonChild`, end soon after the one that started it, whatever it is doing by then."""
+    parent = os.environ.get(PARENT)
+    if parent is not None:
+        threading.Thread(target=_watch_parent, args=(int(parent),), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_PERIOD_S)
+    os._exit(1)
 
 
 class JsonChild:
@@ -22,7 +40,7 @@ class JsonChild:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, PARENT: str(os.getpid())},
         )
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 from nemo_specrollout.config.run import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.generation.private_ray import ray, start_ray
+from nemo_specrollout.generation.private_ray import OwnRay, ray
 from nemo_specrollout.generation.rollout_worker import RolloutWorker
 from nemo_specrollout.generation.turns import Orders, Report
 from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
@@ -20,6 +20,7 @@ from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
 # A worker that ends no turn for so long is killed, and one that is not there so long after its start; how often one may be
 # started again.
 HANG_S, START_S, MOST_RESTARTS = 300.0, 1800.0, 3
+_LONGEST_WORDS = 300
 ONE_CORE = {"env_vars": {"OMP_NUM_THREADS": "1"}}
 GONE = object()
 """The answer of a worker that has died."""
@@ -40,16 +41,14 @@ class _Start:
 class RolloutActor:
     """What runs in an actor's process: an engine and the worker that takes its turns."""
 
-    def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> int:
-        """Starts the engine; how many requests it may have at a time. Raises ConfigError for what vLLM refuses."""
+    def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
+        """Starts the engine; how many requests it may have at a time, and its process. Raises ConfigError for what vLLM
+        refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
         self._worker = RolloutWorker(self._engine)
         if weights is not None:
             self.load_weights(weights, recompute_kv_cache=False)
-        return self._engine.max_num_seqs
-
-    def pid(self) -> int:
-        return os.getpid()
+        return self._engine.max_num_seqs, os.getpid()
 
     def turn(self, orders: Orders) -> Report:
         return self._worker.turn(orders)
@@ -88,11 +87,13 @@ class RolloutPool:
         self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
         self._deaths: dict[int, None] = {}  # that were not reported to the coordinator
-        self._untold: list[int] = []  # workers whose deaths the user was not told of
+        self._untold: list[tuple[int, str]] = []  # workers that died, with their last words, of which no user knows
+        self.pids: dict[int, int] = {}
+        """The process of each worker, of one that died the last."""
         self._heard_s = [0.0] * num_workers
         self._weights: Any = None
         self.capacity = 0
-        self._owns_ray = start_ray()
+        self._ray = OwnRay()
         try:
             for worker in range(num_workers):
                 self._start(worker)
@@ -101,11 +102,6 @@ class RolloutPool:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process of each worker that is alive."""
-        return {w: ray.get(actor.pid.remote()) for w, actor in self._actors.items()}
 
     def is_alive(self, worker: int) -> bool:
         """Whether it takes orders."""
@@ -146,7 +142,8 @@ class RolloutPool:
                 self._start(worker)
         if not self._actors and not self._starting:
             raise RuntimeError(
-                f"all rollout workers have died, each {MOST_RESTARTS + 1} times; Ray's session folder has their logs"
+                f"all rollout workers have died, each {MOST_RESTARTS + 1} times; the last words of one: "
+                f"{self._untold[-1][1].strip(' ()') or 'none'}"
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
@@ -177,13 +174,13 @@ class RolloutPool:
         deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
         untold, self._untold = self._untold, []
         return deaths + [
-            f"rollout worker {worker} died; others make its requests, and it "
+            f"rollout worker {worker} died{words}; others make its requests, and it "
             + (
                 f"is started again (at most {MOST_RESTARTS} times)"
                 if self.num_restarts[worker] < MOST_RESTARTS
                 else "has died too often to be started again"
             )
-            for worker in untold
+            for worker, words in untold
         ]
 
     def close(self) -> None:
@@ -191,8 +188,7 @@ class RolloutPool:
         for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
         self._actors, self._starting, self._turns = {}, {}, {}
-        if self._owns_ray:
-            ray.shutdown()
+        self._ray.stop()
 
     def _start(self, worker: int) -> None:
         """Begins to start a worker. It asks Ray for no CPU: if there are more workers than cores, each is slower, and none
@@ -213,10 +209,10 @@ class RolloutPool:
         for start in [ref for ref in ready if ref in self._starting]:
             begun = self._starting.pop(start)
             self._actors[begun.worker] = begun.actor
-            capacity = self._answer(begun.worker, start)
-            if capacity is GONE:
+            answer = self._answer(begun.worker, start)
+            if answer is GONE:
                 continue
-            self.capacity = capacity
+            self.capacity, self.pids[begun.worker] = answer
             if begun.weights is not self._weights:  # new ones came while it started
                 self._answer(begun.worker, begun.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
         return [ref for ref in ready if ref in self._turns]
@@ -254,5 +250,6 @@ class RolloutPool:
                 ray.kill(actor)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
             self._deaths[worker] = None
-            self._untold.append(worker)
+            words = self._ray.last_words(self.pids.get(worker, 0))
+            self._untold.append((worker, f" ({words[:_LONGEST_WORDS]})" if words else ""))
             return GONE

@@ -5,9 +5,7 @@ Column names are those of `StepTrace.COLUMNS`; drafters follow as `drafted_<name
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,8 @@ class StepTrace:
         self.columns = list(self.COLUMNS)
         self.columns += [f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted")]
         self._draft_counts = draft_counts if drafter_names else None
-        self._steps: deque[list[float]] = deque(maxlen=capacity)
+        # Written once, so that its memory is taken now and not as steps come.
+        self._steps_TC = np.full((capacity, len(self.COLUMNS)), 0.0)
         self._ended = 0.0
         self._still_s = 0.0
         self._is_open = False
@@ -56,9 +55,9 @@ class StepTrace:
         is_decode = num_rows == num_scheduled and not self._is_afresh and not self._is_open
         if self._is_open:  # vLLM did not ask for drafts, near the context's end: two steps of which neither is whole
             self._close(now)
-        self._steps.append([now, 0.0, num_requests, num_rows, int(is_decode), 0.0, 0.0])
-        self._is_open, self._is_afresh = True, False
         self.num_steps += 1
+        self._row(0)[:] = now, 0.0, num_requests, num_rows, is_decode, 0.0, 0.0
+        self._is_open, self._is_afresh = True, False
 
     def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
         """The step is over: our host work took `host_s` of it, and a drafter with weights `draft_s`. Returns (requests, rows,
@@ -67,24 +66,29 @@ class StepTrace:
         What drafting took is left out there: it is no cost of verifying. So is what the host took for a step that got no
         drafts: plain decoding would not have spent it.
         """
-        step = self._steps[-1]
         self._close(time.perf_counter())
-        _, seconds, num_requests, num_rows, is_decode, *_ = step
-        step[5:7] = host_s, draft_s
+        step_C = self._row(0)
+        step_C[5:7] = host_s, draft_s
+        _, seconds, num_requests, num_rows, is_decode, *_ = step_C.tolist()
         if not is_decode:
             return None
-        before = self._steps[-2]
+        *_, rows_before, before_is_decode, _, _ = self._row(1).tolist()
         spent_s = seconds - draft_s - (host_s if num_rows == num_requests else 0.0)
-        return int(num_requests), int(num_rows), spent_s, int(before[3] * before[4])
+        return int(num_requests), int(num_rows), spent_s, int(rows_before * before_is_decode)
+
+    def _row(self, age: int) -> np.ndarray:
+        """The newest step, or one before it, float64 [columns]."""
+        return self._steps_TC[(self.num_steps - 1 - age) % len(self._steps_TC)]
 
     def _close(self, now: float) -> None:
-        self._steps[-1][1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
+        self._row(0)[1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
         self._ended, self._still_s, self._is_open = now, 0.0, False
 
     def since(self, first_step: int) -> dict[str, Any]:
         """Steps from number `first_step` on, as {"columns": [...], "rows": [[...], ...]}; the oldest may be gone."""
-        count = min(max(self.num_steps - first_step, 0), len(self._steps))
-        rows = [list(s) for s in islice(reversed(self._steps), count)][::-1]
+        count = min(max(self.num_steps - first_step, 0), len(self._steps_TC))
+        index = np.arange(self.num_steps - count, self.num_steps) % len(self._steps_TC)
+        rows = self._steps_TC[index].tolist()
         if self._draft_counts is not None and rows:
             counts = self._draft_counts(self.num_steps - count, count).tolist()
             rows = [row + more for row, more in zip(rows, counts, strict=True)]

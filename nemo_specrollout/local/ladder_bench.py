@@ -162,7 +162,7 @@ class LadderBench:
         ((_, report),) = self.pool.reports()
         if report is None:
             method = self.pool.method_names[self.pool.methods[worker]]
-            raise RuntimeError(f"the worker that drafts by {method} has died; Ray's session folder has its log")
+            raise RuntimeError(f"the worker that drafts by {method}: {' '.join(self.pool.take_deaths())}")
         stream.take(report)
         return report.work
 

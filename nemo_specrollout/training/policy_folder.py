@@ -82,7 +82,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     settings = folder / "tokenizer_config.json"
     pad = read_object(settings).get("pad_token") if settings.is_file() else None
     pad = pad.get("content") if isinstance(pad, Mapping) else pad
-    if pad not in vocabulary:
+    if not isinstance(pad, str) or pad not in vocabulary:
         raise ValueError(
             f"{settings}: pad_token is {pad!r}, which is no token; name one, e.g. the one that ends a text"
         )
