@@ -104,3 +104,12 @@ def test_what_nobody_takes_is_forgotten_oldest_first(counts_S2: Tensor, monkeypa
         counts_S2[0] = seed
         stamps.close([0])
     assert [(seed, stamp.num_accepted) for seed, stamp in stamps.take_ended()] == [(5, 5), (6, 6), (7, 7)]
+
+
+def test_a_stamp_that_was_taken_is_not_kept_when_the_slot_is_freed() -> None:
+    stamps = Stamps(torch.zeros(2, 2, dtype=torch.int32))
+    for seed in range(1000):
+        stamps.open(0, seed, 4, 4)
+        assert stamps.take([seed]) != [None]
+        stamps.close([0])
+    assert stamps.take_ended() == []

@@ -38,6 +38,8 @@ class _Record:
     policy_spans: tuple[tuple[int, int], ...]
     head_at_start: int
     row: int = -1
+    is_taken: bool = False
+    """Its stamp was asked for while it had a slot."""
 
 
 class Stamps:
@@ -73,9 +75,11 @@ class Stamps:
         """The requests of `slots` are done, or put aside."""
         known = [slot for slot in slots if slot in self._of_slot]
         for slot in known:
+            record = self._of_slot.pop(slot)
+            if record.is_taken:
+                continue
             row = self._num_archived % MOST_KEPT
             self._archive[row] = self._counts_S2[slot]
-            record = self._of_slot.pop(slot)
             self._ended[record.seed] = replace(record, row=row)
             self._num_archived += 1
         while len(self._ended) > MOST_KEPT:
@@ -90,13 +94,19 @@ class Stamps:
             self._of_slot[slot] = replace(record, policy_spans=spans)
 
     def take(self, seeds: list[int]) -> list[Stamp | None]:
-        """The stamps of requests under way or ended; None of those that were never seen."""
+        """The stamps of requests under way or ended; None of those that were never seen.
+
+        vLLM frees the slot of a request in the step after its last, so one that has ended may still have a slot. What was taken
+        is not kept when the slot is freed.
+        """
         archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
-        under_way = {record.seed: (record, counts_S2[slot]) for slot, record in self._of_slot.items()}
+        slots = {record.seed: slot for slot, record in self._of_slot.items()}
         stamps: list[Stamp | None] = []
         for seed in seeds:
-            if seed in under_way:
-                stamps.append(self._stamp(*under_way[seed]))
+            if seed in slots:
+                slot, record = slots[seed], self._of_slot[slots[seed]]
+                self._of_slot[slot] = replace(record, is_taken=True)
+                stamps.append(self._stamp(record, counts_S2[slot]))
             else:
                 record = self._ended.pop(seed, None)
                 stamps.append(None if record is None else self._stamp(record, archive[record.row]))

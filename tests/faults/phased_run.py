@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout`, which waits a moment in one phase of one step and says so: `phased_run.py PHASE STEP MARKER ARGUMENTS`.
+
+Only the clock of a run is touched: what runs is the product.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.local import results
+from nemo_specrollout.local.async_runner import AsyncGrpoRunner
+from nemo_specrollout.local.policy import MegatronPolicy
+from nemo_specrollout.local.runner import GrpoRunner
+
+# Long enough for a signal that is sent when the marker appears.
+WAIT_S = 1.0
+
+
+def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) -> int:
+    """Runs a command; `marker` appears when the phase of that step begins."""
+
+    def waits(owner: Any, name: str, calls_before: int) -> None:
+        native: Callable[..., Any] = getattr(owner, name)
+        calls = [0]
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == calls_before + 1:
+                marker.touch()
+                until = time.monotonic() + WAIT_S
+                while time.monotonic() < until:  # a signal's handler runs between these
+                    time.sleep(0.01)
+            return native(*args, **kwargs)
+
+        setattr(owner, name, waiting)
+
+    if phase == "start":
+        waits(GrpoRunner, "_load_policy", 0)
+    elif phase == "rollout":
+        waits(GrpoRunner, "roll_out", step)
+        waits(AsyncGrpoRunner, "roll_out", step)
+    elif phase == "training":
+        waits(MegatronPolicy, "train_step", step)
+    elif phase == "refit":
+        waits(GrpoRunner, "refit", step)
+        waits(AsyncGrpoRunner, "refit", step)
+    elif phase == "checkpoint":
+        waits(sys.modules["nemo_specrollout.local.policy"], "_save", step)
+    elif phase == "report":
+        waits(results, "write_pages", 0)
+    else:
+        raise ValueError(phase)
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main_in_phases(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

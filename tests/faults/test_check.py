@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What once passed `check` and then failed: each is refused before an engine starts, by `run` as well."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, ROOT, STEP_ADDER
+
+from nemo_specrollout.cli.main import main
+
+pytestmark = pytest.mark.unit
+
+HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"
+BLOCK = "policy.generation.specrollout"
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Has `check` and `run` refuse overrides, in the same words; returns them."""
+    monkeypatch.chdir(ROOT)
+
+    def refused(*overrides: str) -> str:
+        said = set()
+        for command in ("check", "run"):
+            assert main([command, str(QUICKSTART), f"logger.log_dir={tmp_path / 'run'}", *overrides]) == 2
+            said.add(capsys.readouterr().err)
+            assert not (tmp_path / "run").exists()
+        (sentence,) = said
+        assert sentence.startswith("nemo-specrollout: ") and sentence.count("\n") == 1
+        return sentence
+
+    return refused
+
+
+def copied(source: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(source, folder))
+
+
+def rewritten(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a whole number, at least 1"),
+        ({"num_hidden_layers": 99}, "there is no tensor model.layers."),
+        ({"num_hidden_layers": 3}, "there is a tensor too many, model.layers.3."),
+        ({"vocab_size": 4096}, "model.embed_tokens.weight is [96, 256], but config.json makes it [4096, 256]"),
+        ({"head_dim": 0}, "head_dim is 0; it must be"),
+        ({"head_dim": 32}, "is [256, 256], but config.json makes it [128, 256]"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; it must be a number above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a block of keys"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported: use one of qwen3, llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is not supported"),
+    ],
+)
+def test_a_config_that_is_not_that_of_the_tensors(
+    refused: Refused, tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    rewritten(model / "config.json", **values)
+    said = refused(f"policy.model_name={model}")
+    assert words in said and str(model) in said
+
+
+def test_weights_that_are_truncated_or_no_weights(refused: Refused, tmp_path: Path) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    weights = model / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert "not a whole safetensors file" in refused(f"policy.model_name={model}")
+    weights.write_bytes(b"garbage" * 100)
+    assert "not a whole safetensors file" in refused(f"policy.model_name={model}")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("generation_config.json", '{"eos_token_id": "two"}', "eos_token_id is 'two'; it must be a token id"),
+        ("generation_config.json", '{"eos_token_id": [2, 9999]}', "eos_token_id 9999 is beyond the vocabulary of 96"),
+        ("generation_config.json", "{", "generation_config.json: not JSON"),
+        ("generation_config.json", "[]", "generation_config.json: not a JSON object"),
+        ("config.json", "[" * 5000, "config.json: not JSON"),
+        ("tokenizer.json", "{}", "tokenizer.json: no tokenizer"),
+        ("tokenizer_config.json", '{"pad_token": "<nope>"}', "pad_token is '<nope>', which is no token"),
+        ("tokenizer_config.json", "\0", "tokenizer_config.json: not JSON"),
+    ],
+)
+def test_json_files_of_a_model(refused: Refused, tmp_path: Path, file: str, content: str, words: str) -> None:
+    model = copied(STEP_ADDER, tmp_path / "model")
+    (model / file).write_text(content)
+    assert words in refused(f"policy.model_name={model}")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "config.json: not a JSON object"),
+        ({"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids is 'x'; it must be a list"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, "1"]}, "it must be a list of layers' numbers"),
+        ({"head_dim": 0}, "head_dim is 0; it must be a whole number, at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config is 'x'; it must be a block of keys"),
+        ({"draft_vocab_size": "x"}, "draft_vocab_size is 'x'"),
+    ],
+)
+def test_the_config_of_a_head(refused: Refused, tmp_path: Path, values: Any, words: str) -> None:
+    head = copied(HEAD, tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    if isinstance(values, dict):
+        for name, value in values.items():  # where the head has it
+            inner = config.get("transformer_layer_config", {})
+            (inner if name in inner else config)[name] = value
+        values = config
+    (head / "config.json").write_text(json.dumps(values))
+    assert words in refused(f"{BLOCK}.drafters=[{{type: eagle3, model: '{head}'}}]")
+
+
+def test_drafters_that_the_policy_lacks_or_that_are_not_there(refused: Refused, tmp_path: Path) -> None:
+    assert "type mtp, but examples/models/step_adder/config.json has no num_nextn_predict_layers" in refused(
+        f"{BLOCK}.drafters=[{{type: mtp}}]"
+    )
+    for kind, more in (("draft_model", ""), ("remote", ", workers: 1")):
+        said = refused(f"{BLOCK}.drafters=[{{type: {kind}, model: nowhere/at/all{more}}}]")
+        assert "folder nowhere/at/all of the draft model does not exist; name a Hugging Face folder" in said
+    model = copied(STEP_ADDER, tmp_path / "model")
+    rewritten(model / "config.json", vocab_size=97)
+    assert "knows 97 tokens, the policy 96" in refused(f"{BLOCK}.drafters=[{{type: draft_model, model: '{model}'}}]")
+
+
+@pytest.mark.parametrize("log_dir", ["/proc/nope", "/dev/null/x", "x" * 300, "a/" + "y" * 300])
+def test_a_log_dir_that_cannot_be_made(refused: Refused, log_dir: str) -> None:
+    assert "logger.log_dir: " in refused(f"logger.log_dir={log_dir}")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.generation.vllm_kwargs.max_num_seqs=[1]", "max_num_seqs: [1]; it must be a whole number"),
+        (f"{BLOCK}.enabled=false cluster.rollout_workers=2", "need it true: set drafters: [] for no speculation"),
+    ],
+)
+def test_other_values(refused: Refused, override: str, words: str) -> None:
+    assert words in refused(*override.split())
+
+
+def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", str(QUICKSTART), f"logger.log_dir={tmp_path / 'deep' / 'run'}"]) == 0
+    assert list(tmp_path.iterdir()) == []
