@@ -4,7 +4,6 @@
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -25,7 +24,8 @@ class Interrupts:
         self._is_shielded = False
 
     def __enter__(self) -> "Interrupts":
-        self._before = self._listen()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._before = {s: signal.signal(s, self._interrupt) for s in _SIGNALS} if in_main_thread else {}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -38,18 +38,8 @@ class Interrupts:
             raise self._asked
 
     def shield(self) -> None:
-        """From now on signals are remembered but raise nothing: what has been done is being written down.
-
-        To be called again after Ray has ended, which puts handlers of its own in the place of ours.
-        """
+        """From now on signals are remembered but raise nothing: what has been done is being written down."""
         self._is_shielded = True
-        self._listen()
-
-    def _listen(self) -> dict[signal.Signals, Any]:
-        """Sets our handlers; those before."""
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         asked = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()

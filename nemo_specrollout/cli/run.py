@@ -78,7 +78,6 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
         finally:
             interrupts.shield()
             runner.close()
-            interrupts.shield()
             summary: dict[str, Any] | None = None
             try:
                 summary = write_results(directory.path, time.perf_counter() - started, completed)

@@ -6,8 +6,12 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _OBJECT_STORE_BYTES = 512 << 20
@@ -27,6 +31,17 @@ import ray  # noqa: E402
 __all__ = ["OwnRay", "ray"]
 
 
+@contextmanager
+def _same_handler_of_sigterm() -> Iterator[None]:
+    """Puts the handler back that Ray replaces, when it starts and when it ends: by its own the process aborts."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
 class OwnRay:
     """Ray, if none runs yet. Owns its processes and its folder. States: running, then stopped."""
 
@@ -37,15 +52,16 @@ class OwnRay:
             return
         base = tempfile.gettempdir()
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base if len(base) <= _LONGEST_FOLDER else "/tmp"))
-        ray.init(
-            address="local",
-            num_gpus=0,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(self._folder),
-        )
+        with _same_handler_of_sigterm():
+            ray.init(
+                address="local",
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(self._folder),
+            )
 
     def last_words(self, pid: int) -> str:
         """The last line that a worker process wrote on stderr, empty if there is none that is known."""
@@ -56,6 +72,7 @@ class OwnRay:
     def stop(self) -> None:
         """Ends Ray and removes its folder, if it was started here."""
         if self._folder is not None:
-            ray.shutdown()
+            with _same_handler_of_sigterm():
+                ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

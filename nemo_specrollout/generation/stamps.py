@@ -96,8 +96,8 @@ class Stamps:
     def take(self, seeds: list[int]) -> list[Stamp | None]:
         """The stamps of requests under way or ended; None of those that were never seen.
 
-        vLLM frees the slot of a request in the step after its last, so one that has ended may still have a slot. What was taken
-        is not kept when the slot is freed.
+        vLLM frees the slot of a request in the step after its last, so one that has ended may still have a slot. A stamp that
+        was taken is not kept when the slot is freed.
         """
         archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
         slots = {record.seed: slot for slot, record in self._of_slot.items()}
@@ -108,8 +108,8 @@ class Stamps:
                 self._of_slot[slot] = replace(record, is_taken=True)
                 stamps.append(self._stamp(record, counts_S2[slot]))
             else:
-                record = self._ended.pop(seed, None)
-                stamps.append(None if record is None else self._stamp(record, archive[record.row]))
+                ended = self._ended.pop(seed, None)
+                stamps.append(None if ended is None else self._stamp(ended, archive[ended.row]))
         return stamps
 
     def take_ended(self) -> list[tuple[int, Stamp]]:

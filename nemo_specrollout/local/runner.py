@@ -58,17 +58,26 @@ class GrpoRunner:
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
         self.task = build_task(config.data, self.tokenizer)
+        self.refresher: LocalRefresher | None = None
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.engine = self._start_engine()
-        directory.engine_facts = self.engine.facts()
-        progress.engine_started(directory.engine_facts)
-        with progress.phase("building the Megatron-Core policy"):
-            self.policy, self.reference = self._load_policy(), self._load_reference()
-        if directory.checkpoint is not None:
-            self.policy.load(directory.checkpoint)
-            self._load_weights(directory.next_step)
+        try:
+            self._start()
+        except BaseException:
+            self.engine.close()
+            raise
         self.begin()
         self.refresher = self._build_refresher()
+
+    def _start(self) -> None:
+        """Builds the policy, and brings it and the engine to where the run goes on."""
+        self.directory.engine_facts = self.engine.facts()
+        self.progress.engine_started(self.directory.engine_facts)
+        with self.progress.phase("building the Megatron-Core policy"):
+            self.policy, self.reference = self._load_policy(), self._load_reference()
+        if self.directory.checkpoint is not None:
+            self.policy.load(self.directory.checkpoint)
+            self._load_weights(self.directory.next_step)
 
     def begin(self) -> None:
         """Engine and policy are there, and hold the same weights."""

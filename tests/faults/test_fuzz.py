@@ -192,8 +192,8 @@ def test_run_directories(data: st.DataObject) -> None:
 ARGUMENTS = st.sampled_from([
     "run", "check", "bench", "explain", "launch", "plan", "profile", "ladder", "simulate", "report", "refresh-draft",
     "serve-drafter", "publish-draft", "list", "papers", str(QUICKSTART), "nowhere.yaml", "/", "", "grpo.seed=x", "=", "--out",
-    "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts", "--weights",
-    "--address", "tcp://x", "--batch", "nan", "--help-me", "-h=1", "--",
+    "--device", "H100", "--nodes", "-1", "--dry-run", "--profile", "--ladder", "--trace", "--policy", "--rollouts",
+    "--weights", "--address", "tcp://x", "--batch", "nan", "--help-me", "-h=1", "--",
 ])  # fmt: skip
 
 

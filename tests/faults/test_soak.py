@@ -2,7 +2,6 @@
 """A thousand rollouts with refits: memory, file descriptors and threads do not grow once all that has a bound is full."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,13 +53,14 @@ def soak(model: Path, num_rollouts: int) -> None:
 
 def test_a_thousand_rollouts_leave_nothing_behind(tiny_model: Path) -> None:
     here = Path(__file__).parent
-    code = (
-        f"import sys; sys.path.insert(0, {str(here)!r}); sys.path.insert(0, {str(here.parent)!r}); import conftest, test_soak; "
-        f"from pathlib import Path; test_soak.soak(Path({str(tiny_model)!r}), {NUM_ROLLOUTS})"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
-    )
+    code = f"""
+import sys
+sys.path[:0] = {[str(here), str(here.parent)]!r}
+from pathlib import Path
+import conftest, test_soak
+test_soak.soak(Path({str(tiny_model)!r}), {NUM_ROLLOUTS})
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == NUM_ROLLOUTS
