@@ -16,7 +16,7 @@ OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-slow test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
+.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -30,7 +30,11 @@ test: setup
 	$(BIN)/python -m pytest
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow -s
+	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
+
+# Signals to each process of a run in each phase: an hour and more.
+test-kill: setup
+	$(BIN)/python -m pytest -m slow tests/faults/test_kill_matrix.py
 
 # The tests that meet vLLM, on versions older than that of .venv; their kernels run in Triton's interpreter.
 test-oldest: $(OLDEST_VENV)/.installed
