@@ -16,11 +16,12 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
-from nemo_specrollout.cli.interrupts import Interrupts
+from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import prepare, use_threads
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.unit
@@ -277,15 +278,44 @@ def test_a_command_that_does_not_exist_is_refused(arguments: list[str], capsys: 
     assert "usage: nemo-specrollout" in capsys.readouterr().err
 
 
-def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_an_interrupt_that_was_swallowed_is_raised_again(number: signal.Signals, kind: type[BaseException]) -> None:
+    before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.check()
         with contextlib.suppress(KeyboardInterrupt):  # as a finalizer would
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        with pytest.raises(kind):
             interrupts.check()
-    assert signal.getsignal(signal.SIGINT) is before
+        interrupts.shield()
+        signal.raise_signal(number)  # what was done is being written: it is not interrupted
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated(), 143, "terminated by SIGTERM"),
+        (SystemExit(15), 143, "terminated by SIGTERM"),  # what Ray's handler raises
+        (
+            OSError(28, "No space left on device", "/a/file"),
+            1,
+            "/a/file: No space left on device; what was finished is kept",
+        ),
+        (ConfigError("a.b: c\n\x1b[31m; fix"), 2, "a.b: c \\x1b[31m; fix"),
+    ],
+)
+def test_every_end_has_its_exit_code_and_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
+) -> None:
+    def ends(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("nemo_specrollout.cli.check.check", ends)
+    assert main(["check", "x.yaml"]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"nemo-specrollout: {words}") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(("known", "expected"), [(None, "2"), ("5", "5")])

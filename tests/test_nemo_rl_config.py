@@ -528,3 +528,28 @@ def test_recipes_are_named_like_their_output() -> None:
         assert recipe["defaults"].startswith("${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/configs/")
         assert recipe["logger"]["log_dir"] == f"logs/{path.stem}"
         assert recipe["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
+
+
+@pytest.mark.parametrize("temperature", ["0", "2.5", "-1", "warm", "true"])
+def test_a_temperature_that_nemo_rl_cannot_train_at_is_refused(temperature: str) -> None:
+    (error,) = found(f"policy.generation.temperature={temperature}")["error"]
+    assert error.startswith("policy.generation.temperature: ") and "set 1.0" in error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("temperature=0.7",), "null with temperature 0.7; the engine's log-probs are not those of NeMo-RL's trainer"),
+        (
+            ("temperature=0.7", "top_k=5", "vllm_cfg.logprobs_mode=raw_logprobs"),
+            "raw_logprobs with temperature 0.7 and top_k 5",
+        ),
+        (("top_p=0.9",), "null with top_p 0.9"),
+        (("temperature=0.7", "vllm_cfg.logprobs_mode=processed_logprobs"), ""),
+        (("top_k=-1", "top_p=1.0"), ""),
+    ],
+)
+def test_raw_log_probs_are_warned_of_where_they_are_not_the_trainer_s(overrides: tuple[str, ...], words: str) -> None:
+    warnings = found(*(f"policy.generation.{o}" for o in overrides)).get("warning", [])
+    about = [w for w in warnings if w.startswith(f"{VLLM_CFG}.logprobs_mode: ")]
+    assert len(about) == bool(words) and all(words in w and "set it to processed_logprobs" in w for w in about)

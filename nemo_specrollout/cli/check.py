@@ -22,7 +22,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFT
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, malformed
 from nemo_specrollout.config.nemo_rl_tail import num_engines
 from nemo_specrollout.config.nemo_rl_traps import (
     GENERATION,
@@ -217,7 +217,9 @@ def unfit_heads(tree: Tree) -> list[str]:
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
-    """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not."""
+    """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not; none if it is malformed."""
+    if any(malformed(tree)):
+        return []
     sizes = (f"grpo.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
     prompts, samples = ("?" if at(tree, size) is None else size_at(tree, size) for size in sizes)
     temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)

@@ -24,7 +24,8 @@ from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_argume
 from nemo_specrollout.cli.simulate_options import add_arguments as add_simulate_arguments
 from nemo_specrollout.config.strict import ConfigError
 
-_WITH_ENGINES = ("run", "bench", "ladder", "profile", "serve-drafter")
+# Commands that start engines here; `run` may be NeMo-RL's, and sees to itself.
+_WITH_ENGINES = ("bench", "ladder", "profile", "serve-drafter")
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 # Failures that no program can mend: a full disk, a used-up quota, a disk that broke or takes no writes.
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}

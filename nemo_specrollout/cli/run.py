@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.prepare import Prepared, check_trains, place_drafter, prepare_local, runtime_of, use_threads
+from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError
@@ -56,7 +57,8 @@ def _run_local(tree: dict[str, Any]) -> int:
         _complete_report(path, progress)
         raise
     try:
-        return _run_in(directory, prepared, progress)
+        with scratch_folder():
+            return _run_in(directory, prepared, progress)
     finally:
         directory.close()
 

@@ -1,31 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """One folder for all temporary files of a command and its child processes, gone when it ends."""
 
+import fcntl
 import getpass
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PREFIX, LOCK = "specrollout-", "in_use"
+# A folder that no process holds is removed by a later command when it is older: its own may be about to lock it.
+LEFT_BEHIND_S = 3600.0
 
 
 @contextmanager
 def scratch_folder() -> Iterator[None]:
     """While entered, temporary files of this process, and of those that it starts, are in a new folder; then it is removed.
 
-    vLLM leaves a file for each engine, Ray a folder for each run.
+    vLLM leaves a file for each engine, Ray a folder for each run. What a killed command left is removed as well.
     """
-    usual, named = tempfile.gettempdir(), os.environ.get("TMPDIR")
-    # What is compiled stays, for the next run.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor_{getpass.getuser()}"))
-    folder = tempfile.mkdtemp(prefix="specrollout-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = None
-        if named is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = named
-        shutil.rmtree(folder, ignore_errors=True)
+    usual, named = Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
+    with suppress(KeyError, OSError):  # a user without a name
+        # What is compiled stays, for the next run.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))
+    _remove_left_behind(usual)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with (folder / LOCK).open("w") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            if named is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = named
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_behind(usual: Path) -> None:
+    """Removes folders of commands that were killed."""
+    for folder in usual.glob(f"{PREFIX}*"):
+        with suppress(OSError), (folder / LOCK).open() as lock:  # another user's, or not one of these
+            if time.time() - folder.stat().st_mtime > LEFT_BEHIND_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -102,7 +102,7 @@ def _drafts(tree: Tree) -> bool:
 
 
 def _samples(tree: Tree) -> bool:
-    return at(tree, f"{GENERATION}.temperature", 1.0) > 0 and _drafts(tree)
+    return at(tree, f"{GENERATION}.temperature", 1.0) not in (0, 0.0) and _drafts(tree)
 
 
 def _is_set(path: str) -> Callable[[Tree], bool]:

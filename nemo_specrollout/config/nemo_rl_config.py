@@ -10,6 +10,8 @@ from nemo_specrollout.config.nemo_rl_engine import block_is_on, engine_findings
 from nemo_specrollout.config.nemo_rl_tail import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
     SPECULATIVE_CONFIG,
+    VLLM_CFG,
+    VLLM_KWARGS,
     Finding,
     Tree,
     all_findings,
@@ -25,6 +27,12 @@ from nemo_specrollout.config.versions import (
 )
 
 _KINDS = ("error", "warning", "note")
+# What is read as a block, where it is there.
+_BLOCKS = (
+    "grpo.async_grpo", "policy.megatron_cfg", "policy.dtensor_cfg", "policy.draft", "policy.sequence_packing", VLLM_CFG,
+    VLLM_KWARGS, "policy.generation.colocated", "policy.generation.colocated.resources", "loss_fn", "data", "data.default",
+    "env", "cluster", "logger", "checkpointing",
+)  # fmt: skip
 
 
 def effective_block(tree: Tree) -> dict[str, Any] | None:
@@ -56,7 +64,7 @@ def check_nemo_rl(tree: Tree) -> list[Finding]:
 
     Without an enabled block the run is NeMo-RL's own, and nothing is said about its options.
     """
-    found = list(_sections(tree))
+    found = list(malformed(tree))
     if not found and block_is_on(tree):
         found = [*_block(tree), *all_findings(tree), *engine_findings(tree), *_versions(tree)]
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
@@ -72,7 +80,8 @@ def prepare_nemo_rl(tree: Tree) -> list[Finding]:
     return findings
 
 
-def _sections(tree: Tree) -> Iterator[Finding]:
+def malformed(tree: Tree) -> Iterator[Finding]:
+    """Errors about sections that are missing, or that are no blocks: then nothing else can be said of a config."""
     if not isinstance(at(tree, "grpo"), Mapping):
         yield Finding(
             "grpo", "missing; of NeMo-RL's algorithms GRPO alone is supported: use a config that has it", "error"
@@ -80,6 +89,9 @@ def _sections(tree: Tree) -> Iterator[Finding]:
     for path in ("policy", "policy.generation"):
         if not isinstance(at(tree, path), Mapping):
             yield Finding(path, "missing; inherit one of NeMo-RL's configs, e.g. grpo_math_1B_megatron.yaml", "error")
+    for path in _BLOCKS:
+        if not isinstance(value := at(tree, path, {}), Mapping):
+            yield Finding(path, f"expected a block of keys, got {value!r}", "error")
 
 
 def _block(tree: Tree) -> Iterator[Finding]:

@@ -158,7 +158,7 @@ _RULES = (
           "only", "warning"),
     _Rule("env.should_use_nemo_gym", bool, _UNSEEDED, "note"),
     _Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note"),
-    _Rule(f"{VLLM_CFG}.precision", lambda v: v not in {None, "float32"}, "tokens are equal up to near-ties, against which "
+    _Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties, against which "
           "vLLM has vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'; the log-prob gap is larger than in float32", "note"),
     _Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
 )  # fmt: skip

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, STEP_ADDER
-from fuzzing import VALUES, assert_refused_or_fine, files_below, flipped, mutated, paths_of
+from fuzzing import SCALARS, VALUES, assert_refused_or_fine, files_below, flipped, mutated, paths_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_nemo_rl_config import CLEAN
 
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
@@ -27,6 +28,7 @@ QUICKSTART_TREE = load_config(QUICKSTART)
 HEAD_TREE = load_config(QUICKSTART.with_name("quickstart_head_cpu.yaml"))
 TWO_WORKERS_TREE = load_config(QUICKSTART.with_name("quickstart_two_workers_cpu.yaml"))
 ASYNC_TREE = load_config(QUICKSTART.with_name("quickstart_async_cpu.yaml"))
+NEMO_RL_TREE = yaml.safe_load(CLEAN)
 # The keys that a run may be given; every one is tried with every kind of value.
 KEYS = [
     ".".join(map(str, path))
@@ -80,6 +82,37 @@ def checked(kind: str, tree: Any, *overrides: str) -> bool:
 def test_configs(data: st.DataObject) -> None:
     tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
     checked("configs: values and keys", data.draw(mutated(tree)))
+
+
+@fuzz(120)
+def test_nemo_rl_configs(data: st.DataObject) -> None:
+    """What is said of a NeMo-RL config, though NeMo-RL is not here."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(yaml.safe_dump(data.draw(mutated(NEMO_RL_TREE)), allow_unicode=True))
+        command = data.draw(st.sampled_from([("check",), ("explain",), ("explain", "--device", "H100")]))
+        assert_refused_or_fine("NeMo-RL configs", command[0], str(file), *command[1:])
+
+
+SCENARIO_KEYS = [
+    "num_prompts",
+    "batch",
+    "lengths.median",
+    "lengths.longest",
+    "drafting.k",
+    "device",
+    "workers",
+    "x",
+    "policy",
+]
+
+
+@fuzz(40)
+def test_scenarios(data: st.DataObject) -> None:
+    """Overrides of one that does not exist, of a file that is none, and of a small one."""
+    value = data.draw(SCALARS.map(lambda v: v if isinstance(v, str) else json.dumps(v)))
+    override = f"{data.draw(st.sampled_from(SCENARIO_KEYS))}={value}".replace("\0", "")
+    assert_refused_or_fine("scenarios", "simulate", data.draw(st.sampled_from(["nope", "/dev/null", "list"])), override)
 
 
 @fuzz(60)

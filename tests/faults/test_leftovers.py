@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 
-from nemo_specrollout.cli.scratch import scratch_folder
+from nemo_specrollout.cli.scratch import LEFT_BEHIND_S, LOCK, PREFIX, scratch_folder
 from nemo_specrollout.generation.json_child import PARENT
 
 pytestmark = pytest.mark.integration
@@ -33,6 +33,25 @@ def test_temporary_files_are_in_one_folder_that_goes(monkeypatch: pytest.MonkeyP
         assert made.parent == Path(child.stdout.strip()).parent and made.parent.parent == tmp_path
     assert list(tmp_path.iterdir()) == [] and os.environ["TMPDIR"] == str(tmp_path)
     assert tempfile.gettempdir() == str(tmp_path)
+
+
+def test_what_a_killed_command_left_is_removed_by_a_later_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed, recent, strange = (tmp_path / f"{PREFIX}{name}" for name in ("killed", "recent", "strange"))
+    for folder in (killed, recent, strange):
+        folder.mkdir()
+        (folder / "file").touch()
+    for folder in (killed, recent):
+        (folder / LOCK).touch()
+    long_ago = time.time() - 2 * LEFT_BEHIND_S
+    with scratch_folder():
+        (held,) = set(tmp_path.iterdir()) - {killed, recent, strange}
+        for folder in (killed, strange, held):
+            os.utime(folder, (long_ago, long_ago))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with scratch_folder():
+            assert set(tmp_path.iterdir()) >= {held, recent, strange} and not killed.exists()
 
 
 def test_a_child_ends_with_its_parent_even_while_it_loads() -> None:
