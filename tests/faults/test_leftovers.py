@@ -78,7 +78,7 @@ time.sleep(600)
 def name_of(command: list[str]) -> str:
     """What a process is, by its command line: a script, a module of ours, a Ray actor."""
     known = [Path(part).name for part in command if part.endswith(".py") or part.startswith("nemo_specrollout.")]
-    return known[0] if known else Path(command[0].strip()).name if command else "?"
+    return known[0] if known else Path(command[0].strip()).name.partition(".")[0] if command else "?"
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_run_of_two_workers_is_deaf_to_others_and_leaves_nothing(tmp_path: Pat
     assert run.returncode == 0, output[-3000:]
     for who, addresses in sorted(listening.items()):
         print(who, {ip: len(ports) for ip, ports in addresses.items()})
-    assert "monitor.py" in listening, "Ray's autoscaler is there"
+    assert {"gcs_server", "raylet"} <= set(listening)  # and monitor.py, unless another Ray of this machine has its port
     everywhere = {who: ips for who, ips in listening.items() if set(ips) - {"127.0.0.1", "::1", "::ffff:127.0.0.1"}}
     assert everywhere == {}
     time.sleep(5.0)
