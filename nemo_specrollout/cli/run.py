@@ -64,10 +64,11 @@ def _run_local(tree: dict[str, Any]) -> int:
 
 
 def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
-    """All steps that are left, then the results, whatever the end is; the exit code."""
+    """All steps that are left, then the results, whatever the end is; the exit code. Raises KeyboardInterrupt."""
     from nemo_specrollout.local.results import write_results
 
-    started, completed = time.perf_counter(), False
+    started, ended = time.perf_counter(), None
+    completed = False
     runner = _start(prepared, directory, progress)
     with Interrupts() as interrupts:
         try:
@@ -75,7 +76,8 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
                 progress.warn(sentence)
             runner.run(before_step=interrupts.check)
             completed = True
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            ended = error
             progress.warn("stopped: finished steps are kept; the same command goes on from there")
         finally:
             interrupts.shield()
@@ -87,8 +89,8 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
                 progress.warn(f"summary and report could not be written: {error.strerror}")
     if summary is not None:
         progress.summary(summary, str(directory.path))
-    if not completed:
-        interrupts.check()
+    if ended is not None:
+        raise ended
     return 0
 
 
