@@ -30,7 +30,7 @@ _FIXES = {
     "single document": "remove the '---' between them",
     "not allowed": "remove that character",
 }
-# How deep an error message goes on about a path.
+# Characters of a path that a sentence shows.
 _LONGEST_NAME = 120
 
 
@@ -82,8 +82,7 @@ def _read_text(path: Path) -> str:
         with os.fdopen(descriptor, "rb") as file:
             kind = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(kind):
-                what = "a folder" if stat.S_ISDIR(kind) else "no regular file"
-                raise ConfigError(f"config file {name} is {what}; name a YAML file")
+                raise ConfigError(f"config file {name} is no regular file; name a YAML file")
             content = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError of a name with a NUL in it
         if isinstance(error, ConfigError):

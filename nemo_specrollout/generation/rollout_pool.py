@@ -87,7 +87,10 @@ class RolloutPool:
         self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
         self._deaths: dict[int, None] = {}  # that were not reported to the coordinator
-        self._untold: list[tuple[int, str]] = []  # workers that died, with their last words, of which no user knows
+        self._untold: list[
+            tuple[int, str]
+        ] = []  # workers whose deaths `take_deaths` has not told, with their last words
+        self._last_words = ""
         self.pids: dict[int, int] = {}
         """The process of each worker, of one that died the last."""
         self._heard_s = [0.0] * num_workers
@@ -143,7 +146,7 @@ class RolloutPool:
         if not self._actors and not self._starting:
             raise RuntimeError(
                 f"all rollout workers have died, each {MOST_RESTARTS + 1} times; the last words of one: "
-                f"{self._untold[-1][1].strip(' ()') or 'none'}"
+                f"{self._last_words or 'none'}"
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
@@ -174,7 +177,7 @@ class RolloutPool:
         deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
         untold, self._untold = self._untold, []
         return deaths + [
-            f"rollout worker {worker} died{words}; others make its requests, and it "
+            f"rollout worker {worker} died{f' ({words})' if words else ''}; others make its requests, and it "
             + (
                 f"is started again (at most {MOST_RESTARTS} times)"
                 if self.num_restarts[worker] < MOST_RESTARTS
@@ -250,6 +253,6 @@ class RolloutPool:
                 ray.kill(actor)
             self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
             self._deaths[worker] = None
-            words = self._ray.last_words(self.pids.get(worker, 0))
-            self._untold.append((worker, f" ({words[:_LONGEST_WORDS]})" if words else ""))
+            self._last_words = self._ray.last_words(self.pids.get(worker, 0))[:_LONGEST_WORDS]
+            self._untold.append((worker, self._last_words))
             return GONE

@@ -39,9 +39,8 @@ class DirectoryLock:
         """Lets go of the lock; a folder that was made for it, and in which nothing else is, goes with it."""
         if self._file.closed:
             return
-        self._path.unlink(
-            missing_ok=True
-        )  # while the lock is held: whoever opened this file finds that it is not there
+        # The lock is held still: a process that opened the file before finds it gone.
+        self._path.unlink(missing_ok=True)
         if self._made and not any(self._path.parent.iterdir()):
             self._path.parent.rmdir()
         self._file.close()
