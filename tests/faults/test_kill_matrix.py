@@ -176,9 +176,8 @@ def test_nothing_is_lost(
     assert code == expected, output[-3000:]
     assert "Traceback" not in output, output[-3000:]
     assert run.left_behind() == [] and shared_memory() <= before
-    if target != "main" and blow != "SIGSTOP":
-        deaths = sum(m["deaths"] for m in lines(log_dir))
-        assert deaths >= 1 or phase == "checkpoint", "of a death in the last phase of the last step no step can tell"
+    if target != "main" and blow in ("SIGKILL", "SIGTERM"):  # Ray's workers do not hear SIGINT
+        assert sum(m["deaths"] for m in lines(log_dir)) >= 1 and "died" in output
     code, output = Run(log_dir, config, None).end()
     assert "Traceback" not in output and code in (0, 2), output[-3000:]
     assert code == 0 or "complete" in output
