@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def strike(run: Run, target: str, blow: str) -> None:
         time.sleep(0.2)
     if blow == "SIGSTOP":
         time.sleep(STOPPED_S)
-        os.kill(victim, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # a drafter that says nothing for half a minute has been killed by then
+            os.kill(victim, signal.SIGCONT)
 
 
 def lines(log_dir: Path) -> list[dict[str, Any]]:
@@ -176,7 +178,10 @@ def test_nothing_is_lost(
     assert code == expected, output[-3000:]
     assert "Traceback" not in output, output[-3000:]
     assert run.left_behind() == [] and shared_memory() <= before
-    if target != "main" and blow in ("SIGKILL", "SIGTERM"):  # Ray's workers do not hear SIGINT
+    if target != "main" and blow in (
+        "SIGKILL",
+        "SIGTERM",
+    ):  # Ray's workers do not hear SIGINT, nor do children of a command in the background
         assert sum(m["deaths"] for m in lines(log_dir)) >= 1 and "died" in output
     code, output = Run(log_dir, config, None).end()
     assert "Traceback" not in output and code in (0, 2), output[-3000:]
