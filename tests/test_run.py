@@ -21,6 +21,7 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run import LossConfig, OptimizerConfig
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.local.directory_lock import DirectoryLock
 
 pytestmark = pytest.mark.integration
 
@@ -182,11 +183,11 @@ def interrupt(log_dir: Path, number: signal.Signals, code: int) -> None:
 
 def test_a_run_goes_on_when_a_full_disk_has_room_again(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
-    output = finish(start(log_dir, num_steps=2, largest_file=20_000_000), 1)  # a checkpoint has 36 million bytes
+    output = finish(start(log_dir, num_steps=1, largest_file=20_000_000), 1)  # a checkpoint has 36 million bytes
     assert "Traceback" not in output and "what was finished is kept" in output
     assert list((log_dir / "checkpoints").iterdir()) == []
-    finish(start(log_dir, num_steps=2))
-    assert repeatable(log_dir) == repeatable(whole_run)[:2]
+    finish(start(log_dir, num_steps=1))
+    assert repeatable(log_dir) == repeatable(whole_run)[:1]
 
 
 def test_a_damaged_checkpoint_costs_one_step_and_a_missing_report_is_made(whole_run: Path, tmp_path: Path) -> None:
@@ -203,14 +204,14 @@ def test_a_damaged_checkpoint_costs_one_step_and_a_missing_report_is_made(whole_
     assert "<html" in (log_dir / "report.html").read_text()
 
 
-def test_the_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
-    log_dir = tmp_path / "run"
-    first = start(log_dir)
-    signal_after(first, log_dir, 1, signal.SIGSTOP)
-    output = finish(start(log_dir), 2)
-    assert f"in use by process {first.pid} on " in output and "Traceback" not in output
-    first.kill()
-    first.communicate()
+def test_the_second_run_in_a_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    first = DirectoryLock(tmp_path / "run")
+    assert main(["run", str(QUICKSTART), *overrides(tmp_path / "run")]) == 2
+    assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
+    first.release()
 
 
 def test_a_report_is_made_again_from_the_files_of_a_run(
@@ -228,7 +229,7 @@ def test_a_report_is_made_again_from_the_files_of_a_run(
 
 def test_the_engine_s_log_probs_are_the_trainer_s_at_any_temperature(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
-    finish(start(log_dir, 2, **{"policy.generation.temperature": 0.7}))
+    finish(start(log_dir, 1, **{"policy.generation.temperature": 0.7}))
     for record in metrics(log_dir):
         assert record["logprob_gap"]["max"] < 1e-4 and not record["alarms"]
         assert record["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-4)

@@ -64,10 +64,11 @@ class OwnRay:
             )
 
     def last_words(self, pid: int) -> str:
-        """The last line that a worker process wrote on stderr, empty if there is none that is known."""
+        """The last line that a worker process wrote on stderr, empty if there is none that is known. Lines that begin with a
+        colon are Ray's own marks."""
         files = [] if self._folder is None else self._folder.glob(f"session_latest/logs/worker-*-{pid}.err")
         lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
 
     def stop(self) -> None:
         """Ends Ray and removes its folder, if it was started here."""

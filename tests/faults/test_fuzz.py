@@ -78,13 +78,13 @@ def checked(kind: str, tree: Any, *overrides: str) -> bool:
             assert files_below(Path(folder)) == before
 
 
-@fuzz(150)
+@fuzz(80)
 def test_configs(data: st.DataObject) -> None:
     tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
     checked("configs: values and keys", data.draw(mutated(tree)))
 
 
-@fuzz(120)
+@fuzz(60)
 def test_nemo_rl_configs(data: st.DataObject) -> None:
     """What is said of a NeMo-RL config, though NeMo-RL is not here."""
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +201,7 @@ def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
         seal_folder(checkpoint)
 
 
-@fuzz(25)
+@fuzz(12)
 def test_run_directories(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
