@@ -109,7 +109,7 @@ def test_the_table_ranks_alone_and_in_the_largest_batch(capsys: pytest.CaptureFi
         (["--rounds", "0"], "--rounds: 0; measure at least one"),
         (["--seconds", "0"], "--seconds: 0.0; it must be above 0"),
         ([f"{BLOCK}.drafters=[]"], "drafters: none is in effect, so there is nothing to rank"),
-        ([f"{BLOCK}.drafters=[{{type: draft_model, model: no/model}}]"], "model no/model has no config.json"),
+        ([f"{BLOCK}.drafters=[{{type: draft_model, model: no/model}}]"], "folder no/model of the draft model does not exist"),
         ([f"{BLOCK}.drafters=[{{type: eagle3, model: no/head}}]"], "no/head"),
     ],
 )  # fmt: skip
