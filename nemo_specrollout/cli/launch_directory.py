@@ -7,13 +7,12 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 import nemo_specrollout
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.strict import ConfigError, join
+from nemo_specrollout.config.strict import ConfigError, differences
 
 # What may differ when a run goes on: how far it goes, and when each job stops.
 _EXTENT = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
@@ -67,7 +66,7 @@ class LaunchDirectory:
             earlier = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
-        keys = sorted(_differences(earlier, yaml.safe_load(config)) - _EXTENT)
+        keys = sorted(differences(earlier, yaml.safe_load(config)) - _EXTENT)
         if keys:
             raise ConfigError(
                 f"--run-dir: {self.path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"
@@ -80,11 +79,3 @@ class LaunchDirectory:
         shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.rmtree(addon, ignore_errors=True)
         os.replace(temporary, addon)
-
-
-def _differences(one: Any, other: Any, path: str = "") -> set[str]:
-    """Paths of the keys that differ."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return set() if one == other else {path}
-    keys = one.keys() | other.keys()
-    return set().union(*(_differences(one.get(key), other.get(key), join(path, key)) for key in keys))

@@ -188,7 +188,7 @@ def check_task(data: DataConfig) -> None:
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
-    """Those with weights must have been made for the policy."""
+    """Raises ConfigError for a drafter with weights that was not made for the policy."""
     for drafter in block.drafters:
         if drafter.type == "mtp" and not has_mtp_layers(model_config):
             raise ConfigError(

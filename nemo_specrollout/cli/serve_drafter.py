@@ -46,12 +46,7 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     console.print(f"drafting with {drafter.model} at {service.status.address}; Ctrl-C ends it")
     try:
         with console.status("no requests yet") as line:
-
-            def show(status: "Status") -> bool:
-                line.update(in_words(status))
-                return True
-
-            service.run(show)
+            service.run(lambda status: line.update(in_words(status)))
     finally:
         service.close()
     return 0

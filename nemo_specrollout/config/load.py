@@ -98,7 +98,7 @@ def _override(tree: DictConfig, override: str) -> DictConfig:
 
 
 def _clash(below: Any, above: Any, path: str = "") -> str:
-    """Where a block stands over a list, or a list over a block, which cannot be merged."""
+    """Returns a sentence about the first key that is a block in one tree and a list in the other; empty if there is none."""
     if isinstance(below, DictConfig) and isinstance(above, DictConfig):
         for key in above:
             if (

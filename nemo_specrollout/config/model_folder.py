@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,19 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ValueError(f"{file}: not a JSON object but {str(read)[:40]!r}; copy or write it again")
     return read
+
+
+def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
+    """Returns the whole number, at least 1, at `name` of a config; `default`, if given, for null or an absent key.
+
+    Raises ValueError, which begins with `where`, the file that the config is from.
+    """
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {name} is {value!r}; it must be a whole number, at least 1")
+    return value
 
 
 def tokenizer_fingerprint(folder: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER
+from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 
 Tree = Mapping[str, Any]
@@ -239,10 +240,9 @@ def _captured_layers(num_layers: int) -> list[int]:
 def model_config(tree: Tree) -> dict[str, Any] | None:
     """`config.json` of the policy if it is a folder here; None if it is a name on the Hugging Face Hub, or unreadable."""
     try:
-        read = json.loads((Path(str(at(tree, "policy.model_name", ""))) / "config.json").read_text())
-    except (OSError, ValueError):
+        return read_object(Path(str(at(tree, "policy.model_name", ""))) / "config.json")
+    except ValueError:
         return None
-    return read if isinstance(read, dict) else None
 
 
 def _in_flight(tree: Tree) -> Iterator[Finding]:

@@ -32,6 +32,14 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def differences(one: Any, other: Any, path: str = "") -> set[str]:
+    """Returns the paths of the keys at which two config trees differ; an absent key equals null."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return set() if one == other else {path}
+    keys = one.keys() | other.keys()
+    return set().union(*(differences(one.get(key), other.get(key), join(path, key)) for key in keys))
+
+
 def check_rising(path: str, values: typing.Sequence[int]) -> None:
     """Raises ConfigError unless the values at `path` go from small to large, each once."""
     if list(values) != sorted(set(values)):

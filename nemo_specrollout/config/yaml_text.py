@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def problem_of(error: Exception) -> str:
-    """What a YAML or OmegaConf error says, in a line, with the usual fix of a YAML error and the key of OmegaConf's."""
+    """Returns one line about a YAML error, with the usual fix, or about an OmegaConf error, with its key."""
     if isinstance(error, yaml.MarkedYAMLError):
         text = " ".join(str(error.problem or error.context).split())
     else:

@@ -14,7 +14,7 @@ PROTOCOL = 1
 MAX_FRAME_BYTES = 16 << 20
 MAX_COLUMN = 1 << 16
 LONGEST_TOKEN_S = 60.0
-"""What a draft token may take by a drafter's own account; it is silent for too long well before."""
+"""Longest time of a draft token that a drafter may report. The verifier drops a drafter that is silent for much less."""
 
 
 # No integer that a 64-bit column could not hold, no text without bound.

@@ -222,7 +222,7 @@ def scheduler_of(engine: Any) -> Any:
 
 
 def engine_facts(config: Any) -> dict[str, str | bool]:
-    """What is in force in an engine of a `VllmConfig`: vLLM's version, model runner, scheduling, CUDA graph mode."""
+    """Returns what a `VllmConfig` puts in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
     return {
         "vllm": VLLM_VERSION,
         "model_runner": "V2",

@@ -67,7 +67,7 @@ class Status:
 
 
 class DrafterService:
-    """Owns engine, socket and protocol of one process. `run` until told to stop."""
+    """Owns engine, socket and protocol of one process. `run` until interrupted."""
 
     def __init__(self, spec: DrafterSpec, on_bound: Callable[[Status], object] = lambda status: None) -> None:
         """Binds, tells `on_bound` where, then starts the engine. Raises ConfigError."""
@@ -81,8 +81,8 @@ class DrafterService:
         self._started = time.monotonic()
         self.status.is_up = True
 
-    def run(self, on_status: Callable[[Status], bool]) -> None:
-        """Drafts until `on_status`, which is called about once a second, returns false."""
+    def run(self, on_status: Callable[[Status], object]) -> None:
+        """Drafts until it is interrupted; calls `on_status` about once a second."""
         due = 0.0
         while True:
             now_s = time.monotonic()
@@ -90,8 +90,7 @@ class DrafterService:
                 due = now_s + STATUS_PERIOD_S
                 self._side.forget_silent(now_s)
                 self.status.up_s = now_s - self._started
-                if not on_status(self.status):
-                    return
+                on_status(self.status)
             if not self.turn():
                 self._socket.wait(IDLE_WAIT_S)
 
@@ -171,9 +170,8 @@ def main(text: str) -> int:
     """Serves by the spec in `text` as long as its parent lives; a line of JSON on stdout a second. Returns the exit code."""
     end_with_parent()
 
-    def report(status: Status) -> bool:
+    def report(status: Status) -> None:
         print(json.dumps(asdict(status)), flush=True)
-        return True
 
     try:
         service = DrafterService(DrafterSpec.from_wire(text), report)

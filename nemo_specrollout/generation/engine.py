@@ -49,8 +49,10 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A response: tokens, the log-prob of each in the distribution that it was sampled from (that of greedy tokens: at
-    temperature 1), and why it ended (`stop` or `length`)."""
+    """A response: its tokens, their log-probs, and why it ended (`stop` or `length`).
+
+    The log-probs are of the distribution that was sampled from. Those of greedy tokens are at temperature 1.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -219,7 +221,7 @@ class RolloutEngine:
         return [] if self.drafters is None else self.drafters.take_deaths()
 
     def facts(self) -> dict[str, str | bool]:
-        """What is in force in the engine: vLLM's version, model runner, scheduling, CUDA graph mode."""
+        """Returns what is in force in the engine: vLLM's version, model runner, scheduling, CUDA graph mode."""
         if self._has_our_worker:
             return self._llm.collective_rpc("specrollout_engine_facts")[0]
         from nemo_specrollout.generation.compat import engine_facts

@@ -87,9 +87,8 @@ class RolloutPool:
         self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
         self._deaths: dict[int, None] = {}  # that were not reported to the coordinator
-        self._untold: list[
-            tuple[int, str]
-        ] = []  # workers whose deaths `take_deaths` has not told, with their last words
+        self._untold: list[tuple[int, str]] = []
+        """Dead workers that `take_deaths` has not told of, each with its last words."""
         self._last_words = ""
         self.pids: dict[int, int] = {}
         """The process of each worker, of one that died the last."""
@@ -244,7 +243,7 @@ class RolloutPool:
             self.revive()
 
     def _answer(self, worker: int, ref: Any) -> Any:
-        """What a worker says, or that it is gone; one that says nothing for too long is killed."""
+        """Returns a worker's answer, or GONE if it has died. Kills a worker that does not answer within `HANG_S`."""
         try:
             return ray.get(ref, timeout=HANG_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:

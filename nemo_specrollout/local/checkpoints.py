@@ -54,7 +54,7 @@ class Checkpoints:
         return None, []
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint after `step` is, or goes; it must appear there by one rename."""
+        """Returns the folder of the checkpoint after `step`. A checkpoint must appear there by one rename."""
         return self.folder / f"step_{step}"
 
     def set_aside(self, damaged: Damaged) -> Path:

@@ -27,7 +27,7 @@ class Progress:
         self._has_header = False
 
     def warn(self, sentence: str) -> None:
-        """What the user should notice, in a line of its own."""
+        """Prints a sentence that the user should notice, in a line of its own."""
         self.console.print(sentence, style="yellow", markup=False, soft_wrap=True)
 
     @contextmanager

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`report.html` of a run: one file without script or outside resource, made from the run directory's records alone."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.local import charts
 from nemo_specrollout.local.head_panels import head_summary, refreshes
 from nemo_specrollout.local.records import Record, number, overall_speedup, read_lines, series
@@ -68,10 +68,9 @@ def write_report(run_dir: Path) -> Path:
 
 def _read_object(path: Path) -> Record:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _page(run: RunRecords, name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run directory says in the end: `summary.json`, `report.html` and `picture.png`, from its finished steps."""
+"""The results of a run, made from its finished steps: `summary.json`, `report.html` and `picture.png`."""
 
 import json
 import math

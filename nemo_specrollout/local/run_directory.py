@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
 from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
@@ -21,6 +21,8 @@ from nemo_specrollout.local.records import read_lines
 from nemo_specrollout.scheduling.ladder import LadderFile
 
 LADDER = "ladder.json"
+# What may change when a run goes on: how far it goes, and the name of its folder.
+_MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 
 
@@ -78,10 +80,9 @@ class RunDirectory:
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
         if self.next_step == 0 and not self.metrics():
             return
-        if differing := _differences(_lasting(earlier), _lasting(self._config)):
-            keys = ", ".join(differing[:4])
+        if keys := sorted(differences(earlier, dict(self._config)) - _MAY_CHANGE):
             raise ConfigError(
-                f"logger.log_dir: {path} holds a run of another config (it differs in {keys}); choose another"
+                f"logger.log_dir: {path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"
             )
         if self.next_step >= max_num_steps:
             raise CompleteRun(
@@ -168,27 +169,6 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return read if isinstance(read, dict) else None
-
-
-# What may change when a run goes on: how far it goes, and what its folder is called.
-_MAY_CHANGE = {"grpo": "max_num_steps", "logger": "log_dir"}
-
-
-def _lasting(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config less what may change when a run goes on."""
-    return {
-        name: {k: v for k, v in section.items() if k != _MAY_CHANGE.get(name)}
-        if isinstance(section, Mapping)
-        else section
-        for name, section in config.items()
-    }
-
-
-def _differences(a: Any, b: Any, path: str = "") -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = sorted(a.keys() | b.keys())
-        return [d for k in keys for d in _differences(a.get(k), b.get(k), f"{path}.{k}" if path else str(k))]
-    return [] if a == b else [path]
 
 
 def _provenance() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from nemo_specrollout.config.model_folder import read_object, tensor_shapes
+from nemo_specrollout.config.model_folder import read_object, size_in, tensor_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -136,21 +136,21 @@ def misfit(head: str, policy: str) -> str | None:
 
 def read_policy_facts(folder: Path) -> PolicyFacts:
     """Raises ValueError if the folder has no readable config.json, or one that lacks a field."""
-    whole = _read_config(folder, "policy")
+    whole, where = _read_config(folder, "policy"), folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
     return PolicyFacts(
         folder,
-        hidden_size=_field(config, "hidden_size", folder),
-        vocab_size=_field(config, "vocab_size", folder),
-        num_layers=_field(config, "num_hidden_layers", folder),
-        max_position_embeddings=_field(config, "max_position_embeddings", folder),
+        hidden_size=size_in(config, "hidden_size", where),
+        vocab_size=size_in(config, "vocab_size", where),
+        num_layers=size_in(config, "num_hidden_layers", where),
+        max_position_embeddings=size_in(config, "max_position_embeddings", where),
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
 
 
 def read_head_facts(folder: Path) -> HeadFacts:
     """Reads the config and the headers of the tensors. Raises ValueError for what is no EAGLE-3 head or is truncated."""
-    config = _read_config(folder, "head")
+    config, where = _read_config(folder, "head"), folder / "config.json"
     is_nested = "transformer_layer_config" in config
     layer = _block(config, "transformer_layer_config", folder) if is_nested else config
     eagle = _block(config, "eagle_config", folder)
@@ -159,21 +159,21 @@ def read_head_facts(folder: Path) -> HeadFacts:
     if kind != "eagle3" or model_type not in MODEL_TYPES:
         what = f"speculators_model_type {kind!r}" if kind != "eagle3" else f"model_type {model_type!r}"
         raise ValueError(f"{folder}: {what}; heads are EAGLE-3 of model_type {' or '.join(MODEL_TYPES)}")
-    num_heads = _field(layer, "num_attention_heads", folder)
-    hidden_size, vocab_size = _field(layer, "hidden_size", folder), _field(layer, "vocab_size", folder)
+    num_heads = size_in(layer, "num_attention_heads", where)
+    hidden_size, vocab_size = size_in(layer, "hidden_size", where), size_in(layer, "vocab_size", where)
     return HeadFacts(
         folder,
         SPECULATORS if is_nested else FLAT,
         model_type,
         hidden_size,
-        _field(layer, "intermediate_size", folder),
-        num_layers=_field(layer, "num_hidden_layers", folder),
+        size_in(layer, "intermediate_size", where),
+        num_layers=size_in(layer, "num_hidden_layers", where),
         num_heads=num_heads,
-        num_kv_heads=_field(layer, "num_key_value_heads", folder, default=num_heads),
-        head_dim=_field(layer, "head_dim", folder, default=hidden_size // num_heads),
+        num_kv_heads=size_in(layer, "num_key_value_heads", where, default=num_heads),
+        head_dim=size_in(layer, "head_dim", where, default=hidden_size // num_heads),
         vocab_size=vocab_size,
-        draft_vocab_size=_field(config, "draft_vocab_size", folder, default=vocab_size),
-        max_position_embeddings=_field(layer, "max_position_embeddings", folder),
+        draft_vocab_size=size_in(config, "draft_vocab_size", where, default=vocab_size),
+        max_position_embeddings=size_in(layer, "max_position_embeddings", where),
         layer_ids=_layer_ids(config.get(LAYER_IDS_FIELD) or eagle.get(LAYER_IDS_FIELD) or [], folder),
         has_attention_bias=bool(layer.get("attention_bias", False)),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
@@ -297,12 +297,3 @@ def _layer_ids(value: Any, folder: Path) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
         raise ValueError(f"{folder}/config.json: {LAYER_IDS_FIELD} is {value!r}; it must be a list of layers' numbers")
     return tuple(value)
-
-
-def _field(config: Mapping[str, Any], name: str, folder: Path, default: int | None = None) -> int:
-    value = config.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{folder}/config.json: {name} is {value!r}; it must be a whole number, at least 1")
-    return value

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a Hugging Face folder holds a whole model: its JSON files, its tokenizer, the headers of its tensors; no torch."""
+"""Checks that a Hugging Face folder holds a whole model, by its JSON files, tokenizer and tensor headers; without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.model_folder import read_object, stop_token_ids, tensor_shapes
+from nemo_specrollout.config.model_folder import read_object, size_in, stop_token_ids, tensor_shapes
 from nemo_specrollout.training.policy_shape import PolicyShape
 
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
@@ -19,13 +19,8 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; copy the whole folder")
     config = read_object(folder / "config.json")
-    sizes = {
-        name: config.get(name) for name in ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings")
-    }
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{folder}/config.json: {name} is {value!r}; it must be a whole number, at least 1")
-    read_object(folder / "generation_config.json")
+    for name in ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings"):
+        size_in(config, name, folder / "config.json")
     _check_tokenizer(folder, config["vocab_size"])
     for token in stop_token_ids(folder):
         if token >= config["vocab_size"]:
@@ -66,7 +61,6 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
-    read_object(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.encode("1 + 2 = \N{GREEK SMALL LETTER PI}")  # some cannot take what they do not know

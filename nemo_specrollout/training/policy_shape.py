@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD, size_in
 
 MODEL_TYPES = ("qwen3", "llama")
+_FILE = "config.json"
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,24 @@ class PolicyShape:
     def from_hf(cls, hf_config: Mapping[str, Any]) -> "PolicyShape":
         """Read config.json's keys. Raises ValueError for a model that this trainer would silently get wrong."""
         _refuse_unsupported(hf_config)
-        hidden_size, num_heads = _size(hf_config, "hidden_size"), _size(hf_config, "num_attention_heads")
-        num_query_groups = _size(hf_config, "num_key_value_heads")
+        hidden_size, num_heads = (
+            size_in(hf_config, "hidden_size", _FILE),
+            size_in(hf_config, "num_attention_heads", _FILE),
+        )
+        num_query_groups = size_in(hf_config, "num_key_value_heads", _FILE)
         if num_heads % num_query_groups:
             raise ValueError(
                 f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_query_groups}"
             )
-        given_dim = hf_config.get("head_dim")
         return cls(
-            num_layers=_size(hf_config, "num_hidden_layers"),
+            num_layers=size_in(hf_config, "num_hidden_layers", _FILE),
             hidden_size=hidden_size,
-            ffn_hidden_size=_size(hf_config, "intermediate_size"),
+            ffn_hidden_size=size_in(hf_config, "intermediate_size", _FILE),
             num_heads=num_heads,
             num_query_groups=num_query_groups,
-            head_dim=hidden_size // num_heads if given_dim is None else _size(hf_config, "head_dim"),
-            vocab_size=_size(hf_config, "vocab_size"),
-            max_positions=_size(hf_config, "max_position_embeddings"),
+            head_dim=size_in(hf_config, "head_dim", _FILE, default=hidden_size // num_heads),
+            vocab_size=size_in(hf_config, "vocab_size", _FILE),
+            max_positions=size_in(hf_config, "max_position_embeddings", _FILE),
             norm_eps=_positive(hf_config, "rms_norm_eps"),
             rotary_base=_positive(_rope_parameters(hf_config), "rope_theta"),
             tied=bool(hf_config.get("tie_word_embeddings", False)),
@@ -83,13 +86,6 @@ class PolicyShape:
                     f"{field}={value} does not divide by tensor_model_parallel_size={tensor_model_parallel_size}: "
                     "choose a size that does"
                 )
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {name} is {value!r}; it must be a whole number, at least 1")
-    return value
 
 
 def _positive(config: Mapping[str, Any], name: str) -> float:
