@@ -27,7 +27,7 @@ smollm2: setup $(VENV)/.smollm2
 
 test: setup
 	@$(MAKE) --no-print-directory $(VENV)/.smollm2 || echo "tests of reasoning-gym will be skipped"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
