@@ -22,6 +22,7 @@ from nemo_specrollout.cli.prepare import prepare, use_threads
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.local.results import results_are_of
 from nemo_specrollout.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.unit
@@ -72,6 +73,7 @@ def write_run(folder: Path, num_steps: int, *overrides: str) -> None:
     (folder / "checkpoints").mkdir(parents=True)
     tree = load_config(QUICKSTART, [f"logger.log_dir={folder}", *overrides])
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.json").write_text('{"command": "run", "versions": {}, "started": "today"}')
     for step in range(num_steps):
         checkpoint = folder / "checkpoints" / f"step_{step}"
         checkpoint.mkdir()
@@ -197,9 +199,24 @@ def test_a_run_without_a_finished_step_may_change_its_config(log_dir: Path) -> N
 
 def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:
     write_run(log_dir, 3)
-    for name in ("summary.json", "report.html", "picture.png"):
+    (log_dir / "summary.json").write_text('{"steps": 3, "completed": true}')
+    for name in ("report.html", "picture.png"):
         (log_dir / name).touch()
     assert "complete (3 steps)" in refused("run", "grpo.max_num_steps=3")
+
+
+def test_results_of_fewer_steps_are_told_from_those_of_all(log_dir: Path) -> None:
+    """A run that was given more steps, and was killed before it could say that they are done."""
+    write_run(log_dir, 3)
+    for name in ("report.html", "picture.png"):
+        (log_dir / name).touch()
+    for text, whole in (('{"steps": 2, "completed": true}', False), ('{"steps": 3, "completed": false}', False),
+                        ('{"steps": 3, "completed": true}', True), ("{", False), ("[]", False)):  # fmt: skip
+        (log_dir / "summary.json").write_text(text)
+        assert results_are_of(log_dir, 3) is whole
+    (log_dir / "picture.png").unlink()
+    (log_dir / "summary.json").write_text('{"steps": 3, "completed": true}')
+    assert not results_are_of(log_dir, 3)
 
 
 def test_a_run_without_checkpoints_is_never_begun_anew(refused: Refused, log_dir: Path) -> None:
@@ -302,6 +319,11 @@ def test_an_interrupt_that_was_swallowed_is_raised_again(number: signal.Signals,
             OSError(28, "No space left on device", "/a/file"),
             1,
             "/a/file: No space left on device; what was finished is kept",
+        ),
+        (
+            PermissionError(13, "Permission denied", "/a/file"),
+            2,
+            "/a/file: Permission denied; mend that, or name another",
         ),
         (ConfigError("a.b: c\n\x1b[31m; fix"), 2, "a.b: c \\x1b[31m; fix"),
     ],

@@ -70,6 +70,10 @@ def test_a_parent_may_be_shared_but_not_lead_back(tmp_path: Path) -> None:
     [
         ("defaults: nowhere.yaml", r"nowhere\.yaml does not exist"),
         ("defaults: 3", "defaults"),
+        ("defaults: ['${oc.env:NOWHERE_SET}/x.yaml']", "defaults: .*'NOWHERE_SET' not found"),
+        ("defaults: ['???']", "defaults: Missing value"),
+        ("a: {_override_: '${nope}'}", r"a\._override_: '\$\{nope\}'; it must be true or false"),
+        ("a: {_override_: '???'}", r"a\._override_: '\?\?\?'; it must be true or false"),
         ("- a\n- b", "expected a mapping"),
         ("a: [1,", "line 2, column 1: .*; close what was opened"),
         ("a: ${b}", "'b' not found"),

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local import charts, records
 from nemo_specrollout.local.head_panels import head_acceptance, head_summary
 from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.results import write_results
 
 pytestmark = pytest.mark.unit
 
@@ -199,6 +201,15 @@ def test_an_interrupted_run_is_summed_from_its_steps(tmp_path: Path) -> None:
     assert "2.00x" in page.text and "900" in page.text
     assert "3 finished steps, not completed" in page.text
     assert "nan" not in page.text.split()
+
+
+@pytest.mark.parametrize(
+    "damage", [{"suffix": {"proposed": [1, 2]}}, {"suffix": 7}, 5, {"suffix": {"proposed": "x", "accepted": []}}]
+)
+def test_a_damaged_record_is_a_sentence(tmp_path: Path, damage: Any) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics(0, random.Random(0), acceptance=damage)) + "\n")
+    with pytest.raises(ConfigError, match=r"a line of metrics\.jsonl, trace\.jsonl or timeline\.jsonl is damaged"):
+        write_results(tmp_path, 1.0, completed=True)
 
 
 @pytest.mark.parametrize("missing", [None, "metrics.jsonl", "trace.jsonl", "config.yaml", "run.json"])

@@ -161,6 +161,17 @@ def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text().count("1 move, 2 races (1 won by the racer)") == 2
 
 
+def test_an_alarm_and_a_folder_are_printed_as_they_are(tmp_path: Path) -> None:
+    """Brackets are no markup, and a path is not broken in a log file."""
+    alarm, folder = "a worker died ([rank0]: cannot open [/usr/lib/x.so])", f"/runs/[lr=1e-4]/{'long/' * 40}[/b]"
+    with (tmp_path / "out").open("w") as file:
+        progress = Progress(Console(file=file, width=80))
+        progress.step_done(metrics(0, random.Random(0), alarms=[alarm]))
+        progress.summary({"steps": 0, "wall_s": 1.0}, folder)
+    said = (tmp_path / "out").read_text()
+    assert alarm in said and f"{folder}/report.html" in said
+
+
 def test_a_run_s_summary_adds_tails_up() -> None:
     steps = with_tail([metrics(i, random.Random(i)) for i in range(4)])
     summary = tail_summary(steps)

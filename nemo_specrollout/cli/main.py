@@ -3,6 +3,8 @@
 
 import argparse
 import errno
+import io
+import os
 import signal
 import sys
 import warnings
@@ -16,9 +18,10 @@ from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
 from nemo_specrollout.cli.launch import add_arguments
 from nemo_specrollout.cli.plan_options import add_plan_arguments, add_profile_arguments
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED
 from nemo_specrollout.cli.publish_draft import add_arguments as add_publish_arguments
 from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_arguments
+from nemo_specrollout.cli.run import add_arguments as add_run_arguments
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.cli.serve_drafter import add_arguments as add_serve_arguments
 from nemo_specrollout.cli.simulate_options import add_arguments as add_simulate_arguments
@@ -26,10 +29,15 @@ from nemo_specrollout.config.strict import ConfigError
 
 # Commands that start engines here; `run` may be NeMo-RL's, and sees to itself.
 _WITH_ENGINES = ("bench", "ladder", "profile", "serve-drafter")
-EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TERMINATED = 130, 141, 143
 # Failures that no program can mend: a full disk, a used-up quota, a disk that broke or takes no writes.
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
+# Of a path that a user named: it may not be read or written, is too long, or is of another kind than it should be.
+_OF_A_PATH = {
+    errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP
+}  # fmt: skip
 _FLAGS = {
+    "run": add_run_arguments,
     "launch": add_arguments,
     "plan": add_plan_arguments,
     "profile": add_profile_arguments,
@@ -42,6 +50,9 @@ _FLAGS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no letter for a character shows its number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parsed = _parse(arguments)
     # Megatron-Core warns eight times that Apex and Transformer Engine are missing, vLLM of deprecated names in torch.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
@@ -49,26 +60,38 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Interrupts(), scratch_folder() if parsed.command in _WITH_ENGINES else nullcontext():
             return _command(parsed)
-    except ConfigError as error:
-        return _ended(str(error), EXIT_BAD_INPUT)
-    except Terminated:
-        return _ended("terminated by SIGTERM", EXIT_TERMINATED)
-    except KeyboardInterrupt:
-        return _ended("interrupted", EXIT_INTERRUPTED)
-    except SystemExit as error:
-        if error.code != signal.SIGTERM:  # Ray sets a handler of its own, which exits with the number of the signal
+    except BrokenPipeError:  # who read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_NO_READER
+    except (ConfigError, KeyboardInterrupt, SystemExit, OSError) as error:
+        end = _end_of(error)
+        if end is None:
             raise
-        return _ended("terminated by SIGTERM", EXIT_TERMINATED)
-    except OSError as error:
-        if error.errno not in _OF_THE_MACHINE:
-            raise
-        where = f"{error.filename}: " if error.filename else ""
-        return _ended(f"{where}{error.strerror}; what was finished is kept: mend that and run it again", EXIT_FAILED)
+        sentence, code = end
+        complain(sentence)
+        return code
 
 
-def _ended(sentence: str, code: int) -> int:
-    complain(sentence)
-    return code
+def _end_of(error: BaseException) -> tuple[str, int] | None:
+    """Returns the sentence and the exit code of an error that is no fault of the program; None for any other."""
+    if isinstance(error, ConfigError):
+        return str(error), EXIT_BAD_INPUT
+    # Ray sets a handler of SIGTERM of its own, which exits with the number of the signal.
+    if isinstance(error, Terminated) or (isinstance(error, SystemExit) and error.code == signal.SIGTERM):
+        return "terminated by SIGTERM", EXIT_TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_INTERRUPTED
+    return _end_of_os_error(error) if isinstance(error, OSError) else None
+
+
+def _end_of_os_error(error: OSError) -> tuple[str, int] | None:
+    """Returns the same of an error of the operating system."""
+    where = f"{str(error.filename)[:200]}: " if error.filename else ""
+    if error.errno in _OF_A_PATH:
+        return f"{where}{error.strerror}; mend that, or name another path", EXIT_BAD_INPUT
+    if error.errno in _OF_THE_MACHINE:
+        return f"{where}{error.strerror}; what was finished is kept: mend that and run it again", EXIT_FAILED
+    return None
 
 
 def _command(parsed: argparse.Namespace) -> int:

@@ -16,18 +16,20 @@ from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 from nemo_specrollout.config.nemo_rl_engine import runner_findings
-from nemo_specrollout.config.run import PROCESSED_LOGPROBS, DataConfig, RunConfig, read_run_config
-from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.config.run import PROCESSED_LOGPROBS, DataConfig, RunConfig, check_prompt, read_run_config
+from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.cost_tables import CostTables
+from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import check_head
 from nemo_specrollout.training.policy_folder import check_model_folder, check_trainable, has_mtp_layers
 
-EXIT_BAD_INPUT = 2
-RUNTIMES = ("local", "nemo_rl")
-_LONGEST_NAME = 255
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+# Bytes: of a name, and of a path with the names of our own files behind it.
+_LONGEST_NAME, _LONGEST_PATH = 255, 3800
 # vLLM arguments that have a place of their own in the config.
 _PLACES = {
     "model": "policy.model_name",
@@ -56,14 +58,6 @@ def use_threads(count: int = 1) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
-def runtime_of(tree: Mapping[str, Any]) -> str:
-    """Who runs a config: `local` (also where nothing is said) or `nemo_rl`. Raises ConfigError."""
-    runtime = tree.get("runtime", "local")
-    if runtime not in RUNTIMES:
-        raise ConfigError(f"runtime: {runtime!r} is not available{nearest(str(runtime), RUNTIMES)}")
-    return str(runtime)
-
-
 def prepare(path: Path, overrides: list[str]) -> Prepared:
     """Reads and checks a config of the local runner without torch or vllm. Raises ConfigError."""
     return prepare_local(load_config(path, overrides))
@@ -84,6 +78,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     _check_remote(config.policy.generation.specrollout.remote)
     _check_trainer(config)
     _check_engine(config)
+    _check_ladder(config)
     if config.policy.generation.specrollout.enabled and (finding := next(runner_findings(tree), None)) is not None:
         raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
@@ -96,6 +91,7 @@ def check_trains(prepared: Prepared) -> None:
         check_trainable(folder, prepared.model_config)
     except ValueError as error:
         raise ConfigError(f"policy.model_name: {error}") from error
+    _check_prompts(config)
     if config.data.dataset_name == "free_text":
         raise ConfigError("data.dataset_name: free_text has no reward to train on; use it in bench.workloads")
     generation = config.policy.generation
@@ -147,7 +143,7 @@ def _check_log_dir(path: Path) -> None:
         if not existing.is_dir():
             raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
         for name in path.absolute().relative_to(existing).parts:
-            if len(os.fsencode(name)) > _LONGEST_NAME:
+            if len(os.fsencode(name)) > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
                 raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with tempfile.TemporaryDirectory(prefix=".specrollout-check-", dir=existing):
             pass
@@ -245,6 +241,30 @@ def _check_trainer(config: RunConfig) -> None:
         raise ConfigError(
             f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
         )
+
+
+def _check_ladder(config: RunConfig) -> None:
+    """The file that a race starts from must be a ladder. Raises ConfigError."""
+    tail = config.policy.generation.specrollout.fastest_of_n
+    if tail is not None and tail.enabled and tail.ladder is not None:
+        LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+
+
+def _check_prompts(config: RunConfig) -> None:
+    """The prompts of the demo's first step must leave room for a response. Raises ConfigError.
+
+    Those of later steps, and of other tasks, are looked at when they are sampled.
+    """
+    from tokenizers import Tokenizer
+
+    from nemo_specrollout.local.task import make_problems
+
+    if config.data.dataset_name != "step_addition":
+        return
+    tokenizer = Tokenizer.from_file(str(Path(config.policy.model_name) / "tokenizer.json"))
+    problems = make_problems(config.grpo.seed, config.grpo.num_prompts_per_step, 0, config.data.max_terms)
+    longest = max(len(tokenizer.encode(problem.prompt).ids) for problem in problems)
+    check_prompt(longest, config.policy.max_total_sequence_length)
 
 
 def _check_engine(config: RunConfig) -> None:

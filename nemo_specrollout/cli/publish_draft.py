@@ -27,6 +27,8 @@ def publish_draft(parsed: argparse.Namespace) -> int:
     from nemo_specrollout.decoupled.publishing import publish
 
     version = int(time.time()) if parsed.version is None else parsed.version
+    if not 0 <= version < 2**63:
+        raise ConfigError(f"--version: {version} is out of range; it must be at least 0 and below 2^63")
     errors = publish(drafter.addresses, shared_secret(drafter.addresses), str(parsed.weights.absolute()), version)
     for address, error in errors.items():
         print(f"{address}: {error}")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.prepare import Prepared, check_trains, place_drafter, prepare_local, runtime_of, use_threads
+from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, check_trains, place_drafter, prepare_local, use_threads
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import nemo_rl_version
 
@@ -23,11 +24,22 @@ if TYPE_CHECKING:
 def run(parsed: argparse.Namespace) -> int:
     """Runs, or goes on with, a run; 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
     tree = load_config(parsed.config, parsed.overrides)
-    return _run_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _run_local(tree)
+    if runtime_of(tree) == "nemo_rl":
+        return _run_nemo_rl(tree, parsed.script)
+    if parsed.script is not None:
+        raise ConfigError("--script: only a run in NeMo-RL has one; set runtime=nemo_rl, or leave it out")
+    return _run_local(tree)
 
 
-def _run_nemo_rl(tree: dict[str, Any]) -> int:
-    """NeMo-RL's own GRPO, which resumes from `checkpointing.checkpoint_dir`, with the block in effect."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command."""
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", help="NeMo-RL's script, from its checkout; else the one that CONFIG fits"
+    )
+
+
+def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
+    """Runs NeMo-RL's own script, which resumes from `checkpointing.checkpoint_dir`, with the block in effect."""
     for finding in prepare_nemo_rl(tree):
         print(f"{finding.kind}: {finding}")
     if nemo_rl_version() is None:
@@ -36,7 +48,7 @@ def _run_nemo_rl(tree: dict[str, Any]) -> int:
         )
     from nemo_specrollout.nemo_rl.launcher import run as run_nemo_rl
 
-    run_nemo_rl(tree)
+    run_nemo_rl(tree, script)
     return 0
 
 
@@ -53,8 +65,8 @@ def _run_local(tree: dict[str, Any]) -> int:
     path = Path(config.logger.log_dir)
     try:
         directory = RunDirectory.open(path, prepared.tree, config.grpo.max_num_steps)
-    except CompleteRun:
-        _complete_report(path, progress)
+    except CompleteRun as error:
+        _complete_report(path, error.num_steps, progress)
         raise
     try:
         with scratch_folder():
@@ -64,9 +76,10 @@ def _run_local(tree: dict[str, Any]) -> int:
 
 
 def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
-    """All steps that are left, then the results, whatever the end is; the exit code. Raises KeyboardInterrupt."""
-    from nemo_specrollout.local.results import write_results
+    """Runs all steps that are left, then writes the results, whatever the end is; returns the exit code.
 
+    Raises KeyboardInterrupt, ConfigError for a policy that diverged, OSError.
+    """
     started, ended = time.perf_counter(), None
     completed = False
     runner = _start(prepared, directory, progress)
@@ -79,29 +92,51 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
         except KeyboardInterrupt as error:
             ended = error
             progress.warn("stopped: finished steps are kept; the same command goes on from there")
+        except FloatingPointError as error:
+            raise _diverged(prepared, error) from error
         finally:
             interrupts.shield()
             runner.close()
-            summary: dict[str, Any] | None = None
-            try:
-                summary = write_results(directory.path, time.perf_counter() - started, completed)
-            except OSError as error:  # of a full disk, say; what ended the run is told first
-                progress.warn(f"summary and report could not be written: {error.strerror}")
+            summary = _results(directory.path, time.perf_counter() - started, completed, progress)
     if summary is not None:
         progress.summary(summary, str(directory.path))
     if ended is not None:
         raise ended
-    return 0
+    return 0 if summary is not None else EXIT_FAILED
 
 
-def _complete_report(path: Path, progress: "Progress") -> None:
-    """Makes the report of a run that was killed after its last step, while that was written."""
-    if all((path / name).is_file() for name in ("summary.json", "report.html", "picture.png")):
-        return
+def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -> dict[str, Any] | None:
+    """Writes summary, report and picture; returns the summary, or None where they could not be written, and says so.
+
+    It raises nothing, so that what ended the run is told first.
+    """
     from nemo_specrollout.local.results import write_results
 
+    try:
+        return write_results(path, wall_s, completed)
+    except OSError as error:  # of a full disk, say
+        progress.warn(f"summary and report could not be written: {error.strerror}")
+    except ConfigError as error:
+        progress.warn(str(error))
+    return None
+
+
+def _diverged(prepared: Prepared, error: FloatingPointError) -> ConfigError:
+    rate = prepared.config.policy.megatron_cfg.optimizer.lr
+    return ConfigError(
+        f"policy.megatron_cfg.optimizer.lr: {rate:g}; {error}: lower the rate, or lengthen its warm-up, in "
+        "another folder; the checkpoints so far are kept"
+    )
+
+
+def _complete_report(path: Path, num_steps: int, progress: "Progress") -> None:
+    """Makes the report of a run that was killed after its last step, while that was written."""
+    from nemo_specrollout.local.results import results_are_of, write_results
+
+    if results_are_of(path, num_steps):
+        return
     write_results(path, None, completed=True)
-    progress.warn(f"the report of this run was missing; it is in {path / 'report.html'} now")
+    progress.warn(f"the report of this run was missing, or of fewer steps; it is in {path / 'report.html'} now")
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":

@@ -17,7 +17,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 def check_address(path: str, address: str) -> None:
     """Raises ConfigError unless `address` is tcp://HOST:PORT."""
     match = _ADDRESS.fullmatch(address)
-    if match is None or int(match[2]) > 65535:
+    if match is None or not 0 < int(match[2]) <= 65535:
         raise ConfigError(f"{path}: {address!r} is no address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
 
 

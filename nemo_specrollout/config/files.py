@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and folders that are never half-written, and checksums that tell whether a folder is still whole."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,8 +40,25 @@ def replacing_file(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with suppress(OSError):  # some network file systems cannot sync a folder
-        _sync(path.parent)
+    sync_folder(path.parent)
+
+
+def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
+    """Returns the content of a file that the user named, at most `most_bytes` of it.
+
+    Raises OSError, also for what is no regular file: a pipe without a writer would block for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read(-1 if most_bytes is None else most_bytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` survive a power cut, where its file system can; some on a network cannot."""
+    with suppress(OSError):
+        _sync(folder)
 
 
 def seal_folder(folder: Path) -> None:
@@ -56,9 +75,11 @@ def check_seal(folder: Path) -> None:
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in sums.items()}
+        if any(Path(name).name != name or "\0" in name or not name.isprintable() for name in expected):
+            raise ValueError("a name in it is that of no file of the folder")
     except OSError as error:
         raise DamagedFolder(f"{folder} has no {CHECKSUMS} that can be read ({error.strerror})") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DamagedFolder(f"{folder / CHECKSUMS} is damaged") from error
     if not expected:
         raise DamagedFolder(f"{folder / CHECKSUMS} names no file")
@@ -79,7 +100,7 @@ def _sha256(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Makes a file's content, or the names in a folder, survive a power cut."""
+    """Writes a file's content, or the names in a folder, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -136,8 +136,12 @@ def _parents(path: Path, tree: DictConfig) -> list[Path]:
         parents = tree.pop("defaults", [])
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {problem_of(error)}") from error
-    names = [parents] if isinstance(parents, str) else parents
-    if not isinstance(names, list | ListConfig) or not all(isinstance(n, str) for n in names):
+    try:
+        names = [parents] if isinstance(parents, str) else list(parents) if isinstance(parents, ListConfig) else parents
+    except OmegaConfBaseException as error:
+        hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
+        raise ConfigError(f"{path}: defaults: {problem_of(error)}{hint}") from error
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{path}: defaults: expected a file or a list of files, got {parents!r}")
     files = [path.parent / name for name in names]
     for file in files:
@@ -154,9 +158,14 @@ def _merge(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
         if OmegaConf.is_missing(above, key) or OmegaConf.is_interpolation(above, str(key)):
             continue
         block = above[key]
-        if isinstance(block, DictConfig) and block.get(_REPLACES, False):
-            block.pop(_REPLACES)
-            below.pop(key, None)
+        if isinstance(block, DictConfig) and _REPLACES in block.keys():  # noqa: SIM118 - `in` denies a missing value
+            replaces = OmegaConf.to_container(block, resolve=False)[_REPLACES]  # type: ignore[call-overload,index]
+            if not isinstance(replaces, bool):
+                raise ConfigError(f"{path}: {key}.{_REPLACES}: {replaces!r}; it must be true or false")
+            OmegaConf.set_struct(block, False)
+            del block[_REPLACES]
+            if replaces:
+                below.pop(key, None)
     try:
         merged = OmegaConf.merge(below, above)
     except TypeError as error:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from nemo_specrollout.config.files import read_regular
+
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Tensor = TypeVar("Tensor")
 
@@ -16,7 +18,7 @@ Tensor = TypeVar("Tensor")
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError with the file and what is wrong with it."""
     try:
-        read = json.loads(file.read_bytes().decode("utf-8"))
+        read = json.loads(read_regular(file).decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}; copy the folder again") from error
     except (ValueError, RecursionError) as error:

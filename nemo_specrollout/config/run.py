@@ -66,9 +66,9 @@ class GrpoConfig:
 class LossConfig:
     """`loss_fn`."""
 
-    ratio_clip_min: float = bounded(0.2, low=0.0)
+    ratio_clip_min: float = bounded(0.2, low=0.0, high=1.0)
     """The probability ratio is clipped from below at 1 - ratio_clip_min."""
-    ratio_clip_max: float = bounded(0.2, low=0.0)
+    ratio_clip_max: float = bounded(0.2, low=0.0, high=1e6)
     """The probability ratio is clipped from above at 1 + ratio_clip_max."""
     ratio_clip_c: float | None = None
     """Dual clipping: where the advantage is negative, the loss is at most -advantage * c; null is off."""
@@ -99,7 +99,7 @@ class LossConfig:
 class OptimizerConfig:
     """`policy.megatron_cfg.optimizer`, with `scheduler.lr_warmup_iters` and `lr_warmup_init`; AdamW, constant rate."""
 
-    lr: float = bounded(low=0.0)
+    lr: float = bounded(low=0.0, high=1.0)
     """Learning rate after warm-up."""
     weight_decay: float = bounded(0.01, low=0.0)
     """Not applied to norms, as in Megatron."""
@@ -107,7 +107,7 @@ class OptimizerConfig:
     """Decay of the first moment."""
     adam_beta2: float = bounded(0.999, low=0.0, below=1.0)
     """Decay of the second moment."""
-    adam_eps: float = bounded(1e-8, low=0.0)
+    adam_eps: float = bounded(1e-8, above=0.0, high=1.0)
     """Added to the root of the second moment."""
     clip_grad: float = bounded(1.0, low=0.0)
     """Largest global gradient norm; 0 is off."""
@@ -448,6 +448,15 @@ class RunConfig:
 
 # Moved into the optimizer's block, where our trainer looks for them.
 _SCHEDULER_KEYS = ("lr_warmup_iters", "lr_warmup_init")
+
+
+def check_prompt(num_tokens: int, context: int) -> None:
+    """Raises ConfigError for a prompt that leaves no room for a response in `context` tokens."""
+    if num_tokens >= context:
+        raise ConfigError(
+            f"policy.max_total_sequence_length: {context}; a prompt has {num_tokens} tokens, and none is left for a response: "
+            "raise it"
+        )
 
 
 def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:

@@ -35,7 +35,8 @@ def join(path: str, key: object) -> str:
 def differences(one: Any, other: Any, path: str = "") -> set[str]:
     """Returns the paths of the keys at which two config trees differ; an absent key equals null."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
-        return set() if one == other else {path}
+        is_same = one == other or (one != one and other != other)  # noqa: PLR0124 - NaN
+        return set() if is_same else {path}
     keys = one.keys() | other.keys()
     return set().union(*(differences(one.get(key), other.get(key), join(path, key)) for key in keys))
 

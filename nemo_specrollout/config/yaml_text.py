@@ -3,8 +3,6 @@
 
 import errno
 import io
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError
 
 MOST_BYTES, DEEPEST = 16 << 20, 100
@@ -78,19 +77,12 @@ def check_depth(text: str, where: str) -> None:
 def _read_text(path: Path) -> str:
     name = str(path) if len(str(path)) <= _LONGEST_NAME else f"{str(path)[:_LONGEST_NAME]}..."
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
-        with os.fdopen(descriptor, "rb") as file:
-            kind = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(kind):
-                raise ConfigError(f"config file {name} is no regular file; name a YAML file")
-            content = file.read(MOST_BYTES + 1)
+        content = read_regular(path, MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError of a name with a NUL in it
-        if isinstance(error, ConfigError):
-            raise
         if isinstance(error, OSError) and error.errno == errno.ENOENT:
             raise ConfigError(f"config file {name} does not exist") from error
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"config file {name!r} cannot be read: {reason}") from error
+        raise ConfigError(f"config file {name!r} cannot be read: {reason}; name a YAML file") from error
     if len(content) > MOST_BYTES:
         raise ConfigError(f"config file {name} has more than {MOST_BYTES >> 20} MiB; name a YAML file")
     try:

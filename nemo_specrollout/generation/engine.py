@@ -129,6 +129,13 @@ class RolloutEngine:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+                raise
+            raise ConfigError(
+                "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
+                "kv_cache_memory_bytes"
+            ) from error
 
     def generate(
         self,

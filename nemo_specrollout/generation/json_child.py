@@ -33,7 +33,7 @@ class JsonChild:
 
     def __init__(self, module: str, argument: str, environment: Mapping[str, str]) -> None:
         """Starts it, with `environment` over this process's own."""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, argument],
             stdin=subprocess.DEVNULL,

@@ -29,8 +29,12 @@ class Checkpoints:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, in order; whether they are whole is not known."""
-        found = (_STEP.fullmatch(path.name) for path in self.folder.glob("step_*") if path.is_dir())
+        """The steps that have a folder, in order; whether they are whole is not known. Raises OSError."""
+        try:
+            entries = list(os.scandir(self.folder))  # unlike `glob`, it tells of a folder that cannot be read
+        except FileNotFoundError:
+            return []
+        found = (_STEP.fullmatch(entry.name) for entry in entries if entry.is_dir())
         return sorted(int(match[1]) for match in found if match is not None)
 
     def newest_whole(self) -> tuple[int | None, list[Damaged]]:
@@ -66,7 +70,11 @@ class Checkpoints:
     def forget_old(self) -> None:
         """Removes all but the newest two."""
         for step in self.steps()[:-NUM_KEPT]:
-            shutil.rmtree(self.of(step))
+            folder = self.of(step)
+            if folder.is_symlink():  # the user has moved it
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
 
     def clear_leftovers(self) -> None:
         """Removes what a process that died was writing."""

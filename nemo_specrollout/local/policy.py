@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_specrollout.config.files import check_seal, seal_folder
+from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
 from nemo_specrollout.config.run import LossConfig, OptimizerConfig
 from nemo_specrollout.local import megatron_host
 from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
@@ -169,7 +169,7 @@ class MegatronPolicy:
         dist.all_reduce(split_sum)
         norm = math.sqrt(float(split_sum + replicated_sum))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {norm} at step {self.step}: check the advantages and log-probs")
+            raise FloatingPointError(f"the gradient norm is {norm} at optimizer step {self.step}, which is not taken")
         if 0 < self.config.clip_grad < norm:
             for parameter in parameters.values():
                 assert parameter.grad is not None
@@ -332,5 +332,6 @@ def _replacing(folder: Path, sealed: bool = False) -> Iterator[Path]:
         if folder.exists():
             os.rename(folder, old)
         os.rename(temporary, folder)
+        sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     dist.barrier()

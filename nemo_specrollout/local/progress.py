@@ -66,11 +66,11 @@ class Progress:
             f"{record['train_s']:>5.1f} s {record['logprob_gap']['mean']:>8.1e}"
         )
         if "draft_supply" in record:
-            self.console.print(f"      {in_words(record['draft_supply'])}", style="dim", soft_wrap=True)
+            self._note(in_words(record["draft_supply"]), "dim")
         if "tail" in record and (words := tail_in_words(record["tail"])):
-            self.console.print(f"      {words}", style="dim", soft_wrap=True)
+            self._note(words, "dim")
         for alarm in record["alarms"]:
-            self.console.print(f"      ALARM: {alarm}", style="bold red")
+            self._note(f"ALARM: {alarm}", "bold red")
 
     def summary(self, summary: dict[str, Any], run_dir: str) -> None:
         """The closing table."""
@@ -80,7 +80,13 @@ class Progress:
         for name, value in _summary_rows(summary):
             table.add_row(name, value)
         self.console.print(table)
-        self.console.print(f"report  {run_dir}/report.html\npicture {run_dir}/picture.png")
+        self.console.print(
+            f"report  {run_dir}/report.html\npicture {run_dir}/picture.png", markup=False, soft_wrap=True
+        )
+
+    def _note(self, text: str, style: str) -> None:
+        """Prints a line below that of a step, as it is: brackets in it are no markup."""
+        self.console.print(f"      {text}", style=style, markup=False, soft_wrap=True)
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local import charts
 from nemo_specrollout.local.head_panels import head_summary, refreshes
 from nemo_specrollout.local.records import Record, number, overall_speedup, read_lines, series
@@ -34,9 +35,9 @@ class RunRecords:
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunRecords":
-        """Read `run_dir`. Raises ValueError if it is not a folder."""
+        """Read `run_dir`. Raises ConfigError if it is not a folder."""
         if not run_dir.is_dir():
-            raise ValueError(f"run directory {str(run_dir)!r} is not a folder: name the `logger.log_dir` of a run")
+            raise ConfigError(f"run directory {str(run_dir)!r} is not a folder: name the `logger.log_dir` of a run")
         config = run_dir / "config.yaml"
         return cls(
             steps=read_lines(run_dir / "metrics.jsonl"),

@@ -3,34 +3,70 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.charts import run_picture
 from nemo_specrollout.local.head_panels import head_summary
 from nemo_specrollout.local.records import overall_speedup, read_lines, reward_window, series
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.tail_panels import tail_summary
 
+PAGES = ("report.html", "picture.png")
+
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """Writes all three; returns the summary. `wall_s`: seconds of the command, None where they are not known."""
-    summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
+    """Writes all three; returns the summary. `wall_s`: seconds of the command, None where they are not known.
+
+    Old pages are removed before the summary is written, so that all three are of the same steps where all are there.
+    Raises OSError, ConfigError for records that are damaged.
+    """
+    with _reading(run_dir):
+        summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
+    for name in PAGES:
+        (run_dir / name).unlink(missing_ok=True)
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1))
     write_pages(run_dir)
     return summary
 
 
+def results_are_of(run_dir: Path, num_steps: int) -> bool:
+    """Whether all three are there and tell of a run that has completed `num_steps` steps."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    is_whole = isinstance(summary, dict) and summary.get("completed") is True and summary.get("steps") == num_steps
+    return is_whole and all((run_dir / name).is_file() for name in PAGES)
+
+
 def write_pages(run_dir: Path) -> tuple[Path, Path]:
-    """Writes report and picture; their paths. Raises ValueError if `run_dir` is no folder."""
+    """Writes report and picture; their paths. Raises ConfigError as above, and where `run_dir` is no folder."""
     picture = run_dir / "picture.png"
-    report = write_report(run_dir)
-    run_picture(run_dir, picture)
+    with _reading(run_dir):
+        report = write_report(run_dir)
+        run_picture(run_dir, picture)
     return report, picture
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[None]:
+    """Turns what a changed byte in the records leads to into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{run_dir}: a line of metrics.jsonl, trace.jsonl or timeline.jsonl is damaged, and there is no report of it "
+            f"({type(error).__name__}: {error}); remove the line, or bring the file back from a copy"
+        ) from error
 
 
 def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, completed: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.config.run import RunConfig, check_prompt
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
@@ -55,9 +55,11 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
     grpo = config.grpo
     first = step * grpo.num_prompts_per_step
     problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
+    prompts = list(map(task.encode, problems))
+    check_prompt(max(map(len, prompts)), config.policy.max_total_sequence_length)
     requests = [
         RolloutRequest(ids, first + i, sample, policy_version=step)
-        for i, ids in enumerate(map(task.encode, problems))
+        for i, ids in enumerate(prompts)
         for sample in range(grpo.num_generations_per_prompt)
     ]
     return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)

@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.files import sync_folder, write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
@@ -24,10 +25,19 @@ LADDER = "ladder.json"
 # What may change when a run goes on: how far it goes, and the name of its folder.
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
+RESULTS = ("summary.json", "report.html", "picture.png")
+# What `write_atomically` leaves of a file when its process dies.
+_TEMPORARY = re.compile(
+    rf"\.({'|'.join(map(re.escape, ('config.yaml', 'run.json', LADDER, *LINES, *RESULTS)))})\.[0-9]+"
+)
 
 
 class CompleteRun(ConfigError):
-    """The folder holds this run, and all of its steps are done."""
+    """The folder holds this run, and all of its `num_steps` steps are done."""
+
+    def __init__(self, message: str, num_steps: int) -> None:
+        super().__init__(message)
+        self.num_steps = num_steps
 
 
 class RunDirectory:
@@ -73,23 +83,36 @@ class RunDirectory:
 
     def _check(self, max_num_steps: int) -> None:
         path = self.path
-        if all(entry.name == LOCK for entry in path.iterdir()):
+        if all(entry.name == LOCK or _TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
             return
-        earlier = _read_yaml(path / "config.yaml")
-        if earlier is None:
+        if not _is_provenance(path / "run.json"):
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        if self.next_step == 0 and not self.metrics():
+        earlier = _read_yaml(path / "config.yaml")
+        steps = [record["step"] for record in self.metrics()]
+        if self.next_step == 0 and not steps:
             return
+        if earlier is None:
+            raise ConfigError(
+                f"logger.log_dir: {path / 'config.yaml'} is missing or damaged; bring it back from a copy"
+            )
         if keys := sorted(differences(earlier, dict(self._config)) - _MAY_CHANGE):
             raise ConfigError(
                 f"logger.log_dir: {path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"
             )
+        checkpointing = self._config.get("checkpointing") or {}
+        saves = checkpointing.get("enabled", True)
+        if self.next_step == 0 and saves and max(steps) >= checkpointing.get("save_period", 1):
+            raise ConfigError(
+                f"logger.log_dir: {path} holds {len(steps)} steps, but {self.checkpoints.folder} holds no checkpoint of them; "
+                "bring it back from a copy, or choose another folder"
+            )
         if self.next_step >= max_num_steps:
             raise CompleteRun(
                 f"logger.log_dir: {path} holds this run, complete ({self.next_step} steps); see {path / 'report.html'}, "
-                "choose another folder, or a larger grpo.max_num_steps to go on"
+                "choose another folder, or a larger grpo.max_num_steps to go on",
+                self.next_step,
             )
-        if self.metrics() and not self._config.get("checkpointing", {}).get("enabled", True):
+        if steps and not saves:
             raise ConfigError(
                 f"logger.log_dir: {path} holds steps of this run, which cannot go on: checkpointing.enabled is false; "
                 "choose another folder"
@@ -102,11 +125,12 @@ class RunDirectory:
             What the user should know, in sentences: of damaged checkpoints, which are set aside, and of a missing lock.
         """
         self.checkpoints.clear_leftovers()
-        for temporary in self.path.glob(".*.[0-9]*"):  # of `write_atomically`, by a process that died
-            temporary.unlink(missing_ok=True)
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
-        if self.next_step == 0 or not (self.path / "run.json").is_file():
+        for path in list(self.path.iterdir()):
+            if _TEMPORARY.fullmatch(path.name) and path.is_file():
+                path.unlink(missing_ok=True)
+        if self.next_step == 0 or not (self.path / "run.json").is_file():  # first: it marks the folder as a run's
             write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         self._drop_unfinished_lines()
         unlocked = f"the file system of {self.path} has no locks: see to it that no other run uses the folder"
         return ([] if self._lock.works else [unlocked]) + [
@@ -134,10 +158,13 @@ class RunDirectory:
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """One more line of `name`, on disk when this returns."""
+        is_new = not (self.path / name).exists()
         with (self.path / name).open("a") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if is_new:
+            sync_folder(self.path)
 
     def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
         """Has `save` write the checkpoint after `step`, then forgets old ones; it must appear there by one rename."""
@@ -169,6 +196,15 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return read if isinstance(read, dict) else None
+
+
+def _is_provenance(file: Path) -> bool:
+    """Whether `file` is the `run.json` of a run."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(read, dict) and {"command", "versions", "started"} <= set(read)
 
 
 def _provenance() -> dict[str, Any]:

@@ -191,7 +191,10 @@ class GrpoRunner:
         """Writes what is known of draft methods by now, for runs to start from."""
         ladder = fleet.ladder_file()
         if ladder is not None and self.directory.path.is_dir():
-            self.directory.write_ladder(ladder)
+            try:
+                self.directory.write_ladder(ladder)
+            except OSError as error:
+                self.progress.warn(f"what is known of draft methods could not be written: {error.strerror}")
 
     def _start_engine(self) -> "RolloutEngine | RolloutFleet":
         if self.config.cluster.rollout_workers > 1 or self.config.grpo.async_grpo.enabled:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising, choice
 from nemo_specrollout.scheduling.step_time import non_decreasing
 
@@ -104,7 +105,7 @@ class CostTables:
     def read(cls, path: Path, field: str) -> "CostTables":
         """From the file `path`, which the user named as `field`. Raises ConfigError with the field, the value and the fix."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{field}: {path} cannot be read ({type(error).__name__}); `nemo-specrollout profile` writes such a file"

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising
 
 FORMAT = 1
@@ -111,7 +112,7 @@ class LadderFile:
     def read(cls, path: Path, field: str) -> "LadderFile":
         """From the file that the user named as `field`. Raises ConfigError with the field, the value and the fix."""
         try:
-            return build(cls, json.loads(path.read_text(encoding="utf-8")), "")
+            return build(cls, json.loads(read_regular(path).decode("utf-8")), "")
         except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 _FIX = "give each prompt the same samples, from 0, as in a run's samples.jsonl"
@@ -35,7 +36,7 @@ class Trace:
 def read_trace(path: Path, field: str) -> list[Trace]:
     """The steps of a trace, in order. Raises ConfigError with the field, the value and the fix."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{field}: {path} cannot be read ({type(error).__name__}); name a run's samples.jsonl"

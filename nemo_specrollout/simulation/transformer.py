@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
 
 # EAGLE-3 (arXiv 2503.01840): one decoder layer, drafting over the most frequent tokens only.
@@ -116,7 +117,7 @@ def model_named(name: str, field: str) -> ModelShape:
 
 def _from_config(path: Path, field: str) -> ModelShape:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(read_regular(path).decode("utf-8"))
         return build(ModelShape, _shape_keys(tree), field)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.strict import ConfigError
 
 NUM_KEPT = 3
 """Heads and teachers that stay where older ones are removed: an engine that sees an alarm looks at its head and at the one
@@ -71,8 +73,11 @@ class HeadFolder:
         file = self.path / "published.json"
         if not file.is_file():
             return None
-        tree = json.loads(file.read_text())
-        return PublishedHead(self.path / tree["head"], tree.get("policy_version"), tree.get("expected_length"))
+        try:
+            tree = read_object(file)
+            return PublishedHead(self.path / str(tree["head"]), tree.get("policy_version"), tree.get("expected_length"))
+        except (ValueError, LookupError) as error:
+            raise ConfigError(f"{file} is damaged ({error}); bring it back from a copy, or remove it") from error
 
     def publish(self, head: PublishedHead) -> None:
         """That head is in service from now on."""

@@ -34,10 +34,15 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError unless the local trainer has this kind of model and the tensors are those of its config."""
     try:
-        expected = PolicyShape.from_hf(config).hf_shapes()
+        shape = PolicyShape.from_hf(config)
     except ValueError as error:
         raise ValueError(f"{folder}/{error}") from error
     found = tensor_shapes(sorted(folder.glob("*.safetensors")))
+    if shape.num_layers > len(found):  # before each is given its names
+        raise ValueError(
+            f"{folder}: config.json has {shape.num_layers} layers, but there are {len(found)} tensors in all"
+        )
+    expected = shape.hf_shapes()
     missing, surplus = (
         sorted(expected.keys() - found.keys()),
         sorted(found.keys() - expected.keys() - {"lm_head.weight"}),
@@ -45,9 +50,9 @@ def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
     if missing or surplus:
         what = f"no tensor {missing[0]}" if missing else f"a tensor too many, {surplus[0]}"
         raise ValueError(f"{folder}: there is {what}; config.json and model.safetensors do not belong together")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise ValueError(f"{folder}: {name} is {list(found[name])}, but config.json makes it {list(shape)}")
+    for name, size in expected.items():
+        if found[name] != size:
+            raise ValueError(f"{folder}: {name} is {list(found[name])}, but config.json makes it {list(size)}")
 
 
 def has_mtp_layers(config: Mapping[str, Any]) -> bool:

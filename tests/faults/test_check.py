@@ -50,7 +50,8 @@ def rewritten(file: Path, **values: Any) -> None:
     ("values", "words"),
     [
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a whole number, at least 1"),
-        ({"num_hidden_layers": 99}, "there is no tensor model.layers."),
+        ({"num_hidden_layers": 5}, "there is no tensor model.layers."),
+        ({"num_hidden_layers": 10**9}, "config.json has 1000000000 layers, but there are 47 tensors in all"),
         ({"num_hidden_layers": 3}, "there is a tensor too many, model.layers.3."),
         ({"vocab_size": 4096}, "model.embed_tokens.weight is [96, 256], but config.json makes it [4096, 256]"),
         ({"head_dim": 0}, "head_dim is 0; it must be"),
@@ -135,7 +136,9 @@ def test_drafters_that_the_policy_lacks_or_that_are_not_there(refused: Refused, 
     assert "knows 97 tokens, the policy 96" in refused(f"{BLOCK}.drafters=[{{type: draft_model, model: '{model}'}}]")
 
 
-@pytest.mark.parametrize("log_dir", ["/proc/nope", "/dev/null/x", "x" * 300, "a/" + "y" * 300])
+@pytest.mark.parametrize(
+    "log_dir", ["/proc/nope", "/dev/null/x", "x" * 300, "a/" + "y" * 300, "/".join(["z" * 200] * 25)]
+)
 def test_a_log_dir_that_cannot_be_made(refused: Refused, log_dir: str) -> None:
     assert "logger.log_dir: " in refused(f"logger.log_dir={log_dir}")
 
@@ -145,10 +148,36 @@ def test_a_log_dir_that_cannot_be_made(refused: Refused, log_dir: str) -> None:
     [
         ("policy.generation.vllm_kwargs.max_num_seqs=[1]", "max_num_seqs: [1]; it must be a whole number"),
         (f"{BLOCK}.enabled=false cluster.rollout_workers=2", "need it true: set drafters: [] for no speculation"),
+        (
+            "policy.max_total_sequence_length=10 policy.generation.max_new_tokens=2",
+            "10; a prompt has 41 tokens, and none is",
+        ),
+        ("policy.megatron_cfg.optimizer.lr=1e30", "lr: 1e+30 is out of range"),
+        ("policy.megatron_cfg.optimizer.adam_eps=0", "adam_eps: 0.0 is out of range; it must be above 0.0"),
+        ("loss_fn.ratio_clip_max=1e308", "ratio_clip_max: 1e+308 is out of range"),
+        (
+            f"{BLOCK}.fastest_of_n.ladder=/nope.json cluster.rollout_workers=2",
+            "fastest_of_n.ladder: /nope.json is no ladder",
+        ),
     ],
 )
 def test_other_values(refused: Refused, override: str, words: str) -> None:
     assert words in refused(*override.split())
+
+
+@pytest.mark.parametrize("field", [f"{BLOCK}.fastest_of_n.ladder", f"{BLOCK}.drafters"])
+def test_a_pipe_is_no_file(refused: Refused, tmp_path: Path, field: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    placed = f"placement: auto, acceptance: 0.7, profile: {tmp_path / 'pipe'}"
+    drafter = f"[{{type: remote, workers: 1, model: {STEP_ADDER}, {placed}}}]"
+    value = drafter if field.endswith("drafters") else tmp_path / "pipe"
+    assert str(tmp_path / "pipe") in refused(f"{field}={value}", "cluster.rollout_workers=2")
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash", "remote"])
+def test_a_name_of_a_drafter_that_is_too_long(refused: Refused, kind: str) -> None:
+    name, more = "m" * 300, ", workers: 1" if kind == "remote" else ""
+    assert "File name too long" in refused(f"{BLOCK}.drafters=[{{type: {kind}, model: {name}{more}}}]")
 
 
 def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ A few hundred cases here, thousands with `-m slow`.
 
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from fuzzing import SCALARS, VALUES, assert_refused_or_fine, files_below, flippe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_nemo_rl_config import CLEAN
+from test_report import metrics, trace
 
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
@@ -192,8 +194,9 @@ def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     (folder / "run.json").write_text('{"command": "x", "versions": {}, "commit": null, "started": "now"}')
-    for name in ("metrics", "samples", "trace"):
-        (folder / f"{name}.jsonl").write_text('{"step": 0, "reward": 1.0, "alarms": []}\n{"step": 1}\n')
+    for name, record in (("metrics", metrics), ("samples", lambda step, rng: {"step": step}), ("trace", trace)):
+        lines = (json.dumps(record(step, random.Random(step))) for step in (0, 1))
+        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     for step in (0, 1):
         checkpoint = folder / "checkpoints" / f"step_{step}"
         checkpoint.mkdir()

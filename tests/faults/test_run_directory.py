@@ -73,6 +73,13 @@ DAMAGES = {
     "torn checksums": lambda folder: truncate(folder / CHECKSUMS),
     "other checksums": lambda folder: (folder / CHECKSUMS).write_text("[1, 2]"),
     "checksums of nothing": lambda folder: (folder / CHECKSUMS).write_text("{}"),
+    "checksums without end": lambda folder: (folder / CHECKSUMS).write_text("[" * 100_000),
+    "infinite checksums": lambda folder: (folder / CHECKSUMS).write_text('{"a": {"bytes": 1e999, "sha256": ""}}'),
+    "checksums of NUL": lambda folder: (folder / CHECKSUMS).write_text('{"\\u0000": {"bytes": 1, "sha256": ""}}'),
+    "checksums of half a letter": lambda folder: (folder / CHECKSUMS).write_text(
+        '{"\\ud800": {"bytes": 1, "sha256": ""}}'
+    ),
+    "checksums of others": lambda folder: (folder / CHECKSUMS).write_text('{"../x": {"bytes": 1, "sha256": ""}}'),
 }
 
 
@@ -158,10 +165,88 @@ def test_torn_and_foreign_lines_are_dropped_when_a_run_goes_on(run: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["{", "- a list", "\x00", "a: [b", "!!python/object:os.system {}"])
-def test_a_folder_whose_config_is_no_config_is_no_run_directory(run: Path, content: str) -> None:
+def test_a_run_whose_config_is_damaged_is_refused(run: Path, content: str) -> None:
     (run / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="exists and is not a run directory"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is missing or damaged; bring it back"):
         opened(run)
+
+
+@pytest.mark.parametrize("run_json", [None, "{}", "[1]", "{", '{"command": "make"}'])
+def test_a_folder_of_the_user_s_own_is_no_run_directory(tmp_path: Path, run_json: str | None) -> None:
+    """The folder of the config file itself, say, with files of the names that a run writes."""
+    files = {"config.yaml": "# mine\ngrpo: {}\n", "samples.jsonl": "{}\n", ".notes.2024": "notes"}
+    for name, content in (files | ({} if run_json is None else {"run.json": run_json})).items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match="exists and is not a run directory"):
+        opened(tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+def test_hidden_files_of_the_user_s_own_stay(run: Path) -> None:
+    (run / ".notes.2024").write_text("notes")
+    (run / ".config.yaml.1").mkdir()
+    opened(run).begin()
+    assert (run / ".notes.2024").read_text() == "notes" and (run / ".config.yaml.1").is_dir()
+
+
+def test_a_run_that_was_killed_before_its_first_file_begins(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    (tmp_path / ".run.json.77").write_text("half")
+    directory = opened(tmp_path)
+    directory.begin()
+    directory.close()
+    (tmp_path / "config.yaml").unlink()  # it is written second
+    assert opened(tmp_path).next_step == 0
+
+
+@pytest.mark.parametrize("how", ["gone", "a link to nowhere"])
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run: Path, how: str) -> None:
+    (run / "checkpoints").rename(run.with_name("elsewhere"))
+    if how == "a link to nowhere":
+        (run / "checkpoints").symlink_to("unmounted")
+    with pytest.raises(
+        ConfigError, match=r"holds 5 steps, but .*checkpoints holds no checkpoint of them; bring it back"
+    ):
+        opened(run)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_step_whose_first_checkpoint_was_never_finished_is_made_again(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.begin()
+    directory.append("metrics.jsonl", {"step": 0})
+    directory.close()
+    directory = opened(tmp_path)
+    directory.begin()
+    assert directory.next_step == 0 and directory.metrics() == []
+
+
+def test_checkpoints_that_cannot_be_read_are_an_error(run: Path) -> None:
+    (run / "checkpoints").rename(run.with_name("elsewhere"))
+    (run / "checkpoints").write_text("a file")
+    with pytest.raises(NotADirectoryError):
+        opened(run)
+    opened(run.with_name("another")).close()
+
+
+def test_a_checkpoint_that_the_user_moved_and_linked_is_let_go(run: Path) -> None:
+    moved = (run / "checkpoints" / "step_3").rename(run.with_name("elsewhere"))
+    (run / "checkpoints" / "step_3").symlink_to(moved)
+    directory = opened(run)
+    directory.begin()
+    directory.keep_checkpoint(5, save)
+    assert not (run / "checkpoints" / "step_3").exists() and (moved / WEIGHTS).is_file()
+
+
+def test_a_value_that_is_no_number_is_the_same_config_each_time(tmp_path: Path) -> None:
+    config = CONFIG | {"note": float("nan")}
+    directory = RunDirectory.open(tmp_path, config, 9)
+    directory.begin()
+    for step in range(2):
+        directory.append("metrics.jsonl", {"step": step})
+        directory.keep_checkpoint(step, save)
+    directory.close()
+    assert RunDirectory.open(tmp_path, config, 9).next_step == 2
 
 
 def test_another_config_is_named_even_if_it_has_no_sections(run: Path) -> None:

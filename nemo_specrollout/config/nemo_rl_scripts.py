@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of NeMo-RL's own scripts a config belongs to: told from its blocks, for the config itself does not say."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from nemo_specrollout.config.nemo_rl_traps import Tree, at
+from nemo_specrollout.config.strict import ConfigError
+
+GRPO = "examples/run_grpo.py"
+GYM_DISTILLATION = "examples/nemo_gym/run_distillation_nemo_gym.py"
+
+
+def _has(path: str) -> Callable[[Tree], bool]:
+    return lambda tree: bool(at(tree, path))
+
+
+def _both(one: Callable[[Tree], bool], other: Callable[[Tree], bool]) -> Callable[[Tree], bool]:
+    return lambda tree: one(tree) and other(tree)
+
+
+def _sees(tree: Tree) -> bool:
+    """Whether prompts hold images, video or audio: NeMo-RL reads those by a data processor of its own."""
+    return any(str(name).startswith("vlm") for name in _values(tree.get("data"), "processor"))
+
+
+def _values(node: Any, key: str) -> Iterator[Any]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from (value,) if name == key else _values(value, key)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _values(item, key)
+
+
+_GYM = _has("env.should_use_nemo_gym")
+# The first that a config fits is its own.
+_SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (
+    ("examples/run_grpo_single_controller.py", _has("async_rl")),
+    (GYM_DISTILLATION, _both(_GYM, _has("distillation"))),
+    ("examples/run_distillation.py", _has("distillation")),
+    ("examples/run_ppo.py", _has("ppo")),
+    ("examples/nemo_gym/run_grpo_nemo_gym.py", _both(_GYM, _has("grpo"))),
+    ("examples/run_grpo_sliding_puzzle.py", _has("env.sliding_puzzle_game")),
+    ("examples/run_vlm_grpo.py", _both(_sees, _has("grpo"))),
+    (GRPO, _has("grpo")),
+)
+# Blocks of algorithms that train on given data. Distillation from several teachers does, too.
+_NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")
+
+
+def script_of(tree: Tree) -> str:
+    """Returns the script, relative to a NeMo-RL checkout. Raises ConfigError for a config that fits none of them."""
+    training = next((name for name in _NO_ROLLOUTS if at(tree, name)), None)
+    if training is not None:
+        raise ConfigError(f"{training}: a run of this kind makes no rollouts; there is nothing to speed up")
+    for script, fits in _SCRIPTS:
+        if fits(tree):
+            return script
+    raise ConfigError("the config has no block grpo, ppo or distillation; name NeMo-RL's script with --script")
