@@ -171,7 +171,8 @@ def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
     cluster.launch()
     assert cluster.run_job(2).returncode == 0
     assert cluster.recorded("uv") == [
-        "run", "python", "-m", "nemo_specrollout.cli.main", "run", str(cluster.run / "config.yaml")
+        "run", "python", "-m", "nemo_specrollout.cli.main", "run", str(cluster.run / "config.yaml"),
+        "--script", "examples/run_grpo.py",
     ]  # fmt: skip
     assert cluster.recorded("uv.folder") == [str(cluster.nemo_rl)]
     assert cluster.recorded("uv.addon") == [str(cluster.run / "addon" / "nemo_specrollout" / "__init__.py")]
@@ -198,7 +199,7 @@ def test_our_actors_take_the_containers_environments(cluster: Cluster) -> None:
 
 
 def test_the_shared_environments_are_those_of_the_actors_that_install_registers() -> None:
-    install = importlib.import_module("nemo_specrollout.nemo_rl.install")
+    install = importlib.import_module("nemo_specrollout.nemo_rl.installation")
     assert {ours: native for native, ours in install.ACTORS.items()} == SHARED_ENVIRONMENTS
 
 

@@ -6,6 +6,7 @@ What compares with NeMo-RL itself needs NEMO_RL_SRC, a checkout, and NEMO_RL_PYT
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,14 @@ from omegaconf import OmegaConf
 
 from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config import nemo_rl_config, versions
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.nemo_rl_traps import SPECULATIVE_CONFIG as SPECULATIVE
 from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
@@ -153,7 +155,9 @@ def test_vllms_own_drafter_turned_off_leaves_ours() -> None:
 
 
 def test_two_kinds_of_drafters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drafters: named beside policy\..*speculative_config; remove one of them"):
+    with pytest.raises(
+        ConfigError, match=r"drafters: named beside policy\..*speculative_config; remove `drafters` to keep"
+    ):
         effective_block(tree(EAGLE3, f"{BLOCK_PATH}.drafters=[{{type: ngram}}]"))
 
 
@@ -407,6 +411,68 @@ def test_runtimes() -> None:
     assert [runtime_of({}), runtime_of({"runtime": "local"}), runtime_of(tree())] == ["local", "local", "nemo_rl"]
     with pytest.raises(ConfigError, match=r"^runtime: 'nemorl' is not available; did you mean 'nemo_rl'\?"):
         runtime_of({"runtime": "nemorl"})
+
+
+def test_a_config_that_names_gpus_is_nemo_rl_s() -> None:
+    stock = {name: value for name, value in tree().items() if name != "runtime"}
+    assert runtime_of(stock) == "nemo_rl"
+    assert runtime_of({"cluster": {"gpus_per_node": 0, "rollout_workers": 2}}) == "local"
+    assert runtime_of(stock | {"runtime": "local"}) == "local"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "script"),
+    [
+        ({"grpo": {"seed": 1}}, "examples/run_grpo.py"),
+        (
+            {"grpo": {"seed": 1}, "async_rl": {"sampler": {"name": "in_order"}}},
+            "examples/run_grpo_single_controller.py",
+        ),
+        ({"grpo": {"seed": 1}, "env": {"should_use_nemo_gym": True}}, "examples/nemo_gym/run_grpo_nemo_gym.py"),
+        ({"grpo": {"seed": 1}, "env": {"sliding_puzzle_game": {"cfg": {}}}}, "examples/run_grpo_sliding_puzzle.py"),
+        (
+            {"grpo": {"seed": 1}, "data": {"train": [{"processor": "vlm_hf_data_processor"}]}},
+            "examples/run_vlm_grpo.py",
+        ),
+        ({"ppo": {"seed": 1}}, "examples/run_ppo.py"),
+        ({"distillation": {"seed": 1}}, "examples/run_distillation.py"),
+    ],
+)
+def test_each_config_has_its_script(blocks: dict[str, Any], script: str) -> None:
+    assert script_of(blocks) == script
+
+
+def test_a_config_without_rollouts_has_no_script() -> None:
+    with pytest.raises(ConfigError, match=r"^sft: a run of this kind makes no rollouts"):
+        script_of({"sft": {"seed": 1}})
+    with pytest.raises(ConfigError, match="name NeMo-RL's script with --script"):
+        script_of({"policy": {}})
+
+
+# The script that starts a recipe in NeMo-RL's own test suites, which are shell scripts of the recipe's name.
+_STARTED = re.compile(r"examples/[a-z_/]*run_[a-z_]*\.py")
+_ROLLS_OUT = ("grpo", "ppo", "distillation")
+
+
+def test_nemo_rl_s_own_recipes_have_the_scripts_of_its_test_suites() -> None:
+    checkout = Path(os.environ.get("NEMO_RL_SRC") or pytest.skip("needs NEMO_RL_SRC"))
+    num_compared = 0
+    for suite in sorted(checkout.glob("tests/test_suites/*/*.sh")):
+        started, recipes = _STARTED.search(suite.read_text()), list(checkout.glob(f"examples/**/{suite.stem}.yaml"))
+        if started is None or not recipes or "???" in _inherited(recipes[0]):  # a data set that the suite downloads
+            continue
+        recipe = load_config(recipes[0])
+        if any(name in recipe for name in _ROLLS_OUT) and "teachers" not in recipe:
+            assert script_of(recipe) == started[0], suite.name
+            num_compared += 1
+    assert num_compared > 100
+
+
+def _inherited(recipe: Path) -> str:
+    """The text of a recipe and of all that it inherits."""
+    text = recipe.read_text()
+    parent = re.search(r"^defaults: *(\S+)", text, re.MULTILINE)
+    return text if parent is None else text + _inherited(recipe.parent / parent[1].strip("'\""))
 
 
 def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

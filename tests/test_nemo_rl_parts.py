@@ -12,7 +12,10 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
+from vllm import SamplingParams
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from nemo_specrollout.generation.identity import resolve_identity
 from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
@@ -20,7 +23,7 @@ from nemo_specrollout.nemo_rl.gap_causes import gap_causes
 from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS, Hold
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
-from nemo_specrollout.nemo_rl.metrics import step_metrics
+from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
@@ -84,14 +87,10 @@ def test_every_hold_is_on_the_page(hold: Hold) -> None:
     assert hold.name.rpartition(".")[2] in page
 
 
-class Params(SimpleNamespace):
-    """Stands for vLLM's SamplingParams, of which two fields matter here."""
-
-
 def test_each_request_gets_the_seed_of_its_row() -> None:
-    seeds, shared = RequestSeeds(), Params(seed=None, extra_args={"other": 1})
+    seeds, shared = RequestSeeds(), SamplingParams(extra_args={"other": 1}, max_tokens=7)
     first, second = seeds.of_batch(shared, 2, [11, 22])
-    assert first.extra_args == {"other": 1, "specrollout": {"seed": 11}}
+    assert first.extra_args == {"other": 1, "specrollout": {"seed": 11}} and first.max_tokens == 7
     assert second.extra_args["specrollout"] == {"seed": 22}
     assert shared.extra_args == {"other": 1} and seeds.num_made_up == 0
     with pytest.raises(ValueError, match="zip"):
@@ -100,12 +99,18 @@ def test_each_request_gets_the_seed_of_its_row() -> None:
 
 def test_requests_without_a_row_get_random_seeds_unless_they_have_one() -> None:
     seeds = RequestSeeds()
-    first, second = (
-        seeds.of_one(Params(seed=None, extra_args=None), None).extra_args["specrollout"]["seed"] for _ in "ab"
-    )
+    first, second = (seeds.of_one(SamplingParams(), None).extra_args["specrollout"]["seed"] for _ in "ab")
     assert first != second and seeds.num_made_up == 2
-    own = Params(seed=5, extra_args=None)
-    assert seeds.of_one(own, None) is own and seeds.num_made_up == 2
+    assert seeds.of_one(SamplingParams(seed=5), None).seed == 5 and seeds.num_made_up == 2
+
+
+@pytest.mark.parametrize("given", [None, [2**63 - 1]])
+def test_the_samples_of_one_request_have_seeds_of_their_own(given: list[int] | None) -> None:
+    params = RequestSeeds().of_one(SamplingParams(n=4), given)
+    parent = ParentRequest(SimpleNamespace(params=params, request_id="r", external_req_id="r"))
+    children = [parent.get_child_info(i)[1] for i in range(4)]
+    seeds = {resolve_identity("r", child, [1, 2], engine_seed=3).seed for child in children}
+    assert len(seeds) == 4 and all(0 <= child.seed < 2**63 for child in children)
 
 
 class Draft(nn.Module):
@@ -201,6 +206,12 @@ def test_step_metrics_are_ratios_of_differences() -> None:
     assert figures["specrollout/suffix/acceptance"] == pytest.approx(4 / 6)
     assert figures["specrollout/suffix/acceptance_pos_2"] == 0.5
     assert figures["specrollout/suffix/share_of_drafts"] == 1.0
+
+
+def test_a_refit_between_two_steps_counts_for_the_second() -> None:
+    first, second = ([totals(num_weight_updates=n)] * 2 for n in (1, 2))
+    assert weight_updates(None, first) == weight_updates(first, second) == {"specrollout/weight_updates": 1.0}
+    assert weight_updates(second, second) == {"specrollout/weight_updates": 0.0}
 
 
 def test_an_idle_step_has_no_ratios() -> None:

@@ -14,7 +14,6 @@ from nemo_specrollout.cli.prepare import (
     check_trains,
     place_drafter,
     prepare_local,
-    runtime_of,
     use_threads,
 )
 from nemo_specrollout.config.addresses import is_loopback
@@ -23,6 +22,7 @@ from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, malformed
+from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.nemo_rl_tail import num_engines
 from nemo_specrollout.config.nemo_rl_traps import (
     GENERATION,
@@ -36,6 +36,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     size_at,
 )
 from nemo_specrollout.config.run import DataConfig
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
@@ -225,6 +226,7 @@ def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
     temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
     return [
         ("runtime", f"nemo_rl: GRPO in NeMo-RL, {_explain_asynchrony(tree)}"),
+        ("script", _script_in_words(tree)),
         ("versions", _explain_versions()),
         ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "
                    f"{at(tree, 'policy.precision')}; trained by {_explain_trainer(tree)}"),
@@ -235,6 +237,13 @@ def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
         ("placement", _explain_placement(tree)),
         ("output", str(at(tree, "logger.log_dir"))),
     ]  # fmt: skip
+
+
+def _script_in_words(tree: Tree) -> str:
+    try:
+        return f"{script_of(tree)}, of NeMo-RL's checkout"
+    except ConfigError as error:
+        return str(error)
 
 
 def _explain_asynchrony(tree: Tree) -> str:

@@ -14,13 +14,14 @@ from nemo_specrollout.cli.consoles import complain, log_console
 from nemo_specrollout.cli.explain_benefit import show_benefit, show_ladder, show_window
 from nemo_specrollout.cli.explain_tail import tail_lines
 from nemo_specrollout.cli.plan import show_plan
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local, runtime_of
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
 from nemo_specrollout.cli.simulate import of_run
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, SpecrolloutConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
 from nemo_specrollout.config.nemo_rl_traps import Finding
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import as_configured

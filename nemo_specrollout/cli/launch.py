@@ -17,6 +17,7 @@ from nemo_specrollout.cli.slurm_script import Job
 from nemo_specrollout.cli.slurm_settings import absolute, check_mountable, read_settings
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.strict import ConfigError
 
 _FLAGS = {
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="write the run directory and print the sbatch line")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="settings as in slurm/cluster.example.yaml")
+    parser.add_argument(
+        "--script", metavar="FILE", help="NeMo-RL's script, from its checkout; else the one that CONFIG fits"
+    )
     for name, text in _FLAGS.items():
         parser.add_argument(
             f"--{name}", metavar=name.upper(), help=f"{text}; else of the file, else of the environment"
@@ -55,9 +59,10 @@ def launch(args: argparse.Namespace) -> int:
     tree = yaml.safe_load(config)
     findings = prepare_nemo_rl(tree)
     _check_resumes(tree, args.jobs)
+    script = args.script or script_of(tree)
     directory = LaunchDirectory(run)
     directory.check(config)
-    job = Job(settings, run, args.nodes, tree["cluster"]["gpus_per_node"], _max_num_steps(tree))
+    job = Job(settings, run, args.nodes, tree["cluster"]["gpus_per_node"], _max_num_steps(tree), script)
     directory.write({"config.yaml": config, **job.files()})
     for finding in findings:
         print(f"{finding.kind}: {finding}")

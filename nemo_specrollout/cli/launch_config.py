@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from nemo_specrollout.cli.slurm_settings import ClusterSettings, seconds
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 
 # Keys that a flag decides.
@@ -29,8 +30,9 @@ def launched_config(path: Path, overrides: list[str], settings: ClusterSettings,
         if flag is not None:
             raise ConfigError(f"{override}: launch sets it; use {flag}")
     tree = load_config(path, overrides)
-    if tree.get("runtime") != "nemo_rl":
+    if runtime_of(tree) != "nemo_rl":
         raise ConfigError(f"runtime: {tree.get('runtime', 'local')!r} is not for a cluster; set runtime=nemo_rl")
+    tree["runtime"] = "nemo_rl"
     cluster = _section(tree, "cluster")
     cluster["gpus_per_node"] = _gpus_per_node(cluster.get("gpus_per_node"), settings.gpus_per_node)
     cluster["num_nodes"] = num_nodes

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_specrollout.cli.consoles import log_console
-from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_block
 from nemo_specrollout.config.nemo_rl_traps import Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.scheduling.cost_tables import CostTables
 from nemo_specrollout.scheduling.placement import DECOUPLED, Option, Placement, counted, place

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_specrollout.cli.consoles import log_console
-from nemo_specrollout.cli.prepare import runtime_of
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
 from nemo_specrollout.simulation.devices import DEVICES, device_named

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from nemo_specrollout.cli.slurm_settings import ClusterSettings
-from nemo_specrollout.nemo_rl.install import ACTORS
+from nemo_specrollout.nemo_rl.installation import ACTORS
 
 # Our Ray actors, and NeMo-RL's own whose Python environment they share. NeMo-RL names an environment after its actor.
 SHARED_ENVIRONMENTS = {ours: native for native, ours in ACTORS.items()}
@@ -27,6 +27,8 @@ class Job:
     num_nodes: int
     gpus_per_node: int
     max_num_steps: int | None
+    script: str
+    """NeMo-RL's script, from its checkout."""
 
     @property
     def name(self) -> str:
@@ -73,7 +75,7 @@ class Job:
         """What ray.sub runs on the head: NeMo-RL's driver Python, which hands its PYTHONPATH on to all workers."""
         addon, config = quote(f"{self.run}/addon"), quote(f"{self.run}/config.yaml")
         path = f"PYTHONPATH={addon}${{PYTHONPATH:+:$PYTHONPATH}}"
-        return f"{path} uv run python -m nemo_specrollout.cli.main run {config}"
+        return f"{path} uv run python -m nemo_specrollout.cli.main run {config} --script {quote(self.script)}"
 
     def _setup(self) -> str:
         links = "".join(f"  share_environment {native} {ours}\n" for ours, native in SHARED_ENVIRONMENTS.items())

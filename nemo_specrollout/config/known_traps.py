@@ -11,6 +11,7 @@ from typing import Any
 from nemo_specrollout.config.block import MODEL_DRAFTERS
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, drafter_types
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_KWARGS, Tree, at, native_drafts
+from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.versions import (
     installed_versions,
     nemo_rl_is_a_release,
@@ -90,7 +91,7 @@ def _in_words(version: Version) -> str:
 
 
 def _is_local(tree: Tree) -> bool:
-    return tree.get("runtime", "local") == "local"
+    return runtime_of(tree) == "local"
 
 
 def _is_nemo_rl(tree: Tree) -> bool:

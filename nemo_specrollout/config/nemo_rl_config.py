@@ -48,7 +48,10 @@ def effective_block(tree: Tree) -> dict[str, Any] | None:
         block = {**block, "drafters": []}
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
     if native_drafts(tree) and config.drafters:
-        raise ConfigError(f"{BLOCK_PATH}.drafters: named beside {SPECULATIVE_CONFIG}; remove one of them")
+        raise ConfigError(
+            f"{BLOCK_PATH}.drafters: named beside {SPECULATIVE_CONFIG}; remove `drafters` to keep that drafter, whose drafts "
+            "specrollout's exact sampler then verifies, or remove speculative_config"
+        )
     return dict(_plain(dataclasses.asdict(config)))
 
 

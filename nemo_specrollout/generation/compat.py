@@ -83,6 +83,14 @@ _NEXT_POSITION = 0 if _takes(DraftModelSpeculator.sample_draft, "sample_src_posi
 class RolloutSamplingParams(SamplingParams):
     """Sampling parameters for an engine with our sampler, which applies min-p and logit bias to draft rows too."""
 
+    @classmethod
+    def of(cls, params: SamplingParams) -> "RolloutSamplingParams":
+        """Returns a copy of `params` of this class; values that vLLM derived from others are copied too."""
+        copied = cls.__new__(cls)
+        for name in params.__struct_fields__:
+            setattr(copied, name, getattr(params, name))
+        return copied
+
     def _validate_spec_decode(self, speculative_config: Any) -> None:
         """vLLM's own rejection sampler cannot do that, so vLLM would refuse the request here."""
 

@@ -6,6 +6,6 @@ import nemo_specrollout.nemo_rl as s
 s.install(config)  # a NeMo-RL MasterConfig, before `setup`
 """
 
-from nemo_specrollout.nemo_rl.install import install, uninstall
+from nemo_specrollout.nemo_rl.installation import install, uninstall
 
 __all__ = ["install", "uninstall"]

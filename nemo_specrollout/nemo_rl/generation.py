@@ -23,7 +23,14 @@ from nemo_specrollout.generation.worker_blocks import worker_blocks
 from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
-from nemo_specrollout.nemo_rl.metrics import PREFIX, head_figures, sample_lines, step_facts, step_metrics
+from nemo_specrollout.nemo_rl.metrics import (
+    PREFIX,
+    head_figures,
+    sample_lines,
+    step_facts,
+    step_metrics,
+    weight_updates,
+)
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 from nemo_specrollout.training.head_folder import HeadFolder
@@ -63,13 +70,20 @@ class SpecrolloutGeneration(VllmGeneration):
         self._asked: dict[Stream, list[int]] = {stream: [] for stream in Stream}
         self._num_refits = 0
         self._totals_before: list[EngineTotals] | None = None
+        self._totals_after: list[EngineTotals] | None = None  # of the step before
         self._facts_at = time.perf_counter()
         block = build(SpecrolloutConfig, config["specrollout"], BLOCK_PATH)
         self._supply = None if block.remote is None else SupplyWindow()
         self._drafters = _start_drafters(block, config, self.notes)  # they start while the engines do
         super().__init__(cluster, config, *args, **kwargs)
         self._refresh = self._start_refresh(block)
-        self._tail = self._start_tail(block)
+        if not getattr(self, "_defer_model_load", False):
+            self._tail = self._start_tail(block)
+
+    def load_and_start(self) -> None:
+        """NeMo-RL's: engines that were deferred, as for NeMo-Gym, load their models. They can share requests only then."""
+        super().load_and_start()
+        self._tail = self._start_tail(build(SpecrolloutConfig, self.cfg["specrollout"], BLOCK_PATH))
 
     def __getstate__(self) -> dict[str, Any]:
         """For Ray, which copies the generation to the trajectory collector: heads, drafters and samples are the driver's to
@@ -146,7 +160,8 @@ class SpecrolloutGeneration(VllmGeneration):
         if before is not None:
             after = self._engine_totals()
             figures = {**step_metrics(before, after), **self._heads_after_step(before, after), **self._supply_of_step()}
-            figures |= self._tail_of_step()
+            figures |= weight_updates(self._totals_after, after) | self._tail_of_step()
+            self._totals_after = after
             metrics |= {k: np.array(v) for k, v in figures.items()}
         return metrics
 

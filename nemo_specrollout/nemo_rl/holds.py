@@ -106,6 +106,13 @@ HOLDS = (
     Hold(_GENERATION, "VllmGeneration.get_step_metrics", (), "vllm_generation.py:573", "overridden"),
     Hold(
         _GENERATION,
+        "VllmGeneration.load_and_start",
+        (),
+        "vllm_generation.py:510",
+        "overridden: engines that are loaded later, as for NeMo-Gym, share requests from then on",
+    ),
+    Hold(
+        _GENERATION,
         "VllmGeneration.finish_generation",
         (),
         "vllm_generation.py:1004",

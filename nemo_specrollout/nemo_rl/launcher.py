@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs NeMo-RL's own `examples/run_grpo.py`, unedited, with `install` called before its `setup`."""
+"""Runs one of NeMo-RL's own scripts, unedited, with `install` called before its `setup`."""
 
 import functools
 import importlib.util
@@ -13,15 +13,19 @@ from typing import Any
 import nemo_rl
 import yaml
 
+from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl.install import install
+from nemo_specrollout.nemo_rl.installation import install
 
 _PROMPT_FILES = ("prompt_file", "system_prompt_file")
 
 
-def run(tree: Mapping[str, Any]) -> None:
-    """A GRPO run of a resolved config, as NeMo-RL starts it. Raises ConfigError for what cannot start."""
-    script = _script()
+def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
+    """Runs a resolved config as NeMo-RL starts it, by the script that it belongs to unless `script_path` names one.
+
+    Raises ConfigError for what cannot start.
+    """
+    script = _script(_checkout() / (script_path or script_of(tree)))
     native = script.setup
 
     @functools.wraps(native)
@@ -56,16 +60,18 @@ def _with_prompt_files(tree: Any) -> Any:
     return found
 
 
-def _script() -> ModuleType:
-    """NeMo-RL's launcher."""
-    path = _checkout() / "examples" / "run_grpo.py"
+def _script(path: Path) -> ModuleType:
+    """Returns the script at `path` as a module; it must have NeMo-RL's `setup`, before which the block takes effect."""
     if not path.is_file():
         raise ConfigError(
-            f"NeMo-RL's launcher {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
+            f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
         )
-    spec = importlib.util.spec_from_file_location("run_grpo", path)
-    assert spec is not None and spec.loader is not None
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--script: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["run_grpo"] = module
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
+    if not callable(getattr(module, "setup", None)):
+        raise ConfigError(f"--script: {path} has no function `setup`, before which specrollout could take effect")
     return module

@@ -18,7 +18,6 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
     done = _done(before, after)
     figures: dict[str, float] = {
         "engine_steps": done.num_steps,
-        "weight_updates": done.num_weight_updates / max(len(after), 1),
         "seeds_made_up": done.num_made_up_seeds,
         "decode_s": done.decode_s,
         "draft_host_s": done.host_s,
@@ -32,6 +31,15 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
     if done.estimated_s:
         figures["speedup_estimate"] = (done.plain_s + done.other_s) / (done.estimated_s + done.other_s)
     return {PREFIX + name: float(value) for name, value in {**figures, **_by_drafter(done)}.items()}
+
+
+def weight_updates(last: Sequence[EngineTotals] | None, after: Sequence[EngineTotals]) -> dict[str, float]:
+    """Returns the refits of an engine since `last`, the reading at the end of the step before; None: since the start.
+
+    Synchronous GRPO refits between two steps, outside of the window of the other figures.
+    """
+    counts = [sum(totals.num_weight_updates for totals in reading) for reading in (last or (), after)]
+    return {f"{PREFIX}weight_updates": (counts[1] - counts[0]) / max(len(after), 1)}
 
 
 def _by_drafter(done: EngineTotals) -> dict[str, float]:

@@ -28,7 +28,7 @@ from nemo_rl.models.generation.vllm import vllm_worker
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.nemo_rl.generation import SEEDS_KEY
 from nemo_specrollout.nemo_rl.identities import RowIdentities
-from nemo_specrollout.nemo_rl.install import install
+from nemo_specrollout.nemo_rl.installation import install
 from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmWorkerImpl
 
 ray.get_gpu_ids = lambda: [0]  # NeMo-RL's worker asks for its GPU; here it is no actor
