@@ -110,13 +110,13 @@ def num_accepted(engine: RolloutEngine) -> int:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_tokens_are_plain_decodings(engine: RolloutEngine, expected: dict[str, list[Rollout]], name: str) -> None:
     wait_until_ready(engine)
-    before, deadline, asked = num_accepted(engine), time.monotonic() + 60, requests(8, 4)
+    before, deadline, asked = num_accepted(engine), time.monotonic() + 240, requests(8, 4)
     # Policy and drafters are of a size here: where they walk in step, every draft of a rollout may come just too late. With
     # other numbers of requests they do not.
     for size in itertools.cycle((len(asked), 8, 2)):
         assert time.monotonic() < deadline
         assert_equal(engine.generate(asked[:size], **SAMPLINGS[name]), expected[name][:size])
-        if num_accepted(engine) >= before + 100:
+        if num_accepted(engine) >= before + 20:
             break
 
 
@@ -131,7 +131,7 @@ def test_tokens_are_plain_decodings_with_a_drafter_in_the_engine_too(
     both = (*block.drafters, DrafterConfig("draft_model", model=str(similar_model)), DrafterConfig("ngram"))
     engine = start_engine(STEP_ADDER, replace(block, drafters=both))
     wait_until_ready(engine)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while np.min(proposed_by_drafter(engine)) < 50:
         assert time.monotonic() < deadline
         assert_equal(engine.generate(requests(8, 4)), expected["T=1"])

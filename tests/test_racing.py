@@ -348,6 +348,7 @@ def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
     rollout.load_weights(old.items(), 0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_take_new_weights_is_killed(
     pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of the quickstart, made small: what they leave, how they go on after any kind of end, refit."""
 
+import contextlib
 import json
 import math
 import os
@@ -107,9 +108,16 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return log_dir
 
 
+def in_this_process(log_dir: Path, num_steps: int, **more: Any) -> None:
+    """Makes a run whose process is not what is tested: it loads no libraries again."""
+    with contextlib.chdir(ROOT):
+        arguments = overrides(log_dir, **{"grpo.max_num_steps": num_steps}, **more)
+        assert main(["run", str(QUICKSTART), *arguments]) == 0
+
+
 def test_a_forced_on_policy_ratio_saves_a_pass_and_changes_nothing(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
-    finish(start(log_dir, 1, **{"loss_fn.force_on_policy_ratio": True}))
+    in_this_process(log_dir, 1, **{"loss_fn.force_on_policy_ratio": True})
     (ours,), ordinary = metrics(log_dir), metrics(whole_run)[0]
     assert ours["logprob_s"] == 0 < ordinary["logprob_s"]
     assert ours["logprob_gap"]["max"] == pytest.approx(ordinary["logprob_gap"]["max"], abs=1e-5)
@@ -181,6 +189,7 @@ def interrupt(log_dir: Path, number: signal.Signals, code: int) -> None:
     assert (log_dir / "report.html").is_file() and (log_dir / "picture.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_full_disk_has_room_again(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     output = finish(start(log_dir, num_steps=1, largest_file=20_000_000), 1)  # a checkpoint has 36 million bytes
@@ -229,7 +238,7 @@ def test_a_report_is_made_again_from_the_files_of_a_run(
 
 def test_the_engine_s_log_probs_are_the_trainer_s_at_any_temperature(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
-    finish(start(log_dir, 1, **{"policy.generation.temperature": 0.7}))
+    in_this_process(log_dir, 1, **{"policy.generation.temperature": 0.7})
     for record in metrics(log_dir):
         assert record["logprob_gap"]["max"] < 1e-4 and not record["alarms"]
         assert record["sampling_importance_ratio"] == pytest.approx(1.0, abs=1e-4)

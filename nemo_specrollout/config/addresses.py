@@ -14,10 +14,10 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
-def check_address(path: str, address: str) -> None:
-    """Raises ConfigError unless `address` is tcp://HOST:PORT."""
+def check_address(path: str, address: str, *, any_port: bool = True) -> None:
+    """Raises ConfigError unless `address` is tcp://HOST:PORT. Port 0, any that is free, only where `any_port` allows it."""
     match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match[2]) <= 65535:
+    if match is None or int(match[2]) > 65535 or (int(match[2]) == 0 and not any_port):
         raise ConfigError(f"{path}: {address!r} is no address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
 
 

@@ -114,7 +114,7 @@ class DrafterConfig:
                 f"{path}.gpus: {self.gpus}; drafters at addresses have what `serve-drafter` finds: remove it, or set workers"
             )
         for address in self.addresses:
-            check_address(f"{path}.addresses", address)
+            check_address(f"{path}.addresses", address, any_port=False)
         if self.placement == "auto" and not (self.workers and self.profile):
             raise ConfigError(
                 f"{path}.placement: 'auto' with workers {self.workers} and profile {self.profile}; let the run start the "
