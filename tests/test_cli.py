@@ -349,3 +349,16 @@ def test_threads_are_the_config_s_unless_the_environment_says_otherwise(
         monkeypatch.delenv("OMP_NUM_THREADS")
     use_threads(prepare(QUICKSTART, ["cluster.threads=2", f"logger.log_dir={log_dir}"]).config.cluster.threads)
     assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_command_whose_reader_has_ended_says_nothing(reads: bool) -> None:
+    read, write = os.pipe()
+    if not reads:
+        os.close(read)
+    command = [sys.executable, "-m", "nemo_specrollout.cli.main", "check", str(QUICKSTART)]
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == ((0, "") if reads else (141, ""))
+    if reads:
+        os.close(read)

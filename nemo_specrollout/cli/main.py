@@ -5,6 +5,7 @@ import argparse
 import errno
 import io
 import os
+import select
 import signal
 import sys
 import warnings
@@ -60,16 +61,27 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Interrupts(), scratch_folder() if parsed.command in _WITH_ENGINES else nullcontext():
             return _command(parsed)
-    except BrokenPipeError:  # who read the output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_NO_READER
     except (ConfigError, KeyboardInterrupt, SystemExit, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_NO_READER
         end = _end_of(error)
         if end is None:
             raise
         sentence, code = end
         complain(sentence)
         return code
+
+
+def _output_is_closed() -> bool:
+    """Returns whether standard output is a pipe whose reader has ended, as `head` does."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # of a stream in memory
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _end_of(error: BaseException) -> tuple[str, int] | None:
