@@ -4,13 +4,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from vllm import SamplingParams
 
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER, engine_arguments
+from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +46,22 @@ def test_a_drafter_without_weights_leaves_the_policy_s_to_the_first_refit() -> N
 def test_native_heads_come_from_the_policy_s_folder_and_by_refit_only_where_they_are_trained(is_trained: bool) -> None:
     made = arguments([{"type": "mtp"}], _mtp_weights_from_refit=is_trained)
     assert made["load_format"] == "auto" and made["additional_config"][MTP_FROM_FOLDER] is not is_trained
+
+
+def test_samples_of_one_request_differ_and_min_p_is_taken(
+    tiny_model: Path, start_engine: Callable[..., RolloutEngine]
+) -> None:
+    """As a request over HTTP comes: vLLM's own parameters, without a row, with options that vLLM refuses beside drafts."""
+    engine, seeds = start_engine(tiny_model, SpecrolloutConfig()), RequestSeeds()
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8, 5, 6, 7, 8]}]
+    params = SamplingParams(n=4, max_tokens=12, min_p=0.01, logit_bias={9: -3.0}, detokenize=False)
+
+    def samples(given: list[int] | None) -> list[tuple[int, ...]]:
+        (made,) = engine._llm.generate(prompts, seeds.of_batch(params, 1, given), use_tqdm=False)
+        return [tuple(sample.token_ids) for sample in made.outputs]
+
+    assert len(set(samples(None))) == 4 and seeds.num_made_up == 1
+    assert samples([77]) == samples([77]) and len(set(samples([77]))) == 4
 
 
 def test_what_a_native_engine_shares_its_process_with_loads_no_numba() -> None:
