@@ -32,9 +32,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
 
-# Signals to each process of a run in each phase: an hour and more.
+# Signals to each process of a run in each phase: hours.
 test-kill: setup
-	$(BIN)/python -m pytest -m slow tests/faults/test_kill_matrix.py
+	$(BIN)/python -m pytest -m slow --numprocesses 3 tests/faults/test_kill_matrix.py
 
 # The tests that meet vLLM, on versions older than that of .venv; their kernels run in Triton's interpreter.
 test-oldest: $(OLDEST_VENV)/.installed
