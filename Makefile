@@ -32,7 +32,7 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
 
-# Signals to each process of a run in each phase: hours.
+# Signals to each process of a run in each phase, three cases at once: about an hour.
 test-kill: setup
 	$(BIN)/python -m pytest -m slow --numprocesses 3 tests/faults/test_kill_matrix.py
 

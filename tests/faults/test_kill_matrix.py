@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills, stops and interrupts each process of a run in each phase: nothing is lost, nothing is left behind.
 
-Slow: `make test-kill`, hours for all, most of them spent waiting, so that several cases run at once; `-k` picks, e.g.
-`-k "main and checkpoint"`.
+Slow: `make test-kill`, about an hour for all, three cases at once; `-k` picks, e.g. `-k "main and checkpoint"`.
 """
 
 import json
