@@ -142,9 +142,10 @@ def _check_log_dir(path: Path) -> None:
         existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
         if not existing.is_dir():
             raise ConfigError(f"logger.log_dir: {path} cannot be a folder: {existing} is a file; choose another")
-        for name in path.absolute().relative_to(existing).parts:
-            if len(os.fsencode(name)) > _LONGEST_NAME or len(os.fsencode(path.absolute())) > _LONGEST_PATH:
-                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        to_make = path.absolute().relative_to(existing).parts
+        longest = max((len(os.fsencode(name)) for name in to_make), default=0)
+        if longest > _LONGEST_NAME or (to_make and len(os.fsencode(path.absolute())) > _LONGEST_PATH):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with tempfile.TemporaryDirectory(prefix=".specrollout-check-", dir=existing):
             pass
     except (OSError, ValueError) as error:
@@ -255,12 +256,12 @@ def _check_prompts(config: RunConfig) -> None:
 
     Those of later steps, and of other tasks, are looked at when they are sampled.
     """
+    if config.data.dataset_name != "step_addition":
+        return
     from tokenizers import Tokenizer
 
     from nemo_specrollout.local.task import make_problems
 
-    if config.data.dataset_name != "step_addition":
-        return
     tokenizer = Tokenizer.from_file(str(Path(config.policy.model_name) / "tokenizer.json"))
     problems = make_problems(config.grpo.seed, config.grpo.num_prompts_per_step, 0, config.data.max_terms)
     longest = max(len(tokenizer.encode(problem.prompt).ids) for problem in problems)

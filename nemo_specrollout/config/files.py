@@ -5,8 +5,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +21,8 @@ class DamagedFolder(ValueError):
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
 
-    Raises OSError, and leaves what was there. A process that dies meanwhile may leave `.<name>.<pid>` beside it.
+    Raises OSError, and leaves what was there. A process that dies meanwhile may leave a temporary file beside it, which
+    `temporary_names` matches.
     """
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -41,6 +43,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def temporary_names(names: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern of the temporary files that a process that died may have left beside files called `names`."""
+    return re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9]+")
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:

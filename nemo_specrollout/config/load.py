@@ -132,6 +132,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
 def _parents(path: Path, tree: DictConfig) -> list[Path]:
     """The files that `defaults` of `tree`, read from `path`, names; takes the key out of `tree`."""
     written = str(OmegaConf.to_container(tree, resolve=False).get("defaults"))  # type: ignore[union-attr]
+    hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
     try:
         parents = tree.pop("defaults", [])
     except OmegaConfBaseException as error:
@@ -139,14 +140,12 @@ def _parents(path: Path, tree: DictConfig) -> list[Path]:
     try:
         names = [parents] if isinstance(parents, str) else list(parents) if isinstance(parents, ListConfig) else parents
     except OmegaConfBaseException as error:
-        hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
         raise ConfigError(f"{path}: defaults: {problem_of(error)}{hint}") from error
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
         raise ConfigError(f"{path}: defaults: expected a file or a list of files, got {parents!r}")
     files = [path.parent / name for name in names]
     for file in files:
         if not os.path.isfile(file):
-            hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
             raise ConfigError(f"{path}: defaults: {file} does not exist{hint}")
     return files
 
@@ -158,13 +157,12 @@ def _merge(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
         if OmegaConf.is_missing(above, key) or OmegaConf.is_interpolation(above, str(key)):
             continue
         block = above[key]
-        if isinstance(block, DictConfig) and _REPLACES in block.keys():  # noqa: SIM118 - `in` denies a missing value
-            replaces = OmegaConf.to_container(block, resolve=False)[_REPLACES]  # type: ignore[call-overload,index]
-            if not isinstance(replaces, bool):
-                raise ConfigError(f"{path}: {key}.{_REPLACES}: {replaces!r}; it must be true or false")
-            OmegaConf.set_struct(block, False)
-            del block[_REPLACES]
-            if replaces:
+        mark: Any = block._get_node(_REPLACES) if isinstance(block, DictConfig) else None
+        if mark is not None:
+            written = mark._value()  # neither a missing value nor an interpolation can be read otherwise
+            if not isinstance(written, bool):
+                raise ConfigError(f"{path}: {key}.{_REPLACES}: {written!r}; it must be true or false")
+            if block.pop(_REPLACES):
                 below.pop(key, None)
     try:
         merged = OmegaConf.merge(below, above)

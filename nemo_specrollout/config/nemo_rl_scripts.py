@@ -7,21 +7,16 @@ from typing import Any
 from nemo_specrollout.config.nemo_rl_traps import Tree, at
 from nemo_specrollout.config.strict import ConfigError
 
-GRPO = "examples/run_grpo.py"
-GYM_DISTILLATION = "examples/nemo_gym/run_distillation_nemo_gym.py"
+_GYM = "env.should_use_nemo_gym"
 
 
-def _has(path: str) -> Callable[[Tree], bool]:
-    return lambda tree: bool(at(tree, path))
+def _has(*paths: str) -> Callable[[Tree], bool]:
+    return lambda tree: all(at(tree, path) for path in paths)
 
 
-def _both(one: Callable[[Tree], bool], other: Callable[[Tree], bool]) -> Callable[[Tree], bool]:
-    return lambda tree: one(tree) and other(tree)
-
-
-def _sees(tree: Tree) -> bool:
-    """Whether prompts hold images, video or audio: NeMo-RL reads those by a data processor of its own."""
-    return any(str(name).startswith("vlm") for name in _values(tree.get("data"), "processor"))
+def _is_multimodal(tree: Tree) -> bool:
+    """Returns whether a GRPO config has prompts with images, video or audio, which need NeMo-RL's `vlm` data processor."""
+    return _has("grpo")(tree) and any(str(name).startswith("vlm") for name in _values(tree.get("data"), "processor"))
 
 
 def _values(node: Any, key: str) -> Iterator[Any]:
@@ -33,17 +28,16 @@ def _values(node: Any, key: str) -> Iterator[Any]:
             yield from _values(item, key)
 
 
-_GYM = _has("env.should_use_nemo_gym")
 # The first that a config fits is its own.
 _SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (
     ("examples/run_grpo_single_controller.py", _has("async_rl")),
-    (GYM_DISTILLATION, _both(_GYM, _has("distillation"))),
+    ("examples/nemo_gym/run_distillation_nemo_gym.py", _has(_GYM, "distillation")),
     ("examples/run_distillation.py", _has("distillation")),
     ("examples/run_ppo.py", _has("ppo")),
-    ("examples/nemo_gym/run_grpo_nemo_gym.py", _both(_GYM, _has("grpo"))),
+    ("examples/nemo_gym/run_grpo_nemo_gym.py", _has(_GYM, "grpo")),
     ("examples/run_grpo_sliding_puzzle.py", _has("env.sliding_puzzle_game")),
-    ("examples/run_vlm_grpo.py", _both(_sees, _has("grpo"))),
-    (GRPO, _has("grpo")),
+    ("examples/run_vlm_grpo.py", _is_multimodal),
+    ("examples/run_grpo.py", _has("grpo")),
 )
 # Blocks of algorithms that train on given data. Distillation from several teachers does, too.
 _NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")

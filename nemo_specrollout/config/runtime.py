@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a config: this package's local runner on one CPU, or NeMo-RL."""
+"""Tells whether this package's local runner or NeMo-RL runs a config."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -85,7 +85,7 @@ class Progress:
         )
 
     def _note(self, text: str, style: str) -> None:
-        """Prints a line below that of a step, as it is: brackets in it are no markup."""
+        """Prints `text` below the line of a step. Brackets in it stay, and are not read as markup."""
         self.console.print(f"      {text}", style=style, markup=False, soft_wrap=True)
 
 

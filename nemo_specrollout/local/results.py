@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.charts import run_picture
 from nemo_specrollout.local.head_panels import head_summary
 from nemo_specrollout.local.records import overall_speedup, read_lines, reward_window, series
 from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.run_directory import PAGES, SUMMARY
 from nemo_specrollout.local.tail_panels import tail_summary
-
-PAGES = ("report.html", "picture.png")
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
@@ -31,18 +31,18 @@ def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[
         summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
     for name in PAGES:
         (run_dir / name).unlink(missing_ok=True)
-    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=1))
+    write_atomically(run_dir / SUMMARY, json.dumps(summary, indent=1))
     write_pages(run_dir)
     return summary
 
 
 def results_are_of(run_dir: Path, num_steps: int) -> bool:
-    """Whether all three are there and tell of a run that has completed `num_steps` steps."""
+    """Returns whether summary, report and picture exist and describe a run that completed `num_steps` steps."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        summary = read_object(run_dir / SUMMARY)
+    except ValueError:
         return False
-    is_whole = isinstance(summary, dict) and summary.get("completed") is True and summary.get("steps") == num_steps
+    is_whole = summary.get("completed") is True and summary.get("steps") == num_steps
     return is_whole and all((run_dir / name).is_file() for name in PAGES)
 
 

@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from nemo_specrollout.config.files import sync_folder, write_atomically
+from nemo_specrollout.config.files import sync_folder, temporary_names, write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
@@ -25,11 +24,9 @@ LADDER = "ladder.json"
 # What may change when a run goes on: how far it goes, and the name of its folder.
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
-RESULTS = ("summary.json", "report.html", "picture.png")
-# What `write_atomically` leaves of a file when its process dies.
-_TEMPORARY = re.compile(
-    rf"\.({'|'.join(map(re.escape, ('config.yaml', 'run.json', LADDER, *LINES, *RESULTS)))})\.[0-9]+"
-)
+SUMMARY = "summary.json"
+PAGES = ("report.html", "picture.png")
+_TEMPORARY = temporary_names(("config.yaml", "run.json", LADDER, *LINES, SUMMARY, *PAGES))
 
 
 class CompleteRun(ConfigError):
@@ -87,10 +84,10 @@ class RunDirectory:
             return
         if not _is_provenance(path / "run.json"):
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        earlier = _read_yaml(path / "config.yaml")
         steps = [record["step"] for record in self.metrics()]
         if self.next_step == 0 and not steps:
             return
+        earlier = _read_yaml(path / "config.yaml")
         if earlier is None:
             raise ConfigError(
                 f"logger.log_dir: {path / 'config.yaml'} is missing or damaged; bring it back from a copy"
@@ -128,7 +125,7 @@ class RunDirectory:
         for path in list(self.path.iterdir()):
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-        if self.next_step == 0 or not (self.path / "run.json").is_file():  # first: it marks the folder as a run's
+        if self.next_step == 0:  # first: it marks the folder as a run's
             write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         self._drop_unfinished_lines()
@@ -199,7 +196,7 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
 
 
 def _is_provenance(file: Path) -> bool:
-    """Whether `file` is the `run.json` of a run."""
+    """Returns whether a run wrote `file`, its `run.json`."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):

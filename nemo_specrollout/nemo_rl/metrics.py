@@ -38,8 +38,7 @@ def weight_updates(last: Sequence[EngineTotals] | None, after: Sequence[EngineTo
 
     Synchronous GRPO refits between two steps, outside of the window of the other figures.
     """
-    counts = [sum(totals.num_weight_updates for totals in reading) for reading in (last or (), after)]
-    return {f"{PREFIX}weight_updates": (counts[1] - counts[0]) / max(len(after), 1)}
+    return {f"{PREFIX}weight_updates": _done(last or (), after).num_weight_updates / max(len(after), 1)}
 
 
 def _by_drafter(done: EngineTotals) -> dict[str, float]:

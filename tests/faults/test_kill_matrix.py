@@ -122,7 +122,7 @@ def shared_memory() -> set[str]:
 
 
 def left_in_memory(before: set[str]) -> set[str]:
-    """What is there since `before`, and after five minutes still: what another run has goes with that run."""
+    """Returns the new names that are still there after five minutes. Those of another run go when that run ends."""
     new, until = shared_memory() - before, time.monotonic() + 300
     while new & shared_memory() and time.monotonic() < until:
         time.sleep(0.5)

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,17 +34,21 @@ def save(folder: Path) -> None:
     seal_folder(folder)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """The directory of a run of five steps."""
-    path = tmp_path / "run"
-    directory = RunDirectory.open(path, CONFIG, 9)
+def make_steps(path: Path, config: dict[str, Any], num_steps: int) -> None:
+    """Makes a run directory with that many steps."""
+    directory = RunDirectory.open(path, config, 9)
     directory.begin()
-    for step in range(5):
+    for step in range(num_steps):
         directory.append("metrics.jsonl", {"step": step})
         directory.keep_checkpoint(step, save)
     directory.close()
-    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run of five steps."""
+    make_steps(tmp_path / "run", CONFIG, 5)
+    return tmp_path / "run"
 
 
 def opened(path: Path, max_num_steps: int = 9) -> RunDirectory:
@@ -240,12 +245,7 @@ def test_a_checkpoint_that_the_user_moved_and_linked_is_let_go(run: Path) -> Non
 
 def test_a_value_that_is_no_number_is_the_same_config_each_time(tmp_path: Path) -> None:
     config = CONFIG | {"note": float("nan")}
-    directory = RunDirectory.open(tmp_path, config, 9)
-    directory.begin()
-    for step in range(2):
-        directory.append("metrics.jsonl", {"step": step})
-        directory.keep_checkpoint(step, save)
-    directory.close()
+    make_steps(tmp_path, config, 2)
     assert RunDirectory.open(tmp_path, config, 9).next_step == 2
 
 
