@@ -39,6 +39,13 @@ ASYNC = (
     "policy.generation.colocated.enabled=false",
     "loss_fn.use_importance_sampling_correction=true",
 )
+CONTROLLER = (
+    "grpo.async_grpo=null",
+    "async_rl.sampler.name=in_order",
+    "data_plane.enabled=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "policy.generation.colocated.enabled=false",
+)
 DRAFT = ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false", EAGLE3)
 # The part of NeMo-RL's grpo_math_1B_megatron.yaml that matters here, in float32.
 CLEAN = """
@@ -225,6 +232,8 @@ def test_a_tail_that_cannot_be(kind: str, overrides: tuple[str, ...], sentence: 
 def test_a_clean_config_has_nothing_to_say() -> None:
     assert not any(found().values())
     assert not any(found(*ASYNC).values())
+    assert not any(found(*CONTROLLER).values())
+    assert not any(found("data_plane.enabled=true").values())
     assert found(*DRAFT)["error"] == found(*DRAFT)["warning"] == []
 
 
@@ -234,8 +243,14 @@ def test_a_clean_config_has_nothing_to_say() -> None:
         (("grpo=null",), "grpo: missing"),
         (("policy.generation=null",), "policy.generation: missing"),
         (("policy.generation.backend=sglang",), 'policy.generation.backend: "sglang"; '),
-        (("data_plane.enabled=true",), "data_plane.enabled: true; "),
-        (("async_rl.max_weight_staleness_versions=1",), "async_rl: "),
+        ((*CONTROLLER, "grpo.async_grpo.enabled=false"), "grpo.async_grpo: {"),
+        ((*CONTROLLER, "data_plane.enabled=false"), "data_plane.enabled: false; "),
+        ((*CONTROLLER, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false; "),
+        ((*CONTROLLER, "policy.generation.colocated.enabled=true"), "policy.generation.colocated.enabled: true; "),
+        ((*CONTROLLER, "grpo.val_period=5"), "grpo.val_period: 5; the SingleController has no validation"),
+        ((*CONTROLLER, "policy.train_global_batch_size=4"), "policy.train_global_batch_size: 4; a step has 8 rows"),
+        ((*CONTROLLER, "checkpointing={enabled: true, metric_name: 'val:accuracy'}"), 'checkpointing.metric_name: "val:acc'),
+        (("data_plane.enabled=true", f"{BLOCK_PATH}.fastest_of_n={{}}"), f"{BLOCK_PATH}.fastest_of_n: with data_plane.enab"),
         (("policy.generation.quant_cfg=NVFP4",), 'policy.generation.quant_cfg: "NVFP4"; '),
         (("policy.generation.vllm_kwargs.worker_cls=a.B",), 'policy.generation.vllm_kwargs.worker_cls: "a.B"; '),
         (("policy.generation.worker_extension_cls_fqn=a.B",), 'policy.generation.worker_extension_cls_fqn: "a.B"; '),
@@ -330,7 +345,9 @@ def test_a_policy_too_shallow_for_eagle3_is_known_from_its_folder(tmp_path: Path
 
 def test_all_errors_come_first_and_all_are_counted() -> None:
     config = tree(
-        "policy.generation.backend=sglang", "data_plane.enabled=true", "policy.generation.vllm_cfg.max_model_len=32"
+        "policy.generation.backend=sglang",
+        "policy.generation.quant_cfg=NVFP4",
+        "policy.generation.vllm_cfg.max_model_len=32",
     )
     kinds = [finding.kind for finding in check_nemo_rl(config)]
     assert kinds == sorted(kinds, key=["error", "warning", "note"].index)
@@ -486,7 +503,7 @@ def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.Capt
     assert "pipeline parallel 2" in lines["policy"] and "suffix" in lines["drafters"]
     assert lines["placement"] == "generation and training share 1 x 8 GPUs; 8 engines of 1 GPU"
     assert printed.err == ""
-    assert main(["check", str(config), "data_plane.enabled=true", f"{BLOCK_PATH}.drafter=1"]) == 2
+    assert main(["check", str(config), "policy.generation.quant_cfg=NVFP4", f"{BLOCK_PATH}.drafter=1"]) == 2
     assert capsys.readouterr().err.count("nemo-specrollout: ") == 2
 
 

@@ -54,14 +54,14 @@ def test_samples_of_one_request_differ_and_min_p_is_taken(
     """As a request over HTTP comes: vLLM's own parameters, without a row, with options that vLLM refuses beside drafts."""
     engine, seeds = start_engine(tiny_model, SpecrolloutConfig()), RequestSeeds()
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 5, 6, 7, 8]}]
-    params = SamplingParams(n=4, max_tokens=12, min_p=0.01, logit_bias={9: -3.0}, detokenize=False)
 
-    def samples(given: list[int] | None) -> list[tuple[int, ...]]:
-        (made,) = engine._llm.generate(prompts, seeds.of_batch(params, 1, given), use_tqdm=False)
+    def samples(seed: int | None) -> list[tuple[int, ...]]:
+        params = SamplingParams(n=4, max_tokens=12, min_p=0.01, logit_bias={9: -3.0}, detokenize=False, seed=seed)
+        (made,) = engine._llm.generate(prompts, seeds.of_requests(params, prompts), use_tqdm=False)
         return [tuple(sample.token_ids) for sample in made.outputs]
 
-    assert len(set(samples(None))) == 4 and seeds.num_made_up == 1
-    assert samples([77]) == samples([77]) and len(set(samples([77]))) == 4
+    assert len(set(samples(None))) == 4 and seeds.num_derived == 1
+    assert samples(77) == samples(77) and len(set(samples(77))) == 4
 
 
 def test_what_a_native_engine_shares_its_process_with_loads_no_numba() -> None:

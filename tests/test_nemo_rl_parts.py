@@ -6,6 +6,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,14 @@ from nemo_specrollout.generation.identity import resolve_identity
 from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.nemo_rl.conversations import Conversations
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
+from nemo_specrollout.nemo_rl.gym_rows import with_seed
 from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS, Hold
-from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
+from nemo_specrollout.nemo_rl.identities import RowIdentities, Sample, Stream, current_sample
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
+from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, header_seed
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
@@ -87,30 +90,97 @@ def test_every_hold_is_on_the_page(hold: Hold) -> None:
     assert hold.name.rpartition(".")[2] in page
 
 
-def test_each_request_gets_the_seed_of_its_row() -> None:
+def test_each_request_gets_the_seed_of_its_row_and_the_length_of_its_first_prompt() -> None:
     seeds, shared = RequestSeeds(), SamplingParams(extra_args={"other": 1}, max_tokens=7)
-    first, second = seeds.of_batch(shared, 2, [11, 22])
-    assert first.extra_args == {"other": 1, "specrollout": {"seed": 11}} and first.max_tokens == 7
-    assert second.extra_args["specrollout"] == {"seed": 22}
-    assert shared.extra_args == {"other": 1} and seeds.num_made_up == 0
+    first, second = seeds.of_rows(shared, RowArgs([11, 22], [3, 4]))
+    assert first.extra_args == {"other": 1, "specrollout": {"seed": 11, "prompt_length": 3}} and first.max_tokens == 7
+    assert second.extra_args["specrollout"] == {"seed": 22, "prompt_length": 4}
+    assert shared.extra_args == {"other": 1} and seeds.num_derived == 0
     with pytest.raises(ValueError, match="zip"):
-        seeds.of_batch(shared, 3, [11, 22])
+        seeds.of_rows([shared] * 3, RowArgs([11, 22], [3, 4]))
 
 
-def test_requests_without_a_row_get_random_seeds_unless_they_have_one() -> None:
-    seeds = RequestSeeds()
-    first, second = (seeds.of_one(SamplingParams(), None).extra_args["specrollout"]["seed"] for _ in "ab")
-    assert first != second and seeds.num_made_up == 2
-    assert seeds.of_one(SamplingParams(seed=5), None).seed == 5 and seeds.num_made_up == 2
+def seed_of(seeds: RequestSeeds, tokens: list[int], **params: Any) -> int:
+    """The seed with which a request over HTTP samples, on an engine whose own seed is 3."""
+    (made,) = seeds.of_requests(SamplingParams(**params), [{"prompt_token_ids": tokens}])
+    return resolve_identity("r", made, tokens, engine_seed=3).seed
 
 
-@pytest.mark.parametrize("given", [None, [2**63 - 1]])
-def test_the_samples_of_one_request_have_seeds_of_their_own(given: list[int] | None) -> None:
-    params = RequestSeeds().of_one(SamplingParams(n=4), given)
+def test_the_seed_of_a_request_without_one_follows_from_its_prompt() -> None:
+    """Equal runs give equal seeds; repeated prompts, engines, policy versions and runs give others."""
+    one, again = RequestSeeds(5), RequestSeeds(5)
+    in_order = [seed_of(one, tokens) for tokens in ([1, 2], [1, 2], [3])]
+    assert in_order == [seed_of(again, tokens) for tokens in ([1, 2], [1, 2], [3])] and one.num_derived == 3
+    one.begin_version(1)
+    others = [seed_of(one, [1, 2]), seed_of(RequestSeeds(5, engine=1), [1, 2]), seed_of(RequestSeeds(6), [1, 2])]
+    assert len({*in_order, *others}) == 6
+
+
+def test_a_request_keeps_the_seed_that_it_brings_on_every_engine() -> None:
+    given = seed_of(RequestSeeds(5), [1, 2], seed=9)
+    assert given == seed_of(RequestSeeds(5, engine=1), [1, 2], seed=9)
+    assert len({given, seed_of(RequestSeeds(5), [1, 3], seed=9), seed_of(RequestSeeds(5), [1, 2], seed=8)}) == 3
+    token = header_seed.set(9)
+    try:
+        seeds = RequestSeeds(5, required=True)
+        assert seed_of(seeds, [1, 2]) == given and seeds.num_derived == 0
+    finally:
+        header_seed.reset(token)
+
+
+def test_a_request_without_a_seed_is_refused_where_seeds_are_required() -> None:
+    with pytest.raises(ValueError, match=r"http_seeds: required.*X-Specrollout-Seed"):
+        seed_of(RequestSeeds(required=True), [1, 2])
+
+
+@pytest.mark.parametrize("given", [None, 2**63 - 1])
+def test_the_samples_of_one_request_have_seeds_of_their_own(given: int | None) -> None:
+    prompt = {"prompt_token_ids": [1, 2]}
+    (params,) = RequestSeeds().of_requests(SamplingParams(n=4, seed=given), [prompt])
     parent = ParentRequest(SimpleNamespace(params=params, request_id="r", external_req_id="r"))
     children = [parent.get_child_info(i)[1] for i in range(4)]
     seeds = {resolve_identity("r", child, [1, 2], engine_seed=3).seed for child in children}
     assert len(seeds) == 4 and all(0 <= child.seed < 2**63 for child in children)
+    assert seeds == {resolve_identity("r", child, [1, 2], engine_seed=4).seed for child in children}
+
+
+def test_a_later_turn_of_a_conversation_has_the_group_of_its_first() -> None:
+    told = Conversations()
+    first, other = [5, 6, 7], [5, 6, 8]
+    assert told.root_lengths([first, first, other]) == [3, 3, 3]
+    second = [*first, 1, 2, 9]
+    assert told.root_lengths([second, [*first, 4, 9], [*other, 1]]) == [3, 3, 3]
+    assert told.root_lengths([[*second, 3, 3, 3, 3]]) == [3]
+    assert told.root_lengths([[5, 6], [6, 7, 5], []]) == [2, 3, 0]
+
+
+def test_a_rollout_keeps_its_seeds_when_it_is_tried_again_by_other_weights() -> None:
+    identities, row = RowIdentities(1), [1, 2, 3]
+
+    def seeds(sample: Sample | None) -> list[int]:
+        token = current_sample.set(sample)
+        try:
+            return identities.seeds([row])
+        finally:
+            current_sample.reset(token)
+
+    first = seeds(Sample(7, 0))
+    identities.begin_version(3)
+    assert seeds(Sample(7, 0)) == first
+    others = [seeds(s)[0] for s in (Sample(7, 1), Sample(8, 0), Sample(7, 0, epoch=1), None)]
+    assert len({*first, *others}) == 5
+
+
+def test_a_gym_row_brings_a_seed_to_all_its_requests() -> None:
+    row = {
+        "responses_create_params": {"input": "x", "metadata": {"extra_body": '{"min_p": 0.1}', "other": "y"}},
+        "id": 3,
+    }
+    params = with_seed(row, 5)["responses_create_params"]
+    assert json.loads(params["metadata"]["extra_body"]) == {"seed": 5, "min_p": 0.1}
+    assert params["metadata"]["other"] == "y" and "5" not in str(row)
+    own = with_seed({"responses_create_params": {"metadata": {"extra_body": '{"seed": 1}'}}}, 5)
+    assert json.loads(own["responses_create_params"]["metadata"]["extra_body"]) == {"seed": 1}
 
 
 class Draft(nn.Module):

@@ -172,6 +172,9 @@ class SpecrolloutConfig:
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
 
+    http_seeds: str = choice("derived", "required", default="derived")
+    """Requests without a seed at the engines' HTTP server: their seed follows from their prompt, or they are refused."""
+
     @property
     def most_drafts(self) -> int:
         """The most draft tokens that a request gets in a step."""

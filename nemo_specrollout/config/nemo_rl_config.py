@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.nemo_rl_controller import controller_findings
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, engine_findings
 from nemo_specrollout.config.nemo_rl_tail import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
@@ -26,12 +27,13 @@ from nemo_specrollout.config.versions import (
     vllm_version,
 )
 
+_ALGORITHMS = ("grpo", "ppo", "distillation")
 _KINDS = ("error", "warning", "note")
 # What is read as a block, where it is there.
 _BLOCKS = (
-    "grpo.async_grpo", "policy.megatron_cfg", "policy.dtensor_cfg", "policy.draft", "policy.sequence_packing", VLLM_CFG,
-    VLLM_KWARGS, "policy.generation.colocated", "policy.generation.colocated.resources", "loss_fn", "data", "data.default",
-    "env", "cluster", "logger", "checkpointing",
+    "grpo", "ppo", "distillation", "grpo.async_grpo", "async_rl", "data_plane", "policy.megatron_cfg", "policy.dtensor_cfg",
+    "policy.draft", "policy.sequence_packing", VLLM_CFG, VLLM_KWARGS, "policy.generation.colocated",
+    "policy.generation.colocated.resources", "loss_fn", "data", "data.default", "env", "cluster", "logger", "checkpointing",
 )  # fmt: skip
 
 
@@ -69,7 +71,13 @@ def check_nemo_rl(tree: Tree) -> list[Finding]:
     """
     found = list(malformed(tree))
     if not found and block_is_on(tree):
-        found = [*_block(tree), *all_findings(tree), *engine_findings(tree), *_versions(tree)]
+        found = [
+            *_block(tree),
+            *all_findings(tree),
+            *controller_findings(tree),
+            *engine_findings(tree),
+            *_versions(tree),
+        ]
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 
@@ -85,10 +93,8 @@ def prepare_nemo_rl(tree: Tree) -> list[Finding]:
 
 def malformed(tree: Tree) -> Iterator[Finding]:
     """Errors about sections that are missing, or that are no blocks: then nothing else can be said of a config."""
-    if not isinstance(at(tree, "grpo"), Mapping):
-        yield Finding(
-            "grpo", "missing; of NeMo-RL's algorithms GRPO alone is supported: use a config that has it", "error"
-        )
+    if not any(isinstance(at(tree, name), Mapping) for name in _ALGORITHMS):
+        yield Finding("grpo", f"missing; a run that rolls out has one of the blocks {', '.join(_ALGORITHMS)}", "error")
     for path in ("policy", "policy.generation"):
         if not isinstance(at(tree, path), Mapping):
             yield Finding(path, "missing; inherit one of NeMo-RL's configs, e.g. grpo_math_1B_megatron.yaml", "error")

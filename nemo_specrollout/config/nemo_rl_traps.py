@@ -122,8 +122,6 @@ _NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it 
 _UNSEEDED = "requests over HTTP get random seeds: exact samples, but not reproducible, and not equal from run to run"
 _RULES = (
     _Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works in vLLM alone: set it to vllm"),
-    _Rule("data_plane.enabled", bool, "the TransferQueue trainer is not supported: set it to false"),
-    _Rule("async_rl", bool, "the SingleController is not supported: remove the block; grpo.async_grpo is supported"),
     _Rule(f"{GENERATION}.quant_cfg", _is_set, "ModelOpt's worker would stand where specrollout's must: set it to null"),
     _Rule(f"{VLLM_KWARGS}.worker_cls", _is_set, "specrollout names the worker itself: remove it"),
     _Rule(f"{GENERATION}.worker_extension_cls_fqn", _is_set, "NeMo-RL would take that worker and leave specrollout's out: "

@@ -284,7 +284,7 @@ def going_on(params: Any, prompt_length: int, prefix_length: int, *, streams: bo
     rest = copy.copy(params)
     rest.output_kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     if prefix_length:
-        identity = {**params.extra_args[EXTRA_ARGS_KEY], "prompt_length": prompt_length}
+        identity = {"prompt_length": prompt_length, **params.extra_args[EXTRA_ARGS_KEY]}
         rest.extra_args = {**params.extra_args, EXTRA_ARGS_KEY: identity}
         rest.max_tokens = params.max_tokens - prefix_length
         rest.skip_reading_prefix_cache = streams or params.skip_reading_prefix_cache

@@ -15,6 +15,7 @@ from nemo_specrollout.generation.compat import (
     tokens_so_far,
 )
 from nemo_specrollout.generation.engine import Rollout, rollout_of
+from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.sampling.seeds import content_hash
 
@@ -64,7 +65,8 @@ def shard_requests(worker: int, prompts: Sequence[Any], params: Sequence[Any]) -
 def shard_request(home: tuple[int, int], prompt: Any, params: Any) -> ShardRequest:
     """One of them."""
     tokens = list(prompt["prompt_token_ids"])
-    return ShardRequest(tokens, content_hash(tokens), home, params_to_wire(params))
+    root = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {}).get("prompt_length")  # a later turn's group is the first's
+    return ShardRequest(tokens, content_hash(tokens[:root]), home, params_to_wire(params))
 
 
 def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int], Any]:

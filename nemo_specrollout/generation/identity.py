@@ -7,7 +7,7 @@ from typing import Any
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 EXTRA_ARGS_KEY = "specrollout"
-_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length")
+_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
     3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
     4. greedy requests need none.
 
+    An `engine_seed` in `extra_args["specrollout"]` stands for that of the engine, so that any engine samples alike.
     Raises ValueError otherwise: a seed made up from arrival order would make rollouts depend on scheduling.
     """
     given: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
@@ -60,6 +61,7 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
             raise ValueError(
                 f'request {request_id}: extra_args["{EXTRA_ARGS_KEY}"] has no key {key!r}; known: {", ".join(_KNOWN_KEYS)}'
             )
+    engine_seed = int(given.get("engine_seed", engine_seed))
     group = content_hash(prompt_token_ids[: given.get("prompt_length")])
     speculate = bool(given.get("speculate", True))
     if "seed" in given:

@@ -36,8 +36,8 @@ class EngineTotals:
     plain_s: float = 0.0
     """What the tokens of those steps would have taken one a step."""
     num_weight_updates: int = 0
-    num_made_up_seeds: int = 0
-    """Requests that came without an identity, see `nemo_rl/ray_workers.py`."""
+    num_derived_seeds: int = 0
+    """Requests without a seed of their own, see `nemo_rl/request_seeds.py`."""
     proposed: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Draft tokens verified, by drafter and position."""
     accepted: tuple[tuple[str, tuple[int, ...]], ...] = ()

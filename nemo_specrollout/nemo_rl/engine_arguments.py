@@ -29,7 +29,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     compat.check_drafters(block)
     allow_text_drafters()
     if len(block.drafters_of_workers) > 1:
-        block = block_of_worker(block, _engine_number(generation_config["vllm_cfg"]))
+        block = block_of_worker(block, engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device, **compat.drafting_abilities())
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
@@ -41,6 +41,6 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     return arguments
 
 
-def _engine_number(vllm_cfg: Mapping[str, Any]) -> int:
+def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
     """Which of the fleet's engines this actor leads: NeMo-RL numbers all workers, those of an engine one after another."""
-    return int(os.environ["RANK"]) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
+    return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])

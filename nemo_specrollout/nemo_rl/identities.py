@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seed of every row that NeMo-RL asks for: who it is, never where or when it runs.
 
-NeMo-RL passes a row's tokens to the generation and no index. A prompt is therefore known by its content, and a sample by
-how many rows of that content came before it under the same weights: siblings of a GRPO group come in order.
+NeMo-RL passes a row's tokens to the generation and no index. Where the row's rollout is known (`current_sample`), the seed
+follows from it. Otherwise a prompt is known by its content, and a sample by how many rows of that content came before it
+under the same weights: siblings of a GRPO group come in order.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
 from typing import Any
@@ -19,6 +22,23 @@ class Stream(Enum):
 
     ROLLOUT = 0
     VALIDATION = 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rollout: number `index` of the group of row `prompt` of the dataset, in its epoch `epoch`.
+
+    `prompt_length` is the number of tokens with which the conversation begins; None if that is not known.
+    """
+
+    prompt: int
+    index: int
+    epoch: int = 0
+    prompt_length: int | None = None
+
+
+current_sample: ContextVar[Sample | None] = ContextVar("specrollout_current_sample", default=None)
+"""The rollout that this task belongs to. Every turn of it asks for rows, one at a time."""
 
 
 class RowIdentities:
@@ -50,6 +70,9 @@ class RowIdentities:
 
     def seeds(self, rows: Iterable[Sequence[int]], stream: Stream = Stream.ROLLOUT) -> list[int]:
         """The seed of each row, an integer in [0, 2^63); a row is the tokens of its prompt."""
+        sample = current_sample.get()
+        if sample is not None:
+            return [sample_seed(self._run_seed, sample, row) for row in rows]
         with self._lock:  # the collector asks from several threads
             return [self._seed(content_hash(row), stream) for row in rows]
 
@@ -57,3 +80,17 @@ class RowIdentities:
         sample_index = self._seen[stream, content]
         self._seen[stream, content] += 1
         return request_seed(combine(self._run_seed, stream.value), content, sample_index, self.policy_version)
+
+
+# Not the number of a stream: seeds of known rollouts are of a kind of their own.
+_KNOWN_SAMPLE = 2
+
+
+def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
+    """Returns the seed of a turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
+
+    It does not depend on the policy version: a group that is rolled out again, by other weights or on another engine,
+    keeps its seeds.
+    """
+    run = combine(run_seed, _KNOWN_SAMPLE, sample.prompt)
+    return request_seed(run, content_hash(row), sample.index, sample.epoch)

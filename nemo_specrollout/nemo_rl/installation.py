@@ -2,8 +2,10 @@
 """Puts the package into effect in NeMo-RL, by setting attributes of its modules; `uninstall` puts them back."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
@@ -14,9 +16,13 @@ from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
 from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+from nemo_specrollout.nemo_rl.run_facts import RUN_SEED, RunFacts
 from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import misfit
 from nemo_specrollout.training.head_folder import HeadFolder
+
+if TYPE_CHECKING:
+    from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
 # NeMo-RL's Ray actors, and ours that stand in their place.
@@ -49,7 +55,11 @@ def install(config: Any) -> bool:
     _check_arguments(block, config.policy["generation"].get("vllm_kwargs") or {})
     config.policy["generation"]["specrollout"] = block
     vllm_cfg = config.policy["generation"]["vllm_cfg"]
-    vllm_cfg["env_vars"] = {**(vllm_cfg.get("env_vars") or {}), **ENGINE_ENVIRONMENT}
+    vllm_cfg["env_vars"] = {
+        **(vllm_cfg.get("env_vars") or {}),
+        **ENGINE_ENVIRONMENT,
+        RUN_SEED: str(algorithm_of(config).seed),
+    }
     _replace_names(config)
     drafters = ", ".join(drafter["type"] for drafter in block["drafters"]) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
@@ -69,31 +79,102 @@ def _replace(module: Any, name: str, new: Any) -> None:
 
 
 def _replace_names(config: Any) -> None:
-    from nemo_rl.algorithms import async_utils, grpo
+    from nemo_rl.algorithms import async_utils
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl.collector import SpecrolloutTrajectoryCollector
     from nemo_specrollout.nemo_rl.gap_causes import gap_causes
-    from nemo_specrollout.nemo_rl.generation import RunFacts, SpecrolloutGeneration
-    from nemo_specrollout.nemo_rl.logger import watching_logger
+    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
     from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
     first, notes = _newest_step(config.checkpointing), StepNotes()
-    heads = _head_folder(config, first)
-    SpecrolloutGeneration.facts = RunFacts(config.grpo.seed, first, config.grpo.max_num_steps, str(heads.path))
+    heads, algorithm = _head_folder(config, first), algorithm_of(config)
+    SpecrolloutGeneration.facts = RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path))
     SpecrolloutGeneration.notes = notes
     for native, ours in ACTORS.items():
         ACTOR_ENVIRONMENT_REGISTRY[ours] = ACTOR_ENVIRONMENT_REGISTRY[native]
     _replace(
         vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
     )
-    _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
-    _replace(grpo, "VllmGeneration", SpecrolloutGeneration)
-    _replace(grpo, "refit_policy_generation", _telling_versions(grpo.refit_policy_generation))
-    _replace(grpo, "validate", _in_validation_stream(grpo.validate))
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
-    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts, notes))
+    if getattr(config, "async_rl", None) is not None:
+        _replace_for_controller(config, gap_causes(config), facts)
+        return
+    _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
+    for trainer in _trainers(config):
+        _replace_for_trainer(trainer, gap_causes(config), facts, notes)
+
+
+def algorithm_of(config: Any) -> Any:
+    """Returns the block of a NeMo-RL `MasterConfig` that has the seed and the number of steps."""
+    found = (getattr(config, name, None) for name in ("grpo", "ppo", "distillation"))
+    return next(block for block in found if block is not None)
+
+
+def _trainers(config: Any) -> list[ModuleType]:
+    """NeMo-RL's modules whose loop runs `config`. They import each other's functions by name."""
+    from nemo_rl.algorithms import grpo
+
+    if getattr(config, "distillation", None) is not None:
+        from nemo_rl.algorithms import distillation
+
+        return [grpo, distillation]
+    if getattr(config, "ppo", None) is not None:
+        from nemo_rl.algorithms import ppo
+
+        return [grpo, ppo]
+    if (getattr(config, "data_plane", None) or {}).get("enabled"):
+        from nemo_rl.algorithms import grpo_sync
+
+        return [grpo, grpo_sync]
+    return [grpo]
+
+
+def _replace_for_trainer(trainer: ModuleType, causes: list[str], facts: dict[str, Any], notes: "StepNotes") -> None:
+    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
+    from nemo_specrollout.nemo_rl.logger import watching_logger
+
+    ours: dict[str, Callable[[Any], Any]] = {
+        "VllmGeneration": lambda native: SpecrolloutGeneration,
+        "refit_policy_generation": _telling_versions,
+        "validate": _in_validation_stream,
+        "Logger": lambda native: watching_logger(native, facts["block"], causes, facts, notes),
+        "SyncRolloutActor": lambda native: _seeded_rollout_actor(),
+    }
+    for name, replacement in ours.items():
+        if hasattr(trainer, name):
+            _replace(trainer, name, replacement(getattr(trainer, name)))
+
+
+def _seeded_rollout_actor() -> Any:
+    from nemo_specrollout.nemo_rl.rollout_actor import SpecrolloutRolloutActor
+
+    return SpecrolloutRolloutActor
+
+
+def _replace_for_controller(config: Any, causes: list[str], facts: dict[str, Any]) -> None:
+    """What NeMo-RL's set-up of the SingleController builds, and sends into the controller's actor."""
+    from nemo_rl.algorithms import single_controller
+    from nemo_rl.algorithms.single_controller_utils import setup
+    from nemo_rl.experience import rollout_manager
+
+    from nemo_specrollout.nemo_rl import single_controller as ours
+
+    ours.EpochDataLoader.first_epoch = _epoch(config.checkpointing)
+    _replace(rollout_manager, "AsyncRolloutImpl", ours.SeededRollouts)
+    _replace(rollout_manager, "AsyncNemoGymRolloutImpl", ours.SeededGymRollouts)
+    _replace(setup, "StatefulDataLoader", ours.EpochDataLoader)
+    _replace(setup, "VllmGeneration", ours.ControlledGeneration)
+    native = setup.create_weight_synchronizer
+
+    @functools.wraps(native)
+    def create_weight_synchronizer(*args: Any, generation: Any, **kwargs: Any) -> Any:
+        synchronizer = native(*args, generation=generation, **kwargs)
+        return ours.SupervisingSynchronizer(synchronizer, generation, ours.Watch(facts["block"], causes, facts))
+
+    _replace(setup, "create_weight_synchronizer", create_weight_synchronizer)
+    _replace(single_controller, "Logger", ours.make_logger)
 
 
 def _check_heads(block: dict[str, Any], policy: str) -> None:
@@ -140,6 +221,15 @@ def _check_arguments(block: dict[str, Any], vllm_kwargs: dict[str, Any]) -> None
         with_specrollout(given, build(SpecrolloutConfig, block, BLOCK_PATH), "cuda")
     except ValueError as error:
         raise ConfigError(f"policy.generation.{error}") from error
+
+
+def _epoch(checkpointing: Any) -> int:
+    """The epoch of the checkpoint that NeMo-RL will resume from."""
+    from nemo_rl.utils.checkpoint import CheckpointManager
+
+    manager = CheckpointManager(checkpointing)
+    state = manager.load_training_info(manager.get_latest_checkpoint_path())
+    return int((state or {}).get("current_epoch") or 0)
 
 
 def _newest_step(checkpointing: Any) -> int:

@@ -17,6 +17,7 @@ from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.installation import install
 
+_SETUPS = ("setup", "setup_single_controller")
 _PROMPT_FILES = ("prompt_file", "system_prompt_file")
 
 
@@ -26,19 +27,27 @@ def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
     Raises ConfigError for what cannot start.
     """
     script = _script(_checkout() / (script_path or script_of(tree)))
-    native = script.setup
-
-    @functools.wraps(native)
-    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        install(master_config)
-        return native(master_config, *args, **kwargs)
-
-    script.setup = setup  # type: ignore[attr-defined]
+    for name in _entries(script):
+        setattr(script, name, _installing(getattr(script, name)))
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         config.write_text(yaml.safe_dump(_with_prompt_files(dict(tree))), encoding="utf-8")
         sys.argv = [str(script.__file__), "--config", str(config)]
         script.main()
+
+
+def _entries(script: ModuleType) -> list[str]:
+    """The names under which `script` calls NeMo-RL's set-up."""
+    return [name for name in _SETUPS if callable(getattr(script, name, None))]
+
+
+def _installing(native: Any) -> Any:
+    @functools.wraps(native)
+    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
+        install(master_config)
+        return native(master_config, *args, **kwargs)
+
+    return setup
 
 
 def _checkout() -> Path:
@@ -61,7 +70,7 @@ def _with_prompt_files(tree: Any) -> Any:
 
 
 def _script(path: Path) -> ModuleType:
-    """Returns the script at `path` as a module; it must have NeMo-RL's `setup`, before which the block takes effect."""
+    """Returns the script at `path` as a module; it must call a set-up of NeMo-RL's, before which the block takes effect."""
     if not path.is_file():
         raise ConfigError(
             f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
@@ -72,6 +81,8 @@ def _script(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    if not callable(getattr(module, "setup", None)):
-        raise ConfigError(f"--script: {path} has no function `setup`, before which specrollout could take effect")
+    if not _entries(module):
+        raise ConfigError(
+            f"--script: {path} has no function {' or '.join(_SETUPS)}, before which specrollout could take effect"
+        )
     return module

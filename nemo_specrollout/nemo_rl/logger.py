@@ -41,14 +41,15 @@ def watching_logger(
         ) -> None:
             gap = logprob_gap(metrics) if prefix == "train" else None
             if gap is not None:
+                noted = notes.take()
                 metrics = {
                     **_plain(metrics),
+                    **noted.figures,
                     PREFIX + "logprob_gap": gap,
                     PREFIX + "logprob_gap_alarm": float(gap > bound),
                 }
                 if gap > bound:
                     _raise_alarm(step, gap, bound, causes)
-                noted = notes.take()
                 self._record.add(step, metrics, noted)
                 print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
                 _show(step, noted)

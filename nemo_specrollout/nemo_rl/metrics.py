@@ -18,7 +18,9 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
     done = _done(before, after)
     figures: dict[str, float] = {
         "engine_steps": done.num_steps,
-        "seeds_made_up": done.num_made_up_seeds,
+        "seeds_derived": done.num_derived_seeds,
+        # Of several engines, the one that a request happens to reach is part of such a seed.
+        "seeds_made_up": done.num_derived_seeds if len(after) > 1 else 0,
         "decode_s": done.decode_s,
         "draft_host_s": done.host_s,
     }

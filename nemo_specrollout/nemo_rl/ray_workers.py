@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actors around an engine: NeMo-RL's own, whose engine has our worker and whose requests have seeds."""
 
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -11,23 +12,32 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
-from nemo_specrollout.nemo_rl.generation import SEEDS_KEY
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
+from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments, engine_number
+from nemo_specrollout.nemo_rl.generation import ROOTS_KEY, SEEDS_KEY
+from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs
+from nemo_specrollout.nemo_rl.run_facts import RUN_SEED
+from nemo_specrollout.nemo_rl.seed_header import SeedHeader
 
-# The seeds of the rows that a generate call is about, in their order.
-_row_seeds: ContextVar[Sequence[int] | None] = ContextVar("specrollout_row_seeds", default=None)
+# Of the rows that a generate call is about, in their order.
+_rows: ContextVar[RowArgs | None] = ContextVar("specrollout_rows", default=None)
 
 
-def _seeds_of(data: BatchedDataDict[Any]) -> list[int] | None:
-    seeds = data.get(SEEDS_KEY)
-    return None if seeds is None else seeds.tolist()
+def _rows_of(data: BatchedDataDict[Any]) -> RowArgs | None:
+    seeds, roots = data.get(SEEDS_KEY), data.get(ROOTS_KEY)
+    return None if seeds is None or roots is None else RowArgs(seeds.tolist(), roots.tolist())
 
 
 def _engine_totals(replies: list[dict[str, Any] | None], request_seeds: RequestSeeds) -> dict[str, Any]:
     """The reply of the rank whose drafts count."""
     (totals,) = [reply for reply in replies if reply is not None]
-    return {**totals, "num_made_up_seeds": request_seeds.num_made_up}
+    return {**totals, "num_derived_seeds": request_seeds.num_derived}
+
+
+def _request_seeds(generation_config: Any) -> RequestSeeds:
+    """Of the engine that this actor leads."""
+    vllm_cfg, required = generation_config["vllm_cfg"], generation_config["specrollout"]["http_seeds"] == "required"
+    run_seed = int(os.environ.get(RUN_SEED, "0"))
+    return RequestSeeds(run_seed, engine_number(vllm_cfg), required=required)
 
 
 def _reply(replies: list[Any]) -> Any:
@@ -35,20 +45,33 @@ def _reply(replies: list[Any]) -> Any:
     return next((reply for reply in replies if reply is not None), None)
 
 
-class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
+class _SeededEngine:
+    """What both kinds of engines do about seeds."""
+
+    _request_seeds: RequestSeeds
+
+    def _listen(self, method: str, arguments: Sequence[Any]) -> None:
+        """Seeds that follow from a prompt's content are of a policy version, which the engine's worker is told."""
+        if method == "specrollout_policy_is":
+            self._request_seeds.begin_version(int(arguments[0]))
+
+
+class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
     """The synchronous engine."""
 
     _tail: Any = None
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._request_seeds = RequestSeeds()
+        self._request_seeds = _request_seeds(self.cfg)
         generate = self.llm.generate
 
         def generate_with_seeds(prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
-            seeds = _row_seeds.get()
-            params = self._request_seeds.of_batch(sampling_params, len(prompts), seeds)
-            if self._tail is None or seeds is None:
+            rows = _rows.get()
+            if rows is None:
+                return generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
+            params = self._request_seeds.of_rows(sampling_params, rows)
+            if self._tail is None:
                 return generate(prompts, params, **kwargs)
             return self._tail.generate(prompts, params, lambda: generate(prompts, params, **kwargs))
 
@@ -64,11 +87,11 @@ class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
         """NeMo-RL's."""
         if self._tail is not None and not len(data["input_ids"]):
             self._tail.help()
-        token = _row_seeds.set(_seeds_of(data))
+        token = _rows.set(_rows_of(data))
         try:
             return super().generate(data, greedy)
         finally:
-            _row_seeds.reset(token)
+            _rows.reset(token)
 
     def specrollout_totals(self) -> dict[str, Any]:
         """`EngineTotals` of the engine, as a dict."""
@@ -76,23 +99,27 @@ class SpecrolloutVllmWorkerImpl(VllmGenerationWorkerImpl):
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """What `method` of our vLLM worker returns; plain values, both ways."""
+        self._listen(method, arguments)
         return _reply(self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
-class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
+class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """The asynchronous engine."""
 
     _tail: Any = None
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._request_seeds = RequestSeeds()
+        self._request_seeds = _request_seeds(self.cfg)
         generate = self.llm.generate
 
         def generate_with_seeds(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-            seeds = _row_seeds.get()
-            params = self._request_seeds.of_one(sampling_params, seeds)
-            if self._tail is None or seeds is None or args or set(kwargs) != {"request_id"}:
+            rows = _rows.get()
+            if rows is None:
+                (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
+            else:
+                (params,) = self._request_seeds.of_rows(sampling_params, rows)
+            if self._tail is None or rows is None or args or set(kwargs) != {"request_id"}:
                 return generate(prompt, params, *args, **kwargs)
             return self._tail.generate(prompt, params, kwargs["request_id"], lambda: generate(prompt, params, **kwargs))
 
@@ -109,9 +136,14 @@ class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """NeMo-RL's. Ray runs each call in a context of its own, which the tasks that it starts inherit."""
-        _row_seeds.set(_seeds_of(data))
+        _rows.set(_rows_of(data))
         async for result in super().generate_async(data, greedy):
             yield result
+
+    def _setup_vllm_openai_api_server(self, app: Any) -> Any:
+        """NeMo-RL's server, whose clients may send seeds in a header."""
+        app.add_middleware(SeedHeader)
+        return super()._setup_vllm_openai_api_server(app)
 
     async def specrollout_totals(self) -> dict[str, Any]:
         """`EngineTotals` of the engine, as a dict."""
@@ -119,6 +151,7 @@ class SpecrolloutVllmAsyncWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """What `method` of our vLLM worker returns; plain values, both ways."""
+        self._listen(method, arguments)
         return _reply(await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 

@@ -9,16 +9,17 @@ from typing import Any
 class StepNotes:
     """From the generation, which makes them, to the logger, which keeps them; both are on the driver.
 
-    `words` go into the step's line of `metrics.jsonl`; `alarms` are sentences, which are also shown; `samples` are the lines
-    of the step's samples.
+    `figures` are numbers by name that NeMo-RL's own metrics lack. `words` go into the step's line of `metrics.jsonl`.
+    `alarms` are sentences, which are also shown. `samples` are the lines of the step's samples.
     """
 
+    figures: dict[str, float] = field(default_factory=dict)
     words: dict[str, Any] = field(default_factory=dict)
     alarms: list[str] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self) -> "StepNotes":
         """What was noted since last asked."""
-        taken = StepNotes(self.words, self.alarms, self.samples)
-        self.words, self.alarms, self.samples = {}, [], []
+        taken = StepNotes(self.figures, self.words, self.alarms, self.samples)
+        self.figures, self.words, self.alarms, self.samples = {}, {}, [], []
         return taken

@@ -53,7 +53,7 @@ def main(base: Path) -> None:
     found["on_environment"] = on.policy["generation"]["vllm_cfg"]["env_vars"]
     uninstall()
     found["undone"] = names() == native
-    found["bad_option"] = refusal(config(base, f"{BLOCK}.enabled=true", "data_plane.enabled=true"))
+    found["bad_option"] = refusal(config(base, f"{BLOCK}.enabled=true", "policy.generation.quant_cfg=NVFP4"))
     found["bad_key"] = refusal(config(base, f"{BLOCK}.budjet=1"))
     grpo.refit_policy_generation = lambda policy: None
     found["bad_nemo_rl"] = refusal(on)

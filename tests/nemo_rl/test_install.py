@@ -34,7 +34,7 @@ def test_uninstall_puts_everything_back(found: dict[str, Any]) -> None:
 
 
 def test_what_cannot_run_is_refused_with_a_sentence(found: dict[str, Any]) -> None:
-    assert found["bad_option"].startswith("data_plane.enabled: true; the TransferQueue trainer is not supported")
+    assert found["bad_option"].startswith('policy.generation.quant_cfg: "NVFP4"; ModelOpt')
     assert "budjet: unknown key; did you mean 'budget'?" in found["bad_key"]
 
 

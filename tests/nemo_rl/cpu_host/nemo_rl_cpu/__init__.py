@@ -2,8 +2,8 @@
 """Stand-ins for what NeMo-RL needs of CUDA, put in place as its modules are imported. For tests.
 
 One file for each thing that stands in: `typing_names` (Python 3.13), `cuda` (torch.cuda, devices), `refit` (weights
-between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`. Of ours there is
-`wild_tail` alone, for scenarios that ask for it.
+between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`. `record` writes down
+rollouts. Of ours there is `wild_tail` alone, for scenarios that ask for it.
 """
 
 from nemo_rl_cpu import typing_names
@@ -27,6 +27,8 @@ def register() -> None:
             "nemo_rl.distributed.numa_utils": "nemo_rl_cpu.actors:patch_numa",
             "nemo_rl.distributed.virtual_cluster": "nemo_rl_cpu.actors:patch_ray",
             "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl_cpu.actors:patch_environments",
+            "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl_cpu.actors:patch_data_plane",
+            "nemo_rl.experience.rollout_manager": "nemo_rl_cpu.record:record_groups",
             "nemo_specrollout.generation.tail_exchange": "nemo_rl_cpu.wild_tail:go_wild",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
             "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",

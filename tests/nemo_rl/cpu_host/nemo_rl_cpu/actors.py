@@ -31,6 +31,11 @@ def patch_environments(registry: ModuleType) -> None:
         registry.ACTOR_ENVIRONMENT_REGISTRY[name] = sys.executable
 
 
+def patch_data_plane(transfer_queue: ModuleType) -> None:
+    """TransferQueue's actors run in this interpreter, too; a work tree has no metadata to read its version from."""
+    transfer_queue._patch_tq_actor_runtime_env = lambda: None  # type: ignore[attr-defined]
+
+
 # What this process does before it trains, set when NeMo-RL's worker is imported.
 _preparations: list[Callable[[], None]] = []
 

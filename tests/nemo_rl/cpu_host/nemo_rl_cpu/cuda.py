@@ -75,8 +75,9 @@ def _gloo_for_nccl() -> None:
     import torch.distributed as dist
     import torch.distributed.device_mesh as mesh
 
-    init_process_group, init_device_mesh = dist.init_process_group, mesh.init_device_mesh
+    init_process_group, init_device_mesh, new_group = dist.init_process_group, mesh.init_device_mesh, dist.new_group
     dist.init_process_group = lambda backend=None, **kwargs: init_process_group(backend="gloo", **kwargs)
+    dist.new_group = lambda *a, backend=None, **kwargs: new_group(*a, backend=backend and "gloo", **kwargs)
     mesh.init_device_mesh = lambda device_type, *a, **k: init_device_mesh(_on_cpu(device_type), *a, **k)
 
 
