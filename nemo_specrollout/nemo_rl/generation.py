@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's vLLM generation, on the driver and in the collector: every row gets its seed, every step its figures."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import VllmGeneration
 
 from nemo_specrollout.nemo_rl.conversations import Conversations
+from nemo_specrollout.nemo_rl.gym_rows import seeding
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream, current_sample
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
@@ -29,10 +31,13 @@ class SpecrolloutGeneration(VllmGeneration):
     facts: RunFacts  # set by `install` before NeMo-RL builds one, as `notes`
     notes: StepNotes
     is_supervised_elsewhere = False
+    latest: "ref[SpecrolloutGeneration] | None" = None
+    """The generation of this process, or its copy."""
     _supervisor: Supervisor | None = None
     _asked: dict[Stream, list[int]] | None = None
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        SpecrolloutGeneration.latest = ref(self)
         self.facts = type(self).facts  # for copies in other processes
         self.identities = RowIdentities(self.facts.seed, self.facts.first_version)
         self._conversations = Conversations()
@@ -73,6 +78,11 @@ class SpecrolloutGeneration(VllmGeneration):
     def __getstate__(self) -> dict[str, Any]:
         """For Ray, which copies the generation to other processes: one supervises."""
         return {name: value for name, value in self.__dict__.items() if name not in {"_supervisor", "_asked"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process."""
+        self.__dict__.update(state)
+        SpecrolloutGeneration.latest = ref(self)
 
     def shutdown(self) -> bool:
         """NeMo-RL's; the head's trainer and the drafters end too."""
@@ -146,6 +156,10 @@ class SpecrolloutGeneration(VllmGeneration):
         """Training steps behind the engines' weights."""
         return self.facts.first_version + self._num_refits - 1
 
+    def seeds_of(self, contents: list[Sequence[int]]) -> list[int]:
+        """The seeds of rows that are asked for over HTTP, known by integers of their content."""
+        return self.identities.seeds(contents, self._stream)
+
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         lengths = data["input_lengths"].tolist()
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
@@ -158,3 +172,15 @@ class SpecrolloutGeneration(VllmGeneration):
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
         return seeded
+
+
+def seed_gym_rows(prepare: Callable[..., None]) -> Callable[..., None]:
+    """Returns NeMo-RL's function that prepares rows for NeMo-Gym; each then has a seed of this process's generation."""
+
+    def seeds_of(contents: list[Sequence[int]]) -> list[int]:
+        latest = SpecrolloutGeneration.latest
+        generation = None if latest is None else latest()
+        assert generation is not None
+        return generation.seeds_of(contents)
+
+    return seeding(prepare, seeds_of)

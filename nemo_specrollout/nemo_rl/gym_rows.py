@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-Gym's rows: how a seed travels with one to the engines' HTTP server."""
 
+import functools
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _EXTRA_BODY = "extra_body"
@@ -17,3 +19,24 @@ def with_seed(row: dict[str, Any], seed: int) -> dict[str, Any]:
     body = json.loads(metadata.get(_EXTRA_BODY) or "{}")
     metadata[_EXTRA_BODY] = json.dumps({"seed": seed, **body})
     return {**row, "responses_create_params": {**params, "metadata": metadata}}
+
+
+def seeding(prepare: Callable[..., None], seeds_of: Callable[[list[Sequence[int]]], list[int]]) -> Callable[..., None]:
+    """Returns NeMo-RL's function that prepares rows in place; each row then has a seed.
+
+    `seeds_of` gives a seed for each content, the bytes of what a row asks.
+    """
+
+    @functools.wraps(prepare)
+    def prepare_with_seeds(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+        prepare(rows, *args, **kwargs)
+        contents: list[Sequence[int]] = [list(_question(row)) for row in rows]
+        for row, seed in zip(rows, seeds_of(contents), strict=True):
+            row.update(with_seed(row, seed))
+
+    return prepare_with_seeds
+
+
+def _question(row: dict[str, Any]) -> bytes:
+    """What a row asks: siblings ask the same."""
+    return json.dumps(row["responses_create_params"].get("input"), sort_keys=True, default=str).encode()

@@ -81,11 +81,12 @@ def _replace(module: Any, name: str, new: Any) -> None:
 def _replace_names(config: Any) -> None:
     from nemo_rl.algorithms import async_utils
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.experience import rollouts
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl.collector import SpecrolloutTrajectoryCollector
     from nemo_specrollout.nemo_rl.gap_causes import gap_causes
-    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
+    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration, seed_gym_rows
     from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
     first, notes = _newest_step(config.checkpointing), StepNotes()
@@ -102,6 +103,7 @@ def _replace_names(config: Any) -> None:
         _replace_for_controller(config, gap_causes(config), facts)
         return
     _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
+    _replace(rollouts, "_prepare_nemo_gym_rows", seed_gym_rows(rollouts._prepare_nemo_gym_rows))
     for trainer in _trainers(config):
         _replace_for_trainer(trainer, gap_causes(config), facts, notes)
 

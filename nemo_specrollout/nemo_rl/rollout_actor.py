@@ -4,8 +4,10 @@
 from typing import Any
 
 import ray
+from nemo_rl.experience import rollouts
 from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 
+from nemo_specrollout.nemo_rl.generation import seed_gym_rows
 from nemo_specrollout.nemo_rl.identities import Stream
 
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
@@ -16,6 +18,10 @@ class SpecrolloutRolloutActor(_NativeActor):
     """The actor, which has a copy of the generation. It counts the training steps, as the driver does."""
 
     _num_steps = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rollouts._prepare_nemo_gym_rows = seed_gym_rows(rollouts._prepare_nemo_gym_rows)  # in this process
 
     def rollout_to_tq(self, input_batch: Any, **kwargs: Any) -> Any:
         """NeMo-RL's; a validation brings environments of its own."""
