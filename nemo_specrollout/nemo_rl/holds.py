@@ -188,6 +188,98 @@ HOLDS = (
         "vllm_worker_async.py:999",
         "overridden",
     ),
+    Hold(
+        _ASYNC_WORKER,
+        "VllmAsyncGenerationWorkerImpl._setup_vllm_openai_api_server",
+        ("app",),
+        "vllm_worker_async.py:349",
+        "overridden: a seed may come in a header",
+    ),
+)
+
+_CONTROLLER = "nemo_rl.algorithms.single_controller_utils.setup"
+_ROLLOUTS = "nemo_rl.experience.rollout_manager"
+
+# Of runs with a block `async_rl`.
+CONTROLLER_HOLDS = (
+    Hold(
+        _ROLLOUTS,
+        "AsyncRolloutImpl._run_single_rollout",
+        ("input_sample", "traj_idx"),
+        "experience/rollout_manager.py:351, 417",
+        "replaced, by a subclass: a rollout knows which sample it is",
+    ),
+    Hold(
+        _ROLLOUTS,
+        "AsyncNemoGymRolloutImpl._build_inputs",
+        ("input_sample",),
+        "experience/rollout_manager.py:729, 819",
+        "replaced, by a subclass: NeMo-Gym's rows bring seeds",
+    ),
+    Hold(
+        _CONTROLLER,
+        "StatefulDataLoader",
+        (),
+        "algorithms/single_controller_utils/setup.py:33, 595",
+        "replaced, by a subclass: a prompt knows its epoch",
+    ),
+    Hold(
+        _CONTROLLER,
+        "VllmGeneration",
+        ("cluster", "config"),
+        "algorithms/single_controller_utils/setup.py:90, 230",
+        "replaced: rows get seeds, steps get figures",
+    ),
+    Hold(
+        _CONTROLLER,
+        "create_weight_synchronizer",
+        ("policy", "generation"),
+        "algorithms/single_controller_utils/setup.py:93, 769",
+        "wrapped: a refit ends a step, and the engines are supervised where it is done",
+    ),
+    Hold(
+        "nemo_rl.algorithms.single_controller",
+        "Logger",
+        ("cfg",),
+        "algorithms/single_controller.py:81, 164",
+        "replaced: watches the log-prob gap, keeps metrics.jsonl",
+    ),
+    Hold(
+        "nemo_rl.weight_sync.interfaces",
+        "WeightSynchronizer.sync_weights",
+        (),
+        "weight_sync/interfaces.py:62",
+        "wrapped",
+    ),
+    Hold(
+        "nemo_rl.utils.checkpoint",
+        "CheckpointManager.load_training_info",
+        ("checkpoint_path",),
+        "utils/checkpoint.py:571",
+        "called: the epoch that a resumed run starts in",
+    ),
+)
+
+# Of runs with `data_plane.enabled` and no `async_rl`.
+DATA_PLANE_HOLDS = (
+    Hold(
+        "nemo_rl.algorithms.grpo_sync",
+        "SyncRolloutActor",
+        (),
+        "algorithms/grpo_sync.py:81, 489",
+        "replaced, by a subclass: its generation is told what rows are for",
+    ),
+)
+
+# Of runs with NeMo-Gym on another trainer than the SingleController.
+GYM_HOLDS = (
+    Hold(
+        "nemo_rl.experience.rollouts",
+        "_prepare_nemo_gym_rows",
+        ("rows",),
+        "experience/rollouts.py:2222",
+        "wrapped: NeMo-Gym's rows bring seeds",
+    ),
 )
 
 # The engine's process is another: what is overridden there is checked there, when its worker class is made.

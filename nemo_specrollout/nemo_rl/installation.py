@@ -15,7 +15,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
-from nemo_specrollout.nemo_rl.holds import HOLDS, check_holds
+from nemo_specrollout.nemo_rl.holds import CONTROLLER_HOLDS, DATA_PLANE_HOLDS, GYM_HOLDS, HOLDS, Hold, check_holds
 from nemo_specrollout.nemo_rl.run_facts import RUN_SEED, RunFacts
 from nemo_specrollout.scheduling.ladder import LadderFile
 from nemo_specrollout.training.head_facts import misfit
@@ -48,7 +48,7 @@ def install(config: Any) -> bool:
     if block is None:
         return False
     prepare_nemo_rl(config.model_dump())
-    check_holds(HOLDS)
+    check_holds((*HOLDS, *_holds_of(config)))
     _check_heads(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
     _check_tail(block)
@@ -106,6 +106,14 @@ def _replace_names(config: Any) -> None:
     _replace(rollouts, "_prepare_nemo_gym_rows", seed_gym_rows(rollouts._prepare_nemo_gym_rows))
     for trainer in _trainers(config):
         _replace_for_trainer(trainer, gap_causes(config), facts, notes)
+
+
+def _holds_of(config: Any) -> tuple[Hold, ...]:
+    """Those that only some runs have."""
+    if getattr(config, "async_rl", None) is not None:
+        return CONTROLLER_HOLDS
+    data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
+    return (*(DATA_PLANE_HOLDS if data_plane else ()), *GYM_HOLDS)
 
 
 def algorithm_of(config: Any) -> Any:

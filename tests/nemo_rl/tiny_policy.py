@@ -38,7 +38,7 @@ def _save_policy(folder: Path) -> None:
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=False,
         initializer_range=0.1,  # so that some tokens are much likelier than others
         bos_token_id=0,
@@ -103,7 +103,7 @@ def _save_head(folder: Path) -> None:
         "num_hidden_layers": 1,
         "vocab_size": VOCABULARY,
         "draft_vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "torch_dtype": "float32",
