@@ -4,7 +4,7 @@
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import numpy as np
 import torch
@@ -67,6 +67,7 @@ class SpecrolloutGeneration(VllmGeneration):
     def _begin_supervision(self, config: Any, notes: StepNotes) -> None:
         self._asked = {stream: [] for stream in Stream}
         self._supervisor = Supervisor(config, self.facts, notes)
+        notes.source = WeakMethod(self.step_figures)
 
     def end_supervision(self) -> None:
         """Heads, drafters and samples are no longer this process's to see to."""
@@ -146,7 +147,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def step_figures(self) -> dict[str, float]:
         """Ours alone, since `snapshot_step_metrics`."""
-        if self._supervisor is None or self._asked is None:
+        if self._supervisor is None or self._asked is None or not self._supervisor.is_in_step:
             return {}
         asked, self._asked = self._asked, {stream: [] for stream in Stream}
         return self._supervisor.end_step(self._version, asked)

@@ -39,21 +39,23 @@ def watching_logger(
             step_metric: str | None = None,
             step_finished: bool = False,
         ) -> None:
-            gap = logprob_gap(metrics) if prefix == "train" else None
+            if prefix == "train" and "loss" in metrics:  # NeMo-RL may log figures of rollouts before
+                metrics = self._watched(metrics, step)
+            super().log_metrics(metrics, step, prefix, step_metric, step_finished)
+
+        def _watched(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
+            """Keeps and shows a training step's figures; returns NeMo-RL's and ours."""
+            asks = not any(name.startswith(PREFIX) for name in metrics)
+            noted, gap = notes.take(asks=asks), logprob_gap(metrics)
+            metrics = {**_plain(metrics), **noted.figures}
             if gap is not None:
-                noted = notes.take()
-                metrics = {
-                    **_plain(metrics),
-                    **noted.figures,
-                    PREFIX + "logprob_gap": gap,
-                    PREFIX + "logprob_gap_alarm": float(gap > bound),
-                }
+                metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
                 if gap > bound:
                     _raise_alarm(step, gap, bound, causes)
-                self._record.add(step, metrics, noted)
-                print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
-                _show(step, noted)
-            super().log_metrics(metrics, step, prefix, step_metric, step_finished)
+            self._record.add(step, metrics, noted)
+            print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
+            _show(step, noted)
+            return metrics
 
     return WatchingLogger
 

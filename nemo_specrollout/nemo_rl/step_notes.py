@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step leaves in words, and sample by sample: NeMo-RL's metrics are numbers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass
@@ -18,8 +23,12 @@ class StepNotes:
     alarms: list[str] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self) -> "StepNotes":
-        """What was noted since last asked."""
-        taken = StepNotes(self.figures, self.words, self.alarms, self.samples)
+    source: Callable[[], Callable[[], dict[str, float]] | None] = _nothing
+    """A weak reference to what has the step's figures, for a loop of NeMo-RL's that does not ask the generation."""
+
+    def take(self, *, asks: bool = False) -> "StepNotes":
+        """What was noted since last asked; with `asks` also the figures that nothing has asked for yet."""
+        ask = self.source() if asks else None
+        taken = StepNotes({**self.figures, **(ask() if ask else {})}, self.words, self.alarms, self.samples)
         self.figures, self.words, self.alarms, self.samples = {}, {}, [], []
         return taken

@@ -99,8 +99,13 @@ class Supervisor:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
             self._drafters.look(self._call_all_engines)
-        if self._totals_before is None:  # not every loop of NeMo-RL's says when a step's generation begins
+        if not self.is_in_step:  # not every loop of NeMo-RL's says when a step's generation begins
             self.begin_step()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether figures are being taken."""
+        return self._totals_before is not None
 
     def begin_step(self) -> None:
         """Figures of the step start here."""
