@@ -16,6 +16,7 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from nemo_specrollout.generation.compat import REFUSAL
 from nemo_specrollout.generation.identity import resolve_identity
 from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
@@ -131,7 +132,7 @@ def test_a_request_keeps_the_seed_that_it_brings_on_every_engine() -> None:
 
 
 def test_a_request_without_a_seed_is_refused_where_seeds_are_required() -> None:
-    with pytest.raises(ValueError, match=r"http_seeds: required.*X-Specrollout-Seed"):
+    with pytest.raises(REFUSAL, match=r"http_seeds: required.*X-Specrollout-Seed"):
         seed_of(RequestSeeds(required=True), [1, 2])
 
 

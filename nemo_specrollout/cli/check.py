@@ -217,21 +217,25 @@ def unfit_heads(tree: Tree) -> list[str]:
     return reasons + [why for why in blocks if why is not None]
 
 
+_ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
+
+
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
     """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not; none if it is malformed."""
     if any(malformed(tree)):
         return []
-    sizes = (f"grpo.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
+    algorithm = next(name for name in _ALGORITHMS if at(tree, name) is not None)
+    sizes = (f"{algorithm}.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
     prompts, samples = ("?" if at(tree, size) is None else size_at(tree, size) for size in sizes)
     temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
     return [
-        ("runtime", f"nemo_rl: GRPO in NeMo-RL, {_explain_asynchrony(tree)}"),
+        ("runtime", f"nemo_rl: {_ALGORITHMS[algorithm]} in NeMo-RL, {_explain_asynchrony(tree)}"),
         ("script", _script_in_words(tree)),
         ("versions", _explain_versions()),
         ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "
                    f"{at(tree, 'policy.precision')}; trained by {_explain_trainer(tree)}"),
         ("step", f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
-                 f"step; at most {at(tree, 'grpo.max_num_steps', '?')} steps in all"),
+                 f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all"),
         ("sampling", f"temperature {temperature}, top_p {top_p}, top_k {top_k}, up to {longest} tokens"),
         *_explain_nemo_rl_speculation(tree),
         ("placement", _explain_placement(tree)),
@@ -247,6 +251,10 @@ def _script_in_words(tree: Tree) -> str:
 
 
 def _explain_asynchrony(tree: Tree) -> str:
+    if at(tree, "async_rl") is not None:
+        return f"asynchronous: SingleController, sampler {at(tree, 'async_rl.sampler.name', 'of its default')}"
+    if at(tree, "data_plane.enabled"):
+        return "synchronous, by the TransferQueue trainer"
     if not at(tree, "grpo.async_grpo.enabled"):
         return "synchronous"
     age = at(tree, "grpo.async_grpo.max_trajectory_age_steps", 1)

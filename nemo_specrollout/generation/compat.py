@@ -59,6 +59,8 @@ RUNNER_ATTRIBUTES = (
 )
 REFUSALS = (ValueError, getattr(vllm_exceptions, "VLLMError", ValueError))
 """What vLLM raises for a request that it does not take."""
+REFUSAL: type[Exception] = getattr(vllm_exceptions, "VLLMValidationError", ValueError)
+"""What its servers, and NeMo-RL's, answer with status 400."""
 GATHERED_ROWS = 8192
 """Of a vocabulary, brought together at a time."""
 

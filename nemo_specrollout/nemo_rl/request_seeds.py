@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.generation.compat import RolloutSamplingParams
+from nemo_specrollout.generation.compat import REFUSAL, RolloutSamplingParams
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.nemo_rl.conversations import Conversations
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
@@ -65,7 +65,7 @@ class RequestSeeds:
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns one object for each of `prompts`, vLLM's own, that come another way than as rows.
 
-        Raises ValueError for one without a seed where seeds are required.
+        Raises vLLM's error of a bad request for one without a seed where seeds are required.
         """
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         return [self._of_request(p, tokens_of(prompt)) for p, prompt in zip(each, prompts, strict=True)]
@@ -83,7 +83,7 @@ class RequestSeeds:
 
     def _derived(self, content: int) -> int:
         if self._required:
-            raise ValueError(
+            raise REFUSAL(
                 f"{BLOCK_PATH}.http_seeds: required, and this request has none; send `seed` in its body or the header "
                 "X-Specrollout-Seed"
             )

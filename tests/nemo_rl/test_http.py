@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's HTTP server around an engine of ours, asked by the `openai` client as agents do."""
+
+import json
+from typing import Any
+
+import pytest
+from nemo_rl_host import HERE, Host
+
+pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(1800)]
+
+CASES = ("unseeded", "seeded", "header", "streamed", "samples", "samples_streamed", "filtered", "concurrent")
+
+
+def asked(host: Host, which: str) -> dict[str, Any]:
+    output = host.run(HERE / "http_cases.py", which, HERE / "base.yaml")
+    (line,) = [line for line in output.splitlines() if line.startswith("ANSWERS ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("ANSWERS "))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(host: Host) -> dict[str, Any]:
+    return asked(host, "plain")
+
+
+@pytest.fixture(scope="module")
+def drafted(host: Host) -> dict[str, Any]:
+    return asked(host, "drafted")
+
+
+def tokens(answers: Any) -> Any:
+    """Of a choice, or of lists of them."""
+    return answers["tokens"] if isinstance(answers, dict) else [tokens(answer) for answer in answers]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_do_not_depend_on_the_drafter(plain: dict[str, Any], drafted: dict[str, Any], case: str) -> None:
+    assert tokens(plain[case]) == tokens(drafted[case])
+    assert drafted["totals"]["proposed"] > 0
+
+
+def test_log_probs_are_those_of_plain_decoding(plain: dict[str, Any], drafted: dict[str, Any]) -> None:
+    for one, other in zip(plain["samples"], drafted["samples"], strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+def test_a_seed_decides_and_may_come_in_the_body_or_in_a_header(drafted: dict[str, Any]) -> None:
+    first, again, other = drafted["seeded"]
+    assert first == again != other
+    assert drafted["header"] == [first, other]
+
+
+def test_a_stream_brings_the_same_tokens(drafted: dict[str, Any]) -> None:
+    assert tokens(drafted["streamed"]) == tokens(drafted["seeded"][0])
+    assert tokens(drafted["samples_streamed"]) == tokens(drafted["samples"])
+
+
+def test_the_samples_of_one_request_differ(drafted: dict[str, Any]) -> None:
+    assert len({tuple(sample) for sample in tokens(drafted["samples"])}) == 4
+
+
+def test_unseeded_requests_differ_and_another_process_gives_the_same(
+    plain: dict[str, Any], drafted: dict[str, Any]
+) -> None:
+    first, second = tokens(drafted["unseeded"])
+    assert first != second
+    assert drafted["totals"]["derived"] == plain["totals"]["derived"] == 2
+
+
+def test_concurrent_agents_get_what_they_get_one_by_one(drafted: dict[str, Any]) -> None:
+    assert tokens(drafted["concurrent"]) == tokens(drafted["one_by_one"])
+
+
+def test_bad_headers_and_missing_seeds_are_refused_with_a_sentence(host: Host, drafted: dict[str, Any]) -> None:
+    assert drafted["bad_header"].startswith("400") and "2^63" in drafted["bad_header"]
+    strict = asked(host, "strict")
+    assert all(answer.startswith("400") and "http_seeds: required" in answer for answer in strict["unseeded"])
+    assert tokens(strict["seeded"]) == tokens(drafted["seeded"])
