@@ -229,6 +229,11 @@ def test_a_tail_that_cannot_be(kind: str, overrides: tuple[str, ...], sentence: 
 # What does not go together.
 
 
+@pytest.mark.parametrize("more", ["env.should_use_nemo_gym=true", f"{BLOCK_PATH}.http_seeds=required"])
+def test_a_server_whose_requests_all_bring_seeds_needs_no_note(more: str) -> None:
+    assert not any(found(f"{VLLM_CFG}.expose_http_server=true", more).values())
+
+
 def test_a_clean_config_has_nothing_to_say() -> None:
     assert not any(found().values())
     assert not any(found(*ASYNC).values())
@@ -323,8 +328,7 @@ def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was run only on a CPU"),
         ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine of several GPUs"),
-        ("note", ("env.should_use_nemo_gym=true",), "random seeds"),
-        ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "random seeds"),
+        ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "without a seed gets one from its prompt"),
         ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt is not here"),
     ],
 )  # fmt: skip
@@ -605,11 +609,11 @@ def test_recipes_are_configs_of_nemo_rl_without_errors(monkeypatch: pytest.Monke
 
 
 def test_recipes_are_named_like_their_output() -> None:
-    assert len(RECIPES) == 7
+    assert len(RECIPES) == 11
     for path in RECIPES:
         recipe = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         assert isinstance(recipe, dict)
-        assert recipe["defaults"].startswith("${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/configs/")
+        assert recipe["defaults"].startswith("${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/")
         assert recipe["logger"]["log_dir"] == f"logs/{path.stem}"
         assert recipe["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
 

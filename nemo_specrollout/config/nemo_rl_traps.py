@@ -118,8 +118,18 @@ def _places_itself(drafter: Any) -> bool:
 
 _async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
 _refreshed = _on(f"{BLOCK_PATH}.draft_refresh")
+
+
+def _has_other_clients(tree: Tree) -> bool:
+    """NeMo-Gym's requests bring seeds."""
+    return not at(tree, "env.should_use_nemo_gym") and at(tree, f"{BLOCK_PATH}.http_seeds") != "required"
+
+
 _NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
-_UNSEEDED = "requests over HTTP get random seeds: exact samples, but not reproducible, and not equal from run to run"
+_UNSEEDED = (
+    "a request over HTTP without a seed gets one from its prompt, and from which of the engines it reaches: send `seed`, or "
+    f"set {BLOCK_PATH}.http_seeds to required, which refuses the others"
+)
 _RULES = (
     _Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works in vLLM alone: set it to vllm"),
     _Rule(f"{GENERATION}.quant_cfg", _is_set, "ModelOpt's worker would stand where specrollout's must: set it to null"),
@@ -155,8 +165,7 @@ _RULES = (
           "nothing", "warning"),
     _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "
           "only", "warning"),
-    _Rule("env.should_use_nemo_gym", bool, _UNSEEDED, "note"),
-    _Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note"),
+    _Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note", _has_other_clients),
     _Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties, against which "
           "vLLM has vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'; the log-prob gap is larger than in float32", "note"),
     _Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
