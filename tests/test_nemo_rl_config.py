@@ -216,9 +216,12 @@ def test_what_is_done_with_a_tail_is_said() -> None:
         ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.expose_http_server=true"),
          "policy.generation.vllm_cfg.expose_http_server: true with fastest_of_n"),
         ("error", (TWO_GPUS, *ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"),
-         "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with in_flight_weight_updates and fastest_of_n"),
+         "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with in-flight weight updates and fastest_of_n"),
+        ("error", (TWO_GPUS, *CONTROLLER), "async_rl.recompute_kv_cache_after_weight_updates: false with in-flight"),
+        ("warning", (TWO_GPUS, "env.sliding_puzzle_game.cfg={}"), "env.sliding_puzzle_game: its turns end at a string"),
     ],
-    ids=["one engine", "one of two GPUs", "racers", "methods", "experts", "stop strings", "server", "in flight"],
+    ids=["one engine", "one of two GPUs", "racers", "methods", "experts", "stop strings", "server", "in flight",
+         "controller", "turns"],
 )  # fmt: skip
 def test_a_tail_that_cannot_be(kind: str, overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(f"{TAIL}={{}}", *overrides)[kind])

@@ -25,6 +25,9 @@ _KEEPS_IN_PLACE = (
     f"{VLLM_KWARGS}.enable_return_routed_experts",
 )
 
+# NeMo-RL's environments that end each turn at a string, by their names in `env`.
+_STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
+
 
 def num_engines(tree: Tree) -> int:
     """Engines of the run."""
@@ -52,9 +55,19 @@ def tail_findings(tree: Tree, block: Mapping[str, Any]) -> Iterator[Finding]:
         if value := at(tree, path):
             text = f"{json.dumps(value)} with fastest_of_n; such requests stay in their engine, nothing moves"
             yield Finding(path, text, "warning")
+    for name in _STOP_AT_STRINGS:
+        if at(tree, f"env.{name}") is not None and _is_used(tree, name):
+            text = "its turns end at a string; with fastest_of_n such requests stay in their engine, nothing moves"
+            yield Finding(f"env.{name}", text, "warning")
     if at(tree, f"{VLLM_CFG}.expose_http_server"):
         text = "true with fastest_of_n; requests that come through the server stay in their engine"
         yield Finding(f"{VLLM_CFG}.expose_http_server", text, "warning")
+
+
+def _is_used(tree: Tree, environment: str) -> bool:
+    """Whether the data ask for an environment; NeMo-RL's base configs describe some that no data use."""
+    named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
+    return environment in named or not any(named)
 
 
 def _sizes(tail: Mapping[str, Any], engines: int) -> Iterator[Finding]:
@@ -70,11 +83,17 @@ def _sizes(tail: Mapping[str, Any], engines: int) -> Iterator[Finding]:
 
 
 def _in_flight(tree: Tree) -> Iterator[Finding]:
+    """The SingleController always updates weights while requests are under way."""
     grpo = at(tree, "grpo.async_grpo", {})
-    is_in_flight = at(grpo, "enabled") and at(grpo, "in_flight_weight_updates")
-    if is_in_flight and not at(grpo, "recompute_kv_cache_after_weight_updates"):
-        text = (
-            "false with in_flight_weight_updates and fastest_of_n; after an update a request that moved would go on from "
-            "another KV cache than one that stayed: set it to true"
-        )
-        yield Finding("grpo.async_grpo.recompute_kv_cache_after_weight_updates", text, "error")
+    updates = {
+        "grpo.async_grpo": at(grpo, "enabled") and at(grpo, "in_flight_weight_updates"),
+        "async_rl": at(tree, "async_rl") is not None,
+    }
+    for block in (name for name, is_in_flight in updates.items() if is_in_flight):
+        path = f"{block}.recompute_kv_cache_after_weight_updates"
+        if not at(tree, path):
+            text = (
+                "false with in-flight weight updates and fastest_of_n; after an update a request that moved would go on "
+                "from another KV cache than one that stayed: set it to true"
+            )
+            yield Finding(path, text, "error")
