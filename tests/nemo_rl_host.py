@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_rl_scenarios import SCENARIOS
+from nemo_rl_scenarios import CONTROLLER_SCENARIOS, DATA_PLANE_SCENARIOS, PAIR, SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "nemo_rl"
@@ -115,19 +115,48 @@ class Run:
         return path
 
 
-@pytest.fixture(scope="session")
-def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All scenarios, run once, one after another: an hour on two cores.
+def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scratch: Path) -> dict[str, Run]:
+    """Runs `scenarios` on the config `base`, one after another in one process; their folders, by name.
 
     NEMO_RL_RUNS names a folder in which to keep them, or, if it has them, to find them.
     """
     kept = os.environ.get("NEMO_RL_RUNS")
-    if kept and (Path(kept) / "log.txt").is_file():
-        return {name: Run(Path(kept) / name) for name in SCENARIOS}
-    out = Path(kept) if kept else tmp_path_factory.mktemp("runs")
-    scenarios = out / "scenarios.json"
-    out.mkdir(parents=True, exist_ok=True)
-    scenarios.write_text(json.dumps(SCENARIOS))
-    log = host.run(HERE / "run_scenarios.py", HERE / "base.yaml", scenarios, out, timeout_s=6000)
-    (out / "log.txt").write_text(log)
-    return {name: Run(out / name) for name in SCENARIOS}
+    out = Path(kept, name) if kept else scratch
+    if not (out / "log.txt").is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        listed = out / "scenarios.json"
+        listed.write_text(json.dumps(scenarios).replace("$OUT", str(out)))
+        log = host.run(HERE / "run_scenarios.py", HERE / base, listed, out, timeout_s=6000)
+        (out / "log.txt").write_text(log)
+    return {scenario: Run(out / scenario) for scenario in scenarios}
+
+
+@pytest.fixture(scope="session")
+def controller_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Those of the SingleController: some 15 minutes."""
+    scratch = tmp_path_factory.mktemp("controller")
+    return run_all(host, "controller", "single_controller.yaml", CONTROLLER_SCENARIOS, scratch)
+
+
+@pytest.fixture(scope="session")
+def turn_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Those of three turns."""
+    return run_all(host, "turns", "multi_turn.yaml", PAIR, tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="session")
+def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Those of on-policy distillation."""
+    return run_all(host, "distillation", "distillation.yaml", PAIR, tmp_path_factory.mktemp("distillation"))
+
+
+@pytest.fixture(scope="session")
+def data_plane_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Those of the TransferQueue trainer."""
+    return run_all(host, "data_plane", "base.yaml", DATA_PLANE_SCENARIOS, tmp_path_factory.mktemp("data_plane"))
+
+
+@pytest.fixture(scope="session")
+def runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """GRPO's scenarios, an hour on two cores."""
+    return run_all(host, "grpo", "base.yaml", SCENARIOS, tmp_path_factory.mktemp("runs"))

@@ -132,3 +132,30 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},
     "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},
 }
+
+PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
+DATA_PLANE = ["data_plane.enabled=true"]
+DATA_PLANE_SCENARIOS: dict[str, Any] = {
+    "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
+    "drafted": {"overrides": [*DRAFTED, *DATA_PLANE]},
+}
+
+
+def _recorded(name: str, *overrides: str) -> dict[str, Any]:
+    """A run whose prompt groups are written to a file; $OUT is the folder of all runs."""
+    return {"overrides": list(overrides), "environment": {"NEMO_RL_CPU_RECORD": f"$OUT/{name}.jsonl"}}
+
+
+CONTROLLER_SCENARIOS: dict[str, Any] = {
+    "native": _recorded("native", *OFF),
+    "plain": _recorded("plain", *PLAIN),
+    "drafted": _recorded("drafted", *DRAFTED),
+    "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
+    "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
+    "two_engines": _recorded(
+        "two_engines",
+        *DRAFTED,
+        "cluster.gpus_per_node=3",
+        "policy.generation.colocated.resources.gpus_per_node=2",
+    ),
+}

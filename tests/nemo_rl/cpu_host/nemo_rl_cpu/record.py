@@ -19,7 +19,7 @@ def record_groups(rollout_manager: ModuleType) -> None:
         group = await native(self, input_sample)
         if path := os.environ.get(VARIABLE):
             samples = [[message["token_ids"].tolist() for message in c.message_log] for c in group.completions]
-            line = {"prompt": int(group.prompt_idx), "version": version, "samples": samples}
+            line = {"prompt": int(group.prompt_idx), "versions": [version, self._weight_version], "samples": samples}
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         return group

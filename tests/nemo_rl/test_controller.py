@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's SingleController, unedited, with the block and without: its prompt groups, its figures, all samplers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from nemo_rl_host import Run
+
+pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
+
+OURS = ("plain", "drafted", "weight_fifo", "windowed", "two_engines")
+Group = list[list[list[int]]]
+
+
+def groups(run: Run) -> dict[tuple[int, int], Group]:
+    """Tokens of each group's samples, by prompt and policy version; of groups that saw one version only."""
+    path = run.folder.parent / f"{run.folder.name}.jsonl"
+    return dict(_read(path.read_text()))
+
+
+def _read(text: str) -> Iterator[tuple[tuple[int, int], Group]]:
+    import json
+
+    for line in text.splitlines():
+        group: dict[str, Any] = json.loads(line)
+        first, last = group["versions"]
+        if first == last:
+            yield (group["prompt"], first), group["samples"]
+
+
+@pytest.mark.parametrize("name", ["native", *OURS])
+def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], name: str) -> None:
+    assert controller_runs[name].result["error"] is None
+    assert controller_runs[name].result["actors"] == []
+
+
+@pytest.mark.parametrize("name", OURS[1:])
+def test_groups_depend_neither_on_drafts_nor_on_sampler_nor_on_engines(
+    controller_runs: dict[str, Run], name: str
+) -> None:
+    plain, other = groups(controller_runs["plain"]), groups(controller_runs[name])
+    common = plain.keys() & other.keys()
+    assert len(common) >= 4  # the first step's, at least
+    assert [plain[key] for key in sorted(common)] == [other[key] for key in sorted(common)]
+
+
+def test_the_samples_of_a_group_differ(controller_runs: dict[str, Run]) -> None:
+    """Two samples of a tiny policy may be equal by chance, when they are short."""
+    for group in groups(controller_runs["plain"]).values():
+        assert len({str(sample) for sample in group}) > 1
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_step_has_figures_and_a_sound_policy(controller_runs: dict[str, Run], name: str) -> None:
+    steps = controller_runs[name].metrics
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert sum(step["specrollout/engine_steps"] for step in steps) > 50
+    for step in steps:
+        assert step["specrollout/seeds_made_up"] == step["specrollout/seeds_derived"] == 0
+        assert step["specrollout/weight_updates"] == 1
+        assert step["specrollout/logprob_gap"] < 0.01 and step["specrollout/logprob_gap_alarm"] == 0
+
+
+@pytest.mark.parametrize("name", OURS[1:])
+def test_drafts_are_verified_and_samples_stamped(controller_runs: dict[str, Run], name: str) -> None:
+    run = controller_runs[name]
+    drafted = [step.get(f"specrollout/{kind}/draft_tokens", 0) for step in run.metrics for kind in ("suffix", "ngram")]
+    assert sum(drafted) > 0
+    stamped = [sample for line in run.lines("samples.jsonl") for sample in line["samples"]]
+    assert stamped and all(sample["policy_spans"] for sample in stamped)
+
+
+def test_off_leaves_nothing_of_ours(controller_runs: dict[str, Run]) -> None:
+    assert not list(controller_runs["native"].folder.rglob("specrollout"))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo-RL's other loops that roll out: three turns with an environment, on-policy distillation, the TransferQueue trainer."""
+
+import pytest
+from nemo_rl_host import Run
+
+pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
+
+STEPS = (1, 2, 3)
+LOOPS = ("turn_runs", "distillation_runs", "data_plane_runs")
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, loop: str) -> tuple[Run, Run]:
+    """A run without drafts and the same with them."""
+    found: dict[str, Run] = request.getfixturevalue(loop)
+    return found["plain"], found["drafted"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_runs_end_well_and_leave_no_actor(pair: tuple[Run, Run], loop: str) -> None:
+    for run in pair:
+        assert run.result["error"] is None
+        assert run.result["actors"] == []
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_losses_do_not_depend_on_the_drafter(pair: tuple[Run, Run], loop: str) -> None:
+    plain, drafted = ([step["loss"] for step in run.metrics] for run in pair)
+    assert len(plain) == 3 and plain == pytest.approx(drafted, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_step_is_drafted_and_has_seeds(pair: tuple[Run, Run], loop: str) -> None:
+    steps = pair[1].metrics
+    drafted = [step.get(f"specrollout/{kind}/draft_tokens", 0) for step in steps for kind in ("suffix", "ngram")]
+    assert sum(drafted) > 0
+    assert all(step["specrollout/seeds_derived"] == step["specrollout/seeds_made_up"] == 0 for step in steps)
+    assert all(step["specrollout/weight_updates"] == 1 for step in steps)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_rows_of_three_turns_do_not_depend_on_the_drafter(turn_runs: dict[str, Run], step: int) -> None:
+    plain, drafted = (turn_runs[name].samples(step) for name in ("plain", "drafted"))
+    assert plain == drafted and len(plain) == 8
+
+
+def test_the_rows_are_of_several_turns(turn_runs: dict[str, Run]) -> None:
+    """A turn is a stretch of tokens that the policy made."""
+    masks = [mask for step in STEPS for _, (mask,) in turn_runs["plain"].samples(step)]
+    turns = [sum(here and not before for before, here in zip([0, *mask], mask, strict=False)) for mask in masks]
+    assert max(turns) == 3
