@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's SingleController, unedited, with the block and without: its prompt groups, its figures, all samplers."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,6 @@ def groups(run: Run) -> dict[tuple[int, int], Group]:
 
 
 def _read(text: str) -> Iterator[tuple[tuple[int, int], Group]]:
-    import json
-
     for line in text.splitlines():
         group: dict[str, Any] = json.loads(line)
         first, last = group["versions"]
