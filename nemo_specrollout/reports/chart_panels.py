@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 
-from nemo_specrollout.local.records import (
+from nemo_specrollout.reports.records import (
     Record,
     column,
     drafts_by_name,

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from nemo_specrollout.config.files import replacing_file
-from nemo_specrollout.local.chart_panels import (
+from nemo_specrollout.reports.chart_panels import (
     GREY,
     PHASES,
     STYLE,
@@ -33,8 +33,8 @@ from nemo_specrollout.local.chart_panels import (
     draw_speedup,
     draw_time,
 )
-from nemo_specrollout.local.head_panels import draw_head_acceptance, draw_head_cost, has_head
-from nemo_specrollout.local.records import (
+from nemo_specrollout.reports.head_panels import draw_head_acceptance, draw_head_cost, has_head
+from nemo_specrollout.reports.records import (
     Record,
     acceptance_totals,
     can_drain,
@@ -44,7 +44,7 @@ from nemo_specrollout.local.records import (
     speedups,
     whole_trace,
 )
-from nemo_specrollout.local.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
+from nemo_specrollout.reports.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
 
 
 def reward_chart(steps: Sequence[Record]) -> str:
