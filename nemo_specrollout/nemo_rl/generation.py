@@ -25,6 +25,7 @@ from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream
 from nemo_specrollout.nemo_rl.metrics import (
     PREFIX,
+    acceptance_counts,
     head_figures,
     sample_lines,
     step_facts,
@@ -159,6 +160,8 @@ class SpecrolloutGeneration(VllmGeneration):
         before, self._totals_before = self._totals_before, None
         if before is not None:
             after = self._engine_totals()
+            if counts := acceptance_counts(before, after):
+                self.notes.words["acceptance"] = counts
             figures = {**step_metrics(before, after), **self._heads_after_step(before, after), **self._supply_of_step()}
             figures |= weight_updates(self._totals_after, after) | self._tail_of_step()
             self._totals_after = after

@@ -93,7 +93,8 @@ def _replace_names(config: Any) -> None:
     _replace(grpo, "refit_policy_generation", _telling_versions(grpo.refit_policy_generation))
     _replace(grpo, "validate", _in_validation_stream(grpo.validate))
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
-    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], gap_causes(config), facts, notes))
+    causes, last_step = gap_causes(config), config.grpo.max_num_steps
+    _replace(grpo, "Logger", watching_logger(grpo.Logger, facts["block"], causes, facts, notes, last_step))
 
 
 def _check_heads(block: dict[str, Any], policy: str) -> None:

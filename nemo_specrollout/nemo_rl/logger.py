@@ -2,6 +2,7 @@
 """NeMo-RL's logger, watching what the run depends on: that engine and trainer have the same policy."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,26 @@ from typing import Any
 from rich.console import Console
 
 from nemo_specrollout.decoupled.supply import in_words
+from nemo_specrollout.nemo_rl.live_report import LiveReport
 from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.reports.policy_lag import policy_lag
 
 
 def watching_logger(
-    native: Any, block: Mapping[str, Any], causes: list[str], facts: Mapping[str, Any], notes: StepNotes
+    native: Any,
+    block: Mapping[str, Any],
+    causes: list[str],
+    facts: Mapping[str, Any],
+    notes: StepNotes,
+    last_step: int | None = None,
 ) -> Any:
-    """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, and a record of the run.
+    """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, a record and a report of the run.
 
     `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary; `notes` of each step are kept,
-    its alarms, what became of a draft head and how remote drafters kept up are shown.
+    its alarms, what became of a draft head and how remote drafters kept up are shown. `last_step` is that of the whole run, if
+    it is known.
     """
     bound = block["logprob_gap_alarm"]
 
@@ -30,6 +39,15 @@ def watching_logger(
         def __init__(self, cfg: Mapping[str, Any]) -> None:
             super().__init__(cfg)
             self._record = RunRecord(Path(cfg["log_dir"]), facts)
+            self._report = LiveReport(self._record.folder, last_step)
+            self._validation = (0, 0.0)
+            # When the logger is given up, or its process ends; not a method of the logger, which would keep it alive.
+            weakref.finalize(self, self._report.close)
+
+        def finish(self) -> None:
+            """NeMo-RL's, of the single controller: the run is over."""
+            self._report.close()
+            super().finish()
 
         def log_metrics(
             self,
@@ -40,19 +58,31 @@ def watching_logger(
             step_finished: bool = False,
         ) -> None:
             gap = logprob_gap(metrics) if prefix == "train" else None
+            if prefix == "timing/validation":
+                self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
+            if prefix == "timing/train":
+                self._step_done(metrics, step)
             if gap is not None:
+                noted = notes.take()
                 metrics = {
                     **_plain(metrics),
                     PREFIX + "logprob_gap": gap,
                     PREFIX + "logprob_gap_alarm": float(gap > bound),
+                    **{PREFIX + name: lag for name, lag in policy_lag(noted.samples, step).items()},
                 }
                 if gap > bound:
                     _raise_alarm(step, gap, bound, causes)
-                noted = notes.take()
                 self._record.add(step, metrics, noted)
                 print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
                 _show(step, noted)
             super().log_metrics(metrics, step, prefix, step_metric, step_finished)
+
+        def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
+            """The timers of a step are its last figures; pictures must come before them."""
+            validated, seconds = self._validation
+            validation = {"total_validation_time": seconds} if validated == step else {}
+            self._record.add_timing(step, {**timing, **validation})
+            self._report.step_done(step, self.log_plot if getattr(self, "loggers", ()) else None)
 
     return WatchingLogger
 

@@ -117,14 +117,16 @@ def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
     draw_ratios(ax, steps, title, speedups(steps), overall_speedup(steps))
 
 
-def draw_ratios(ax: Axes, steps: Sequence[Record], title: str, ratios: np.ndarray, overall: float) -> None:
-    """Speedups of steps, and of them all."""
+def draw_ratios(
+    ax: Axes, steps: Sequence[Record], title: str, ratios: np.ndarray, overall: float, name: str = "all"
+) -> None:
+    """Speedups of steps, and one that sums them up, with its `name`."""
     over_steps(ax, steps, title)
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
     ax.plot(series(steps, "step"), ratios, line_format(steps), color=BLUE)
     ax.set_ylim(min(0.9, float(np.nanmin(ratios)) - 0.1), max(1.2, float(np.nanmax(ratios)) + 0.1))
-    label_right(ax, [(overall, f"all {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
+    label_right(ax, [(overall, f"{name} {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
 
 
 def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
