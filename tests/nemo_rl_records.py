@@ -28,8 +28,10 @@ def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:
             "ngram": {"proposed": [210, 90, 31], "accepted": [80, 30, 9]},
         },
     }  # fmt: skip
-    native = {"loss": 0.02 * math.exp(-step / 9) + rng.uniform(-0.004, 0.004), "reward": 0.4 + 0.015 * step,
-              "gen_kl_error": rng.uniform(1e-4, 2e-4), "token_mult_prob_error": 1.006, "mean_gen_tokens_per_sample": 812.0}  # fmt: skip
+    native = {
+        "loss": 0.02 * math.exp(-step / 9) + rng.uniform(-0.004, 0.004), "reward": 0.4 + 0.015 * step,
+        "gen_kl_error": rng.uniform(1e-4, 2e-4), "token_mult_prob_error": 1.006, "mean_gen_tokens_per_sample": 812.0,
+    }  # fmt: skip
     return {"step": step, **native, **{f"specrollout/{k}": v for k, v in (ours | changes).items()}}
 
 
