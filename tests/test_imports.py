@@ -18,17 +18,29 @@ ALLOWED = {
     "sampling": set(),
     "scheduling": {"config"},
     "simulation": {"config", "scheduling"},
+    "reports": {"config"},
     "drafters": {"config", "sampling"},
     "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
-    "local": {"config", "sampling", "scheduling", "simulation", "drafters", "decoupled", "training", "generation"},
-    "nemo_rl": {"config", "sampling", "scheduling", "decoupled", "training", "generation"},
+    "local": {
+        "config",
+        "sampling",
+        "scheduling",
+        "simulation",
+        "reports",
+        "drafters",
+        "decoupled",
+        "training",
+        "generation",
+    },
+    "nemo_rl": {"config", "sampling", "scheduling", "reports", "decoupled", "training", "generation"},
     "cli": {
         "config",
         "sampling",
         "scheduling",
         "simulation",
+        "reports",
         "drafters",
         "decoupled",
         "training",
@@ -46,7 +58,7 @@ OWNERS = {
     "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
-TORCH_FREE = ("config", "scheduling", "simulation", "cli")
+TORCH_FREE = ("config", "scheduling", "simulation", "reports", "cli")
 
 
 def imported_modules(file: Path) -> set[str]:

@@ -15,10 +15,10 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local import charts, records
-from nemo_specrollout.local.head_panels import head_acceptance, head_summary
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.results import write_results
+from nemo_specrollout.reports import charts, records
+from nemo_specrollout.reports.head_panels import head_acceptance, head_summary
 
 pytestmark = pytest.mark.unit
 

@@ -150,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     add_refresh_arguments(command)
     text = "makes report.html and picture.png of a run directory again, also while it runs"
     command = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
-    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the logger.log_dir of a run")
+    command.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the logger.log_dir of a run, local or in NeMo-RL"
+    )
     text = "what a step would take, and what each feature brings; loads neither torch nor vllm"
     command = commands.add_parser("simulate", help=text, description=text, allow_abbrev=False)
     add_simulate_arguments(command)

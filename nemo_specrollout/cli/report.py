@@ -8,14 +8,26 @@ from nemo_specrollout.config.strict import ConfigError
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Writes `report.html` and `picture.png`, and prints where. Raises ConfigError if that is no run directory."""
-    run_dir: Path = parsed.run_dir
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(
-            f"RUN_DIR: {run_dir} is no run directory, it has no config.yaml; name the logger.log_dir of a run"
-        )
-    from nemo_specrollout.local.results import write_pages
+    """Writes `report.html` and `picture.png` of a local run or of one in NeMo-RL, and prints where.
 
-    page, picture = write_pages(run_dir)
+    Raises ConfigError if that is no run directory.
+    """
+    try:
+        page, picture = _write_pages(parsed.run_dir)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a report needs {error.name}, which is not installed: pip install {error.name}") from error
     print(f"report  {page}\npicture {picture}")
     return 0
+
+
+def _write_pages(run_dir: Path) -> tuple[Path, Path]:
+    from nemo_specrollout.reports.nemo_rl_run import find_folder
+
+    if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
+        from nemo_specrollout.local.results import write_pages as write_local_pages
+
+        return write_local_pages(run_dir)
+    folder = find_folder(run_dir)
+    from nemo_specrollout.reports.nemo_rl_page import write_pages
+
+    return write_pages(folder)

@@ -23,11 +23,11 @@ from nemo_specrollout.local.bench_figures import Figures, figures_of, host_share
 from nemo_specrollout.local.bench_rounds import Entrant, group_with, play_round, started
 from nemo_specrollout.local.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
 from nemo_specrollout.local.bench_tables import constant_table, rollout_table, running_table, sentences, useless_table
-from nemo_specrollout.local.charts import bench_chart, running_chart
 from nemo_specrollout.local.deep_policy import with_deep_policy
 from nemo_specrollout.local.rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.running_bins import bin_of
 from nemo_specrollout.local.tasks import build_task
+from nemo_specrollout.reports.charts import bench_chart, running_chart
 
 # Rounds that only warm up: kernels compile, engines learn what steps cost.
 WARM_UP_ROUNDS = 1

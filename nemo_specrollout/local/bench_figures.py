@@ -12,9 +12,9 @@ import numpy as np
 
 from nemo_specrollout.local.bench_rounds import Entrant
 from nemo_specrollout.local.bench_rows import FIXED, OURS, PLAIN
-from nemo_specrollout.local.records import column
 from nemo_specrollout.local.running_bins import LABELS, BinnedStats
 from nemo_specrollout.local.statistics import RolloutStats
+from nemo_specrollout.reports.records import column
 
 Figures = dict[str, Any]
 # A batch is called full from this share of the most requests on.

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.refresh import DraftRefreshConfig
 from nemo_specrollout.config.run import RunConfig, read_run_config
-from nemo_specrollout.local.chart_panels import STYLE
-from nemo_specrollout.local.records import Record, read_lines
+from nemo_specrollout.reports.chart_panels import STYLE
+from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.refresh_schedule import StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.acceptance import measure_acceptance

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine
 from nemo_specrollout.local.gpu_stage import POLICY, Stage, block, start_engine, task_requests
-from nemo_specrollout.local.records import column
 from nemo_specrollout.local.statistics import count_equal
+from nemo_specrollout.reports.records import column
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},

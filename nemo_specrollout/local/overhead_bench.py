@@ -36,7 +36,7 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     step and of our part of it. Each request has drafts verified in each step."""
     set_process_environment()
     from nemo_specrollout.local.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
-    from nemo_specrollout.local.records import column
+    from nemo_specrollout.reports.records import column
 
     drafters, before_mb, started = WAYS[way], _memory_mb(), time.perf_counter()
     specrollout = STOCK if drafters is None else block(*drafters, budget=BudgetConfig("fixed", k=NUM_DRAFTS))

@@ -1,52 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words, columns and looks of `report.html`; what fills them is in `report.py`."""
-
-from string import Template
-
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
-<style>$css</style></head>
-<body><main>
-<h1>$title</h1>
-<p class="status">$status</p>
-$body
-</main></body>
-</html>
-""")
-
-CSS = """
-:root { color-scheme: light }
-body { margin: 0; background: #f6f8fa; color: #24292f;
-  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif }
-main { max-width: 936px; margin: 0 auto; padding: 28px 24px 48px }
-h1 { font-size: 24px; margin: 0 } h2 { font-size: 16px; margin: 0 0 2px }
-.status { color: #57606a; margin: 2px 0 18px }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px }
-.card, section { background: #fff; border: 1px solid #d8dee4; border-radius: 8px }
-.card { padding: 12px 14px } .card p { margin: 0; font-size: 12.5px; line-height: 1.35; color: #57606a }
-.card .value { font-size: 18px; font-weight: 600; line-height: 1.4; letter-spacing: -0.02em; color: #24292f }
-.card .value { white-space: nowrap }
-.card.good .value { color: #0072b2 }
-.card.bad { background: #fff1ee; border-color: #cf222e } .card.bad .value, .alarms { color: #b3141f }
-section { margin-top: 14px; padding: 16px 18px; min-width: 0 }
-section p { margin: 0 0 10px; color: #57606a; font-size: 13.5px }
-.said { color: #57606a; font-size: 13.5px; padding-left: 20px }
-section.alarms { border-color: #cf222e } .alarms ul { margin: 4px 0 0; padding-left: 20px }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 14px }
-svg { display: block; width: 100%; height: auto } svg text { font-family: inherit !important }
-.scroll { overflow: auto; max-height: 520px }
-table { border-collapse: collapse; width: 100%; white-space: nowrap }
-th, td { font-size: 12.5px; font-variant-numeric: tabular-nums }
-th { position: sticky; top: 0; background: #fff; color: #57606a; font-weight: 600; vertical-align: bottom }
-th, td { text-align: right; padding: 3px 0 3px 10px; border-bottom: 1px solid #eaeef2 } td.bad { color: #b3141f }
-pre, code { font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace }
-pre { background: #f6f8fa; padding: 10px 12px; margin: 6px 0; overflow-x: auto }
-summary { cursor: pointer; font-weight: 600 }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 6px 0 0; font-size: 13.5px }
-dt { color: #57606a } dd { margin: 0; overflow-wrap: anywhere }
-@media (max-width: 720px) { .pair { grid-template-columns: 1fr } }
-"""
+"""The words and columns of a local run's `report.html`; what fills them is in `report.py`."""
 
 ROLLOUT_COLUMNS = {
     "step": ("step", "d"),

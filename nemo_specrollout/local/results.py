@@ -13,12 +13,12 @@ import numpy as np
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.charts import run_picture
-from nemo_specrollout.local.head_panels import head_summary
-from nemo_specrollout.local.records import overall_speedup, read_lines, reward_window, series
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.run_directory import PAGES, SUMMARY
-from nemo_specrollout.local.tail_panels import tail_summary
+from nemo_specrollout.reports.charts import run_picture
+from nemo_specrollout.reports.head_panels import head_summary
+from nemo_specrollout.reports.records import overall_speedup, read_lines, reward_window, series
+from nemo_specrollout.reports.tail_panels import tail_summary
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:

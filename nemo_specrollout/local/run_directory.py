@@ -17,7 +17,7 @@ from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
 from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
-from nemo_specrollout.local.records import read_lines
+from nemo_specrollout.reports.records import read_lines
 from nemo_specrollout.scheduling.ladder import LadderFile
 
 LADDER = "ladder.json"

@@ -66,6 +66,14 @@ HOLDS = (
         "overridden",
     ),
     Hold(
+        "nemo_rl.utils.logger",
+        "Logger.log_plot",
+        ("figure", "step", "name"),
+        "utils/logger.py:1208",
+        "called: the picture of the run",
+    ),
+    Hold("nemo_rl.utils.logger", "Logger.finish", (), "utils/logger.py:1064", "overridden: the report is of all steps"),
+    Hold(
         "nemo_rl.algorithms.async_utils",
         "AsyncTrajectoryCollector",
         (),

@@ -22,7 +22,7 @@ from nemo_specrollout.training.head_facts import misfit
 from nemo_specrollout.training.head_folder import HeadFolder
 
 if TYPE_CHECKING:
-    from nemo_specrollout.nemo_rl.step_notes import StepNotes
+    from nemo_specrollout.nemo_rl.logger import Watch
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
 # NeMo-RL's Ray actors, and ours that stand in their place.
@@ -87,6 +87,7 @@ def _replace_names(config: Any) -> None:
     from nemo_specrollout.nemo_rl.collector import SpecrolloutTrajectoryCollector
     from nemo_specrollout.nemo_rl.gap_causes import gap_causes
     from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration, seed_gym_rows
+    from nemo_specrollout.nemo_rl.logger import Watch
     from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
     first, notes = _newest_step(config.checkpointing), StepNotes()
@@ -99,13 +100,14 @@ def _replace_names(config: Any) -> None:
         vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
     )
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
+    watch = Watch(facts["block"], gap_causes(config), facts, notes, algorithm.max_num_steps)
     if getattr(config, "async_rl", None) is not None:
-        _replace_for_controller(config, gap_causes(config), facts)
+        _replace_for_controller(config, watch)
         return
     _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
     _replace(rollouts, "_prepare_nemo_gym_rows", seed_gym_rows(rollouts._prepare_nemo_gym_rows))
     for trainer in _trainers(config):
-        _replace_for_trainer(trainer, gap_causes(config), facts, notes)
+        _replace_for_trainer(trainer, watch)
 
 
 def _holds_of(config: Any) -> tuple[Hold, ...]:
@@ -141,15 +143,14 @@ def _trainers(config: Any) -> list[ModuleType]:
     return [grpo]
 
 
-def _replace_for_trainer(trainer: ModuleType, causes: list[str], facts: dict[str, Any], notes: "StepNotes") -> None:
+def _replace_for_trainer(trainer: ModuleType, watch: "Watch") -> None:
     from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
-    from nemo_specrollout.nemo_rl.logger import watching_logger
 
     ours: dict[str, Callable[[Any], Any]] = {
         "VllmGeneration": lambda native: SpecrolloutGeneration,
         "refit_policy_generation": _telling_versions,
         "validate": _in_validation_stream,
-        "Logger": lambda native: watching_logger(native, facts["block"], causes, facts, notes),
+        "Logger": watch.logger_class,
         "SyncRolloutActor": lambda native: _seeded_rollout_actor(),
     }
     for name, replacement in ours.items():
@@ -163,7 +164,7 @@ def _seeded_rollout_actor() -> Any:
     return SpecrolloutRolloutActor
 
 
-def _replace_for_controller(config: Any, causes: list[str], facts: dict[str, Any]) -> None:
+def _replace_for_controller(config: Any, watch: "Watch") -> None:
     """What NeMo-RL's set-up of the SingleController builds, and sends into the controller's actor."""
     from nemo_rl.algorithms import single_controller
     from nemo_rl.algorithms.single_controller_utils import setup
@@ -181,7 +182,7 @@ def _replace_for_controller(config: Any, causes: list[str], facts: dict[str, Any
     @functools.wraps(native)
     def create_weight_synchronizer(*args: Any, generation: Any, **kwargs: Any) -> Any:
         synchronizer = native(*args, generation=generation, **kwargs)
-        return ours.SupervisingSynchronizer(synchronizer, generation, ours.Watch(facts["block"], causes, facts))
+        return ours.SupervisingSynchronizer(synchronizer, generation, watch)
 
     _replace(setup, "create_weight_synchronizer", create_weight_synchronizer)
     _replace(single_controller, "Logger", ours.make_logger)

@@ -2,25 +2,50 @@
 """NeMo-RL's logger, watching what the run depends on: that engine and trainer have the same policy."""
 
 import math
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from nemo_specrollout.decoupled.supply import in_words
+from nemo_specrollout.nemo_rl.live_report import LiveReport
 from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.reports.policy_lag import policy_lag
+
+
+@dataclass
+class Watch:
+    """What a logger of a run watches and keeps: the arguments of `watching_logger`."""
+
+    block: Mapping[str, Any]
+    causes: list[str]
+    facts: Mapping[str, Any]
+    notes: StepNotes
+    last_step: int | None = None
+
+    def logger_class(self, native: Any) -> Any:
+        """Returns NeMo-RL's `Logger` class, extended."""
+        return watching_logger(native, self.block, self.causes, self.facts, self.notes, self.last_step)
 
 
 def watching_logger(
-    native: Any, block: Mapping[str, Any], causes: list[str], facts: Mapping[str, Any], notes: StepNotes
+    native: Any,
+    block: Mapping[str, Any],
+    causes: list[str],
+    facts: Mapping[str, Any],
+    notes: StepNotes,
+    last_step: int | None = None,
 ) -> Any:
-    """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, and a record of the run.
+    """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, a record and a report of the run.
 
     `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary; `notes` of each step are kept,
-    its alarms, what became of a draft head and how remote drafters kept up are shown.
+    its alarms, what became of a draft head and how remote drafters kept up are shown. `last_step` is that of the whole run, if
+    it is known.
     """
     bound = block["logprob_gap_alarm"]
 
@@ -30,6 +55,15 @@ def watching_logger(
         def __init__(self, cfg: Mapping[str, Any]) -> None:
             super().__init__(cfg)
             self._record = RunRecord(Path(cfg["log_dir"]), facts)
+            self._report = LiveReport(self._record.folder, last_step)
+            self._validation = (0, 0.0)
+            # When the logger is given up, or its process ends; not a method of the logger, which would keep it alive.
+            weakref.finalize(self, self._report.close)
+
+        def finish(self) -> None:
+            """NeMo-RL's, of the single controller: the run is over."""
+            self._report.close()
+            super().finish()
 
         def log_metrics(
             self,
@@ -39,6 +73,10 @@ def watching_logger(
             step_metric: str | None = None,
             step_finished: bool = False,
         ) -> None:
+            if prefix == "timing/validation":
+                self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
+            if prefix == "timing/train":
+                self._step_done(metrics, step)
             if prefix == "train" and "loss" in metrics:  # NeMo-RL may log figures of rollouts before
                 metrics = self._watched(metrics, step)
             super().log_metrics(metrics, step, prefix, step_metric, step_finished)
@@ -47,7 +85,8 @@ def watching_logger(
             """Keeps and shows a training step's figures; returns NeMo-RL's and ours."""
             asks = not any(name.startswith(PREFIX) for name in metrics)
             noted, gap = notes.take(asks=asks), logprob_gap(metrics)
-            metrics = {**_plain(metrics), **noted.figures}
+            lags = {PREFIX + name: lag for name, lag in policy_lag(noted.samples, step).items()}
+            metrics = {**_plain(metrics), **noted.figures, **lags}
             if gap is not None:
                 metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
                 if gap > bound:
@@ -56,6 +95,13 @@ def watching_logger(
             print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
             _show(step, noted)
             return metrics
+
+        def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
+            """The timers of a step are its last figures; pictures must come before them."""
+            validated, seconds = self._validation
+            validation = {"total_validation_time": seconds} if validated == step else {}
+            self._record.add_timing(step, {**timing, **validation})
+            self._report.step_done(step, self.log_plot if getattr(self, "loggers", ()) else None)
 
     return WatchingLogger
 

@@ -60,6 +60,13 @@ def _by_drafter(done: EngineTotals) -> dict[str, float]:
     return figures
 
 
+def acceptance_counts(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, Any]:
+    """For each drafter that had drafts verified: how many, and those accepted, by position in the draft."""
+    done = _done(before, after)
+    accepted = dict(done.accepted)
+    return {n: {"proposed": [*p], "accepted": [*accepted[n]]} for n, p in done.proposed if sum(p)}
+
+
 def step_facts(
     before: Sequence[EngineTotals], after: Sequence[EngineTotals], seconds: float, steps_to_come: int
 ) -> StepFacts | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl`, `samples.jsonl` and `summary.json` in
+"""What a run leaves behind beside NeMo-RL's own logs: `metrics.jsonl`, `timing.jsonl`, `samples.jsonl` and `summary.json` in
 `<log_dir>/specrollout/`."""
 
 import json
@@ -14,24 +14,26 @@ from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 # Of NeMo-RL's own figures, what ours are read beside.
-_NATIVE_KEYS = ("loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample")
+_NATIVE_KEYS = (
+    "loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample",
+    "avg_trajectory_age",
+)  # fmt: skip
 
 
 class RunRecord:
-    """Owns the three files. A line of the first two is a training step; the last one of a step counts."""
+    """Owns the four files. A line of the first three is a training step; the last one of a step counts."""
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
-        self._folder = log_dir / "specrollout"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder = log_dir / "specrollout"
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = dict(facts)
+        self._end_torn_lines()
         self._steps = self._read()
 
     def add(self, step: int, metrics: Mapping[str, Any], notes: StepNotes) -> None:
         """Appends a step's figures, words and samples, and renews the summary."""
-        record: dict[str, Any] = {"step": step}
-        for name, value in metrics.items():
-            if (name.startswith(PREFIX) or name in _NATIVE_KEYS) and isinstance(value, Number):
-                record[name] = float(value)  # type: ignore[arg-type]
+        kept = {name: x for name, x in metrics.items() if name.startswith(PREFIX) or name in _NATIVE_KEYS}
+        record: dict[str, Any] = {"step": step, **_numbers(kept)}
         words = {**notes.words, **({"alarms": notes.alarms} if notes.alarms else {})}
         record |= {PREFIX + name: value for name, value in words.items()}
         self._append("metrics.jsonl", record)
@@ -40,13 +42,24 @@ class RunRecord:
         self._steps.append(record)
         self._write_summary()
 
+    def add_timing(self, step: int, seconds: Mapping[str, Any]) -> None:
+        """Appends NeMo-RL's timers of a step."""
+        self._append("timing.jsonl", {"step": step, **_numbers(seconds)})
+
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with (self._folder / name).open("a", encoding="utf-8") as file:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def _end_torn_lines(self) -> None:
+        """A line that a killed run left unfinished must not swallow the next."""
+        for path in self.folder.glob("*.jsonl"):
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                path.write_bytes(content + b"\n")
 
     def _read(self) -> list[dict[str, Any]]:
         """The steps that a run before this one left in the same folder; a torn last line is skipped."""
-        path, steps = self._folder / "metrics.jsonl", {}
+        path, steps = self.folder / "metrics.jsonl", {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             with suppress(json.JSONDecodeError):
                 record = json.loads(line)
@@ -55,7 +68,7 @@ class RunRecord:
 
     def _write_summary(self) -> None:
         summary = summarize(self._steps, self._facts)
-        write_atomically(self._folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def summarize(steps: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +89,10 @@ def summarize(steps: list[dict[str, Any]], facts: Mapping[str, Any]) -> dict[str
         "num_heads_refused": int(sum(column("heads_refused"))),
         "num_seeds_made_up": int(sum(column("seeds_made_up"))),
     }
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in figures.items() if isinstance(x, Number)}  # type: ignore[arg-type]
 
 
 def _mean(values: list[float]) -> float | None:

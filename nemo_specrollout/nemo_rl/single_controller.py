@@ -7,7 +7,6 @@ samples; the data loader, which knows its epoch; and the weight synchronizer, wh
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -18,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
 from nemo_specrollout.nemo_rl.gym_rows import with_seed
 from nemo_specrollout.nemo_rl.identities import Sample, current_sample, sample_seed
-from nemo_specrollout.nemo_rl.logger import watching_logger
+from nemo_specrollout.nemo_rl.logger import Watch
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 EPOCH_KEY = "specrollout_epoch"
@@ -68,25 +67,12 @@ class EpochDataLoader(StatefulDataLoader):
             yield batch
 
 
-@dataclass
-class Watch:
-    """What the logger in the controller's actor watches: the block, likely causes of a gap, facts for the summary."""
-
-    block: Mapping[str, Any]
-    causes: list[str]
-    facts: Mapping[str, Any]
-    notes: StepNotes = field(default_factory=StepNotes)
-
-
 _arrived: list[Watch] = []  # in the controller's actor, one
 
 
 def make_logger(config: Mapping[str, Any]) -> Any:
     """Stands where NeMo-RL's controller makes its `Logger`."""
-    if not _arrived:
-        return Logger(config)
-    watch = _arrived[-1]
-    return watching_logger(Logger, watch.block, watch.causes, watch.facts, watch.notes)(config)
+    return _arrived[-1].logger_class(Logger)(config) if _arrived else Logger(config)
 
 
 class SupervisingSynchronizer:

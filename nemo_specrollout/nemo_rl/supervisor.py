@@ -23,6 +23,7 @@ from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import Stream
 from nemo_specrollout.nemo_rl.metrics import (
     PREFIX,
+    acceptance_counts,
     head_figures,
     sample_lines,
     step_facts,
@@ -123,6 +124,8 @@ class Supervisor:
         if before is None:
             return {}
         after = self._engine_totals()
+        if counts := acceptance_counts(before, after):
+            self._notes.words["acceptance"] = counts
         figures = step_metrics(before, after) | self._notes_of_engines(asked)
         figures |= self._heads_after_step(version, before, after) | self._supply_of_step()
         figures |= weight_updates(self._totals_after, after) | self._tail_of_step()

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 
-from nemo_specrollout.local.records import (
+from nemo_specrollout.reports.records import (
     Record,
     column,
     drafts_by_name,
@@ -51,7 +51,7 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     title = "Mean reward of a step" + (f"; bold: of {window} steps" if window > 1 else "")
     over_steps(ax, steps, title)
     reward, x = series(steps, "reward"), series(steps, "step")
-    ax.plot(x, reward, _line(steps), color=BLUE, alpha=0.35 if window > 1 else 1.0)
+    ax.plot(x, reward, line_format(steps), color=BLUE, alpha=0.35 if window > 1 else 1.0)
     means = running_mean(reward, window)
     if window > 1:
         ax.plot(x, means, color=BLUE, linewidth=2.4)
@@ -67,22 +67,36 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    over_steps(ax, steps, "Seconds of a step")
-    at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
-    for phase, colour in PHASES.items():
-        seconds = series(steps, f"{phase}_s")
-        if np.isfinite(seconds).any():
-            height = np.nan_to_num(seconds)
-            ax.bar(at, height, 0.78, base, color=colour, linewidth=0)
-            name = phase.replace("logprob", "log-prob")
-            labels.append((base[-1] + height[-1] / 2, f"{name} {np.nanmean(seconds):.2g} s", colour))
-            base = base + height
-    plain = series(steps, "plain_estimate_s")
+    labels = stack_phases(ax, steps, PHASES)
+    at, plain = series(steps, "step"), series(steps, "plain_estimate_s")
     if np.isfinite(plain).any():
         ax.hlines(plain, at - 0.39, at + 0.39, color="white", linewidth=3)
         ax.hlines(plain, at - 0.39, at + 0.39, color=INK, linewidth=1.4)
         labels.append((plain[np.isfinite(plain)][-1], f"rollout, plain {np.nanmean(plain):.2g} s", INK))
-    _label_right(ax, labels)
+    label_right(ax, labels)
+
+
+def stack_phases(
+    ax: Axes, steps: Sequence[Record], phases: Mapping[str, str], most_bars: float = math.inf
+) -> list[tuple[float, str, str]]:
+    """Stacks the seconds of each step's phases, bars, or areas above `most_bars` steps; the labels for `label_right`.
+
+    `phases`: name -> colour; each is recorded as `<name>_s`.
+    """
+    over_steps(ax, steps, "Seconds of a step")
+    at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
+    for phase, colour in phases.items():
+        seconds = series(steps, f"{phase}_s")
+        if np.isfinite(seconds).any():
+            height = np.nan_to_num(seconds)
+            if len(steps) <= most_bars:
+                ax.bar(at, height, 0.78, base, color=colour, linewidth=0)
+            else:
+                ax.fill_between(at, base, base + height, step="mid", color=colour, linewidth=0)
+            name = phase.replace("logprob", "log-prob")
+            labels.append((base[-1] + height[-1] / 2, f"{name} {np.nanmean(seconds):.2g} s", colour))
+            base = base + height
+    return labels
 
 
 def draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
@@ -91,28 +105,35 @@ def draw_seconds(ax: Axes, steps: Sequence[Record]) -> None:
     ax.fill_between(at, measured, plain, color="#ddeaf3", linewidth=0)
     labels = []
     for name, seconds, colour in (("measured", measured, BLUE), ("plain, estimated", plain, GREY)):
-        ax.plot(at, seconds, _line(steps), color=colour)
+        ax.plot(at, seconds, line_format(steps), color=colour)
         if np.isfinite(seconds).any():
             labels.append((seconds[np.isfinite(seconds)][-1], name, colour))
     ax.set_ylim(0, np.nanmax([*measured, *plain]) * 1.1 if labels else 1)
-    _label_right(ax, labels)
+    label_right(ax, labels)
 
 
 def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
-    over_steps(ax, steps, "Rollout speedup over the plain estimate (x)")
-    at, ratios, overall = series(steps, "step"), speedups(steps), overall_speedup(steps)
+    title = "Rollout speedup over the plain estimate (x)"
+    draw_ratios(ax, steps, title, speedups(steps), overall_speedup(steps))
+
+
+def draw_ratios(
+    ax: Axes, steps: Sequence[Record], title: str, ratios: np.ndarray, overall: float, name: str = "all"
+) -> None:
+    """Speedups of steps, and one that sums them up, with its `name`."""
+    over_steps(ax, steps, title)
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
-    ax.plot(at, ratios, _line(steps), color=BLUE)
+    ax.plot(series(steps, "step"), ratios, line_format(steps), color=BLUE)
     ax.set_ylim(min(0.9, float(np.nanmin(ratios)) - 0.1), max(1.2, float(np.nanmax(ratios)) + 0.1))
-    _label_right(ax, [(overall, f"all {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
+    label_right(ax, [(overall, f"{name} {overall:.2f}x", BLUE), (1.0, "plain", GREY)])
 
 
 def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
     labels, longest = [], max(len(proposed) for proposed, _ in totals.values())
     stride = math.ceil(longest / MAX_COUNT_LABELS)
     for i, (name, (proposed, accepted)) in enumerate(totals.items()):
-        colour, rates = _colour(i), accepted / proposed
+        colour, rates = drafter_colour(i), accepted / proposed
         ax.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour)
         labels.append((rates[-1], name, colour))
         for j in range(0, len(rates), stride):
@@ -121,7 +142,7 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
     ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _label_right(ax, labels)
+    label_right(ax, labels)
 
 
 def draw_drain(ax: Axes, trace: Record) -> None:
@@ -140,8 +161,8 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
     layers, colours, patches = [], [], []
     for i, (name, (drafted, accepted)) in enumerate(drafts_by_name(trace).items()):
         layers += [accepted, drafted - accepted]
-        colours += [_colour(i), light(_colour(i))]
-        patches += [Patch(color=_colour(i), label=name)]
+        colours += [drafter_colour(i), light(drafter_colour(i))]
+        patches += [Patch(color=drafter_colour(i), label=name)]
     ax.stackplot(at, layers, colors=colours, step="pre", linewidth=0)
     whose = "all workers' present engine steps" if "num_workers" in trace else "an engine step"
     ax.set_title(f"Draft tokens of {whose}; pale: rejected")
@@ -153,20 +174,31 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
 
 
 def draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
-    over_steps(ax, steps, "Log-prob gap, engine to trainer (nats)")
+    lines = (("max", "logprob_gap.max", GREY), ("mean", "logprob_gap.mean", BLUE))
+    draw_gaps(ax, steps, "Log-prob gap, engine to trainer (nats)", lines)
+
+
+def draw_gaps(
+    ax: Axes, steps: Sequence[Record], title: str, lines: Sequence[tuple[str, str, str]], alarm: float = math.nan
+) -> None:
+    """Lines (name, key, colour) of differences on a log scale, and the bound above which they raise an alarm."""
+    over_steps(ax, steps, title)
     labels, at = [], series(steps, "step")
-    for name, colour in (("max", GREY), ("mean", BLUE)):
-        gap = np.maximum(series(steps, f"logprob_gap.{name}"), FLOOR)
-        ax.plot(at, gap, _line(steps), color=colour)
+    for name, key, colour in lines:
+        gap = np.maximum(series(steps, key), FLOOR)
+        ax.plot(at, gap, line_format(steps), color=colour)
         if np.isfinite(gap).any():
             labels.append((gap[np.isfinite(gap)][-1], name, colour))
+    if math.isfinite(alarm):
+        ax.axhline(alarm, color=RED, linewidth=1, linestyle=(0, (4, 3)))
+        labels.append((alarm, f"alarm {alarm:g}", RED))
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     ax.set_ylim(low / 2, max(high * 2, low * 20))
     ax.yaxis.set_major_locator(LogLocator(numticks=6))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value <= FLOOR else f"{value:.0e}"))
     ax.tick_params(axis="y", which="minor", left=False)
-    _label_right(ax, labels)
+    label_right(ax, labels)
 
 
 def draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
@@ -202,7 +234,7 @@ def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
         of_mode = {int(r["batch"]): number(r, "speedup_vs_plain") for r in rows if r["mode"] == mode}
         speedup = [of_mode.get(batch, math.nan) for batch in batches]
         is_all = mode == "ours"
-        colour = BLUE if is_all else _colour(1 + own.index(mode)) if mode in own else "#8c959f"
+        colour = BLUE if is_all else drafter_colour(1 + own.index(mode)) if mode in own else "#8c959f"
         style: dict[str, Any] = {"linewidth": 2.6 if is_all else 1.6, "alpha": 1.0 if mode in own else 0.6}
         ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
         labels.append((speedup[-1], mode, colour))
@@ -211,7 +243,7 @@ def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
     ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.minorticks_off()
     ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
-    _label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
+    label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
 
 
 def _equality(row: Record) -> tuple[str, str]:
@@ -233,12 +265,12 @@ def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
-def _line(steps: Sequence[Record]) -> str:
+def line_format(steps: Sequence[Record]) -> str:
     """A line's format: single steps are worth a marker as long as they can be told apart."""
     return "o-" if len(steps) <= MAX_MARKERS else "-"
 
 
-def _label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
+def label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     """Write (y, text, colour) labels to the right of the data, moved apart where they would overlap."""
     ax.autoscale_view()  # limits are otherwise settled only when drawing
     to_axes = ax.transData + ax.transAxes.inverted()
@@ -258,7 +290,7 @@ def _short(count: int) -> str:
     return str(count) if count < 1000 else f"{count / 1000:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
 
 
-def _colour(index: int) -> str:
+def drafter_colour(index: int) -> str:
     return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
 
 

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from nemo_specrollout.config.block import MODEL_DRAFTERS
-from nemo_specrollout.local.chart_panels import BLUE, GREEN, GREY, MAX_MARKERS, PHASES, RED, over_steps
-from nemo_specrollout.local.records import Record, number, series
+from nemo_specrollout.reports.chart_panels import BLUE, GREEN, GREY, MAX_MARKERS, PHASES, RED, over_steps
+from nemo_specrollout.reports.records import Record, number, series
 
 
 def has_head(steps: Sequence[Record]) -> bool:

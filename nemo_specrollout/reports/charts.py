@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from nemo_specrollout.config.files import replacing_file
-from nemo_specrollout.local.chart_panels import (
+from nemo_specrollout.reports.chart_panels import (
     GREY,
     PHASES,
     STYLE,
@@ -33,8 +33,8 @@ from nemo_specrollout.local.chart_panels import (
     draw_speedup,
     draw_time,
 )
-from nemo_specrollout.local.head_panels import draw_head_acceptance, draw_head_cost, has_head
-from nemo_specrollout.local.records import (
+from nemo_specrollout.reports.head_panels import draw_head_acceptance, draw_head_cost, has_head
+from nemo_specrollout.reports.records import (
     Record,
     acceptance_totals,
     can_drain,
@@ -44,36 +44,36 @@ from nemo_specrollout.local.records import (
     speedups,
     whole_trace,
 )
-from nemo_specrollout.local.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
+from nemo_specrollout.reports.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
 
 
 def reward_chart(steps: Sequence[Record]) -> str:
     """Mean reward of each step."""
-    return _chart("reward", (4.4, 2.3), steps, draw_reward) if _has(steps, "reward") else ""
+    return svg_chart("reward", (4.4, 2.3), steps, draw_reward) if has_any(steps, "reward") else ""
 
 
 def time_chart(steps: Sequence[Record]) -> str:
     """Seconds of each step by what they went to."""
-    return _chart("time", (4.4, 2.6), steps, draw_time) if _has(steps, *(f"{p}_s" for p in PHASES)) else ""
+    return svg_chart("time", (4.4, 2.6), steps, draw_time) if has_any(steps, *(f"{p}_s" for p in PHASES)) else ""
 
 
 def speedup_chart(steps: Sequence[Record]) -> str:
     """Rollout seconds of each step, measured and by the plain estimate, and their ratio."""
-    if not _has(steps, "rollout_s"):
+    if not has_any(steps, "rollout_s"):
         return ""
     panels = (draw_seconds, draw_speedup) if np.isfinite(speedups(steps)).any() else (draw_seconds,)
-    return _chart("speedup", (9.0, 2.4), steps, *panels)
+    return svg_chart("speedup", (9.0, 2.4), steps, *panels)
 
 
 def acceptance_chart(steps: Sequence[Record]) -> str:
     """Share of a run's draft tokens that were accepted, by position in the draft and by drafter."""
     totals = acceptance_totals(steps)
-    return _chart("acceptance", (4.4, 2.6), totals, draw_acceptance) if totals else ""
+    return svg_chart("acceptance", (4.4, 2.6), totals, draw_acceptance) if totals else ""
 
 
 def head_chart(steps: Sequence[Record]) -> str:
     """How the drafts of a head that is refreshed fare, and what the refreshes cost."""
-    return _chart("head", (9.0, 2.3), steps, draw_head_acceptance, draw_head_cost) if has_head(steps) else ""
+    return svg_chart("head", (9.0, 2.3), steps, draw_head_acceptance, draw_head_cost) if has_head(steps) else ""
 
 
 def drain_chart(trace: Record) -> str:
@@ -82,8 +82,8 @@ def drain_chart(trace: Record) -> str:
     if not can_drain(whole):
         return ""
     if not drafts_by_name(whole):
-        return _chart("drain", (9.0, 2.2), whole, draw_drain)
-    return _chart("drain", (9.0, 3.4), whole, draw_drain, draw_drafts, heights=(1, 1))
+        return svg_chart("drain", (9.0, 2.2), whole, draw_drain)
+    return svg_chart("drain", (9.0, 3.4), whole, draw_drain, draw_drafts, heights=(1, 1))
 
 
 def tail_chart(timelines: Sequence[Record]) -> str:
@@ -92,12 +92,14 @@ def tail_chart(timelines: Sequence[Record]) -> str:
     if shown is None:
         return ""
     heights = 0.5 + 0.36 * num_lanes(shown), 0.9 + 0.2 * len(shown_requests(shown["spans"]))
-    return _chart("tail", (9.0, sum(heights)), shown, draw_lanes, draw_requests, heights=heights)
+    return svg_chart("tail", (9.0, sum(heights)), shown, draw_lanes, draw_requests, heights=heights)
 
 
 def gap_chart(steps: Sequence[Record]) -> str:
     """Absolute difference between the engine's and the trainer's log-probs, on a log scale."""
-    return _chart("gap", (4.4, 2.3), steps, draw_gap) if _has(steps, "logprob_gap.max", "logprob_gap.mean") else ""
+    return (
+        svg_chart("gap", (4.4, 2.3), steps, draw_gap) if has_any(steps, "logprob_gap.max", "logprob_gap.mean") else ""
+    )
 
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
@@ -134,11 +136,12 @@ def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any
             figure.savefig(path.with_suffix(suffix), dpi=150)
 
 
-def _has(steps: Sequence[Record], *keys: str) -> bool:
+def has_any(steps: Sequence[Record], *keys: str) -> bool:
+    """Returns whether a step has a number at one of `keys`."""
     return any(np.isfinite(series(steps, key)).any() for key in keys)
 
 
-def _chart(
+def svg_chart(
     name: str,
     size: tuple[float, float],
     data: Any,
@@ -164,7 +167,7 @@ def _chart(
 
 def _draw_picture(figure: Figure, steps: Sequence[Record], traces: Sequence[Record]) -> None:
     reward, speedup, drain = figure.subplots(1, 3)
-    if _has(steps, "reward"):
+    if has_any(steps, "reward"):
         draw_reward(reward, steps)
     else:
         reward.set_axis_off()

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from nemo_specrollout.local.chart_panels import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, RED, SKY, dark, light
-from nemo_specrollout.local.records import Record, number, series
+from nemo_specrollout.reports.chart_panels import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, RED, SKY, dark, light
+from nemo_specrollout.reports.records import Record, number, series
 
 WORKER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
 MOST_LANES, MOST_ROWS = 12, 14

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run in NeMo-RL, from records as its logger writes them, and when it is written."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from nemo_rl_records import metrics, timing, with_everything, write_run
+from test_report import Page
+
+from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport
+from nemo_specrollout.nemo_rl.logger import watching_logger
+from nemo_specrollout.nemo_rl.run_record import RunRecord
+from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.write_throttle import WriteThrottle
+from nemo_specrollout.reports.nemo_rl_charts import figure_of
+from nemo_specrollout.reports.nemo_rl_page import MOST_ROWS, write_pages
+from nemo_specrollout.reports.nemo_rl_run import NemoRlRun, find_folder
+from nemo_specrollout.reports.nemo_rl_words import HOW_TO_READ
+from nemo_specrollout.reports.policy_lag import policy_lag
+
+pytestmark = pytest.mark.unit
+
+OF_EVERY_RUN = (
+    "Reward", "Loss", "Speculation", "Where a step's time goes", "Share of generation", "Acceptance by position",
+    "Acceptance, step by step", "Engine against trainer",
+)  # fmt: skip
+
+
+def page_of(folder: Path) -> Page:
+    return Page(write_pages(folder)[0])
+
+
+def charts_on(page: Page) -> list[str]:
+    return [value for name, value in page.attributes if name == "aria-label"]
+
+
+def written(log_dir: Path, num_steps: int = 3, first: int = 1) -> Path:
+    """A synchronous run of text drafters."""
+    rng, steps = random.Random(0), range(first, first + num_steps)
+    return write_run(log_dir, [metrics(i, rng) for i in steps], [timing(i, rng) for i in steps])
+
+
+def test_a_plain_run_has_its_charts_and_no_others(tmp_path: Path) -> None:
+    page = page_of(written(tmp_path / "exp_001"))
+    assert charts_on(page) == list(OF_EVERY_RUN)
+    assert "Run exp_001" in page.text and "3 finished steps: steps 1 to 3" in page.text
+    assert "none raised" in page.text and "Remote drafters" not in page.text and "Seeds made up" not in page.text
+    assert imread(tmp_path / "exp_001/specrollout/picture.png").shape[:2] == (840, 1200)
+
+
+def test_a_run_with_everything_has_every_chart_and_card(tmp_path: Path) -> None:
+    rng, steps = random.Random(0), range(1, 13)
+    lines = with_everything([metrics(i, rng) for i in steps])
+    page = page_of(write_run(tmp_path, lines, [timing(i, rng) for i in steps]))
+    assert sorted(charts_on(page)) == sorted(HOW_TO_READ)
+    for text in ("Draft heads 1 of 2", "Remote drafters 1 of 2", "bottleneck: the drafters", "Seeds made up 36",
+                 "step 12: refreshed: 12; gate: better & so", "Last word of the trigger: refreshed: 12"):  # fmt: skip
+        assert text in page.text
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+
+
+def test_alarms_are_listed_and_escaped(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, with_everything([metrics(9, random.Random(0))])))
+    assert "script" not in page.tags and "b" not in page.tags
+    assert "step 9: drafts of the <script>head</script> & more" in page.text
+    assert "step 9: engine and trainer differ by 0.0500 nats a token, above logprob_gap_alarm 0.02" in page.text
+    assert page.source.count('class="card bad"') == 3  # the gap, the alarms, a drafter that does not answer
+    assert page.source.count('<td class="bad">') == 1
+
+
+def test_timers_become_phases_that_add_up_to_the_step(tmp_path: Path) -> None:
+    (step,) = NemoRlRun.read(written(tmp_path, 1)).steps
+    line = timing(1, random.Random(0))
+    phases = ("generation", "logprob", "train", "refit", "other")
+    assert sum(step[f"{phase}_s"] for phase in phases) == pytest.approx(step["step_s"])
+    assert step["refit_s"] == 5.1  # without the timer that lies within it
+    assert step["generation_share"] == pytest.approx(step["generation_s"] / step["step_s"])
+    assert step["generation_s"] > line["reward_calculation"] and "checkpoint_s" not in step
+
+
+@pytest.mark.parametrize("seconds", [{}, {"total_step_time": 0.0}, {"generation": 3.0}, {"total_step_time": math.nan}])
+def test_a_step_without_its_whole_time_has_no_share(tmp_path: Path, seconds: dict[str, float]) -> None:
+    folder = write_run(tmp_path, [metrics(1, random.Random(0))], [{"step": 1, **seconds}])
+    assert "generation_share" not in NemoRlRun.read(folder).steps[0]
+    assert "Where a step's time goes" not in charts_on(page_of(folder))
+
+
+def test_any_figure_may_be_missing_or_not_a_number(tmp_path: Path) -> None:
+    full = with_everything([metrics(0, random.Random(0))])[0]
+    without = [{k: v for k, v in full.items() if k != key} | {"step": i} for i, key in enumerate(full, 1)]
+    nan = [{**full, key: math.nan, "step": i} for i, key in enumerate(full, len(full) + 1) if key != "step"]
+    page = page_of(write_run(tmp_path, without + nan))
+    assert "nan" not in page.text.split() and "not recorded" not in page.text
+    page = page_of(write_run(tmp_path / "bare", [{"step": 1}]))
+    assert charts_on(page) == [] and "1 finished step: step 1" in page.text
+    assert imread(tmp_path / "bare/specrollout/picture.png").shape[:2] == (420, 1200)
+
+
+def test_all_nan_columns_are_no_charts(tmp_path: Path) -> None:
+    steps = [{k: v if k == "step" else math.nan for k, v in metrics(i, random.Random(0)).items()} for i in (1, 2)]
+    assert charts_on(page_of(write_run(tmp_path, steps))) == []
+
+
+def test_one_step_and_a_torn_last_line(tmp_path: Path) -> None:
+    folder = written(tmp_path, 1)
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 2, "loss": 0.')
+    page = page_of(folder)
+    assert "1 finished step: step 1" in page.text and charts_on(page) == list(OF_EVERY_RUN)
+
+
+def test_no_step_at_all(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, []))
+    assert "no finished step yet" in page.text and "<svg" not in page.source
+    assert imread(tmp_path / "specrollout/picture.png").shape[:2] == (420, 1200)
+
+
+def test_a_resumed_run_goes_on_at_its_step_and_replaces_what_it_repeats(tmp_path: Path) -> None:
+    folder = written(tmp_path, 2, first=51)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics(52, random.Random(1), speedup_estimate=9.0)) + "\n")
+    assert [s["speedup_estimate"] for s in NemoRlRun.read(folder).steps][1:] == [9.0]
+    assert "2 finished steps: steps 51 to 52" in page_of(folder).text
+
+
+def test_a_long_run_has_its_last_rows(tmp_path: Path) -> None:
+    page = page_of(written(tmp_path, MOST_ROWS + 50))
+    assert f"Steps, the last {MOST_ROWS} of 250 steps" in page.text
+    assert page.source.count("<tr>") == 2 * (MOST_ROWS + 1)
+
+
+@pytest.mark.parametrize("changes", [{"acceptance": {"suffix": 7}}, {"acceptance": {"suffix": {"proposed": [1]}}}])
+def test_a_damaged_record_is_a_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a line of metrics\.jsonl, timing\.jsonl or samples\.jsonl is damaged"):
+        write_pages(write_run(tmp_path, [metrics(1, random.Random(0), **changes)]))
+
+
+def test_lag_is_from_the_policy_that_began_a_sample() -> None:
+    samples = [{"policy_spans": [[4, 0]]}, {"policy_spans": [[3, 0], [4, 17]]}, {"seed": 1}]
+    lag = {"policy_lag_mean": 0.5, "policy_lag_max": 1.0, "samples_updated_amid": 1.0}
+    assert policy_lag(samples, 5) == lag
+    assert policy_lag([], 5) == policy_lag([{"seed": 1}], 5) == {}
+
+
+def test_lag_of_records_that_have_it_only_in_samples(tmp_path: Path) -> None:
+    steps = [{k: v for k, v in metrics(i, random.Random(0)).items() if "lag" not in k} for i in (1, 2)]
+    folder = write_run(tmp_path, steps)
+    assert "Staleness" not in page_of(folder).text  # of asynchronous GRPO without samples
+    line = {"step": 2, "samples": [{"seed": 3, "policy_spans": [[0, 0], [1, 9]]}]}
+    (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
+    assert [s.get("policy_lag_max") for s in NemoRlRun.read(folder).steps] == [None, 1.0]
+    assert "Staleness" in charts_on(page_of(folder))
+
+
+def test_the_picture_as_a_figure_is_the_picture(tmp_path: Path) -> None:
+    _, picture = write_pages(written(tmp_path))
+    figure_of(picture).savefig(tmp_path / "again.png")
+    assert abs(imread(tmp_path / "again.png")[..., :3] - imread(picture)[..., :3]).max() < 0.01
+
+
+def test_the_folder_is_found_from_all_around(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path / "logs" / "exp_001")
+    for path in (folder, folder.parent, tmp_path / "logs"):
+        assert find_folder(path) == folder
+    assert main(["report", str(folder.parent)]) == 0
+    assert str(folder / "report.html") in capsys.readouterr().out and (folder / "picture.png").is_file()
+    shutil.copytree(folder.parent, tmp_path / "logs" / "exp_002")
+    assert main(["report", str(tmp_path / "logs")]) == 2
+    assert "holds 2 runs (exp_001, exp_002); name one of them" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run directory: it has neither a config.yaml nor specrollout/metrics.jsonl" in capsys.readouterr().err
+
+
+def test_writes_take_less_than_a_hundredth_of_the_time() -> None:
+    throttle, now_s, written_s = WriteThrottle(), 0.0, 0.0
+    rng = random.Random(0)
+    while now_s < 50_000:
+        if throttle.is_due(now_s):
+            took_s = rng.uniform(0.5, 4.0)
+            throttle.wrote(now_s, now_s + took_s)
+            now_s, written_s = now_s + took_s, written_s + took_s
+        now_s += 7.0
+    assert 0.005 < written_s / now_s < 0.01
+
+
+def test_a_quick_write_still_has_a_least_distance() -> None:
+    throttle = WriteThrottle(least_s=600.0)
+    assert throttle.is_due(0.0)
+    throttle.wrote(0.0, 0.1)
+    assert not throttle.is_due(600.0) and throttle.is_due(600.2)
+
+
+class Clock:
+    """Moves by a second each time that it is read, and as it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_pages_are_written_when_due_after_the_last_step_and_at_the_end(tmp_path: Path) -> None:
+    folder, clock, logged = written(tmp_path), Clock(), []
+    report = LiveReport(folder, last_step=9, clock=clock)
+    page = folder / "report.html"
+
+    def wrote(act: Callable[[], None]) -> bool:
+        page.unlink(missing_ok=True)
+        act()
+        return page.is_file()
+
+    def step(number: int) -> bool:
+        return wrote(lambda: report.step_done(number, lambda figure, step, name: logged.append((figure, step, name))))
+
+    assert step(1) and not step(2)
+    clock.now_s += 400
+    assert step(3) and not step(4) and step(9)
+    assert not wrote(report.close)  # nothing new
+    assert not step(10) and wrote(report.close) and not wrote(report.close)
+    assert [(number, name) for _, number, name in logged] == [(1, PICTURE_NAME), (9, PICTURE_NAME)]
+    assert isinstance(logged[0][0], Figure)
+
+
+def test_an_error_of_the_report_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("[no] room")
+
+    report = LiveReport(written(tmp_path), last_step=2)
+    report.step_done(1, refuse)
+    report.step_done(2, refuse)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("was not written (RuntimeError: [no] room); the run goes on") == 1
+    LiveReport(tmp_path / "gone").step_done(1)
+    assert "the run goes on" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_matplotlib_the_run_goes_on_with_a_warning(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from pathlib import Path; from nemo_specrollout.nemo_rl.live_report import LiveReport\n"
+        f"LiveReport(Path({str(written(tmp_path))!r})).step_done(1)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "install matplotlib" in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+class NativeLogger:
+    """The part of NeMo-RL's Logger that ours builds on; tests/nemo_rl has the real one."""
+
+    def __init__(self, cfg: dict[str, str]) -> None:
+        self.loggers, self.events = ["tensorboard"], list[str]()
+
+    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False) -> None:  # type: ignore[no-untyped-def]
+        self.events.append(f"{prefix} {step}")
+
+    def log_plot(self, figure: Figure, step: int, name: str) -> None:
+        self.events.append(f"{name} {step}")
+
+    def finish(self) -> None:
+        self.events.append("finish")
+
+
+def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finished(tmp_path: Path) -> None:
+    notes = StepNotes(samples=[{"seed": 1, "policy_spans": [[0, 0]]}])
+    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes, 1)({"log_dir": str(tmp_path)})
+    logger.log_metrics({"total_validation_time": 9.0}, 0, prefix="timing/validation")
+    logger.log_metrics({"token_mult_prob_error": 1.0, "reward": 0.5}, 1, prefix="train")
+    logger.log_metrics({"total_validation_time": 4.0}, 1, prefix="timing/validation")
+    seconds = {"generation": 3.0, "total_step_time": 10.0, "workers": [1.0]}
+    logger.log_metrics(seconds, 1, prefix="timing/train", step_finished=True)
+    folder = tmp_path / "specrollout"
+    assert logger.events[-2:] == [f"{PICTURE_NAME} 1", "timing/train 1"]
+    assert json.loads((folder / "metrics.jsonl").read_text())["specrollout/policy_lag_max"] == 0.0
+    (step,) = NemoRlRun.read(folder).steps
+    assert (step["generation_share"], step["validation_s"], step["other_s"]) == (0.3, 4.0, 3.0)
+    logger.log_metrics({"token_mult_prob_error": 1.0}, 2, prefix="train")
+    logger.log_metrics({"total_step_time": 2.0}, 2, prefix="timing/train")
+    assert "1 finished step" in (folder / "report.html").read_text()
+    logger.finish()
+    assert logger.events[-1] == "finish" and "2 finished steps" in (folder / "report.html").read_text()
+
+
+def test_a_logger_that_is_given_up_leaves_a_whole_report(tmp_path: Path) -> None:
+    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, StepNotes())({"log_dir": str(tmp_path)})
+    for step in (1, 2):
+        logger.log_metrics({"token_mult_prob_error": 1.0}, step, prefix="train")
+        logger.log_metrics({"total_step_time": 2.0}, step, prefix="timing/train")
+    del logger
+    assert "2 finished steps" in (tmp_path / "specrollout" / "report.html").read_text()
+
+
+def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
+    RunRecord(tmp_path, {}).add(1, {"loss": 1.0}, StepNotes())
+    path = tmp_path / "specrollout" / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    RunRecord(tmp_path, {}).add(2, {"loss": 2.0}, StepNotes())
+    assert [step["loss"] for step in NemoRlRun.read(path.parent).steps] == [1.0, 2.0]
