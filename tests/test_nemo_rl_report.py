@@ -281,7 +281,7 @@ def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finish
     notes = StepNotes(samples=[{"seed": 1, "policy_spans": [[0, 0]]}])
     logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes, 1)({"log_dir": str(tmp_path)})
     logger.log_metrics({"total_validation_time": 9.0}, 0, prefix="timing/validation")
-    logger.log_metrics({"token_mult_prob_error": 1.0, "reward": 0.5}, 1, prefix="train")
+    logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1, "reward": 0.5}, 1, prefix="train")
     logger.log_metrics({"total_validation_time": 4.0}, 1, prefix="timing/validation")
     seconds = {"generation": 3.0, "total_step_time": 10.0, "workers": [1.0]}
     logger.log_metrics(seconds, 1, prefix="timing/train", step_finished=True)
@@ -290,7 +290,7 @@ def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finish
     assert json.loads((folder / "metrics.jsonl").read_text())["specrollout/policy_lag_max"] == 0.0
     (step,) = NemoRlRun.read(folder).steps
     assert (step["generation_share"], step["validation_s"], step["other_s"]) == (0.3, 4.0, 3.0)
-    logger.log_metrics({"token_mult_prob_error": 1.0}, 2, prefix="train")
+    logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1}, 2, prefix="train")
     logger.log_metrics({"total_step_time": 2.0}, 2, prefix="timing/train")
     assert "1 finished step" in (folder / "report.html").read_text()
     logger.finish()
@@ -300,7 +300,7 @@ def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finish
 def test_a_logger_that_is_given_up_leaves_a_whole_report(tmp_path: Path) -> None:
     logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, StepNotes())({"log_dir": str(tmp_path)})
     for step in (1, 2):
-        logger.log_metrics({"token_mult_prob_error": 1.0}, step, prefix="train")
+        logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1}, step, prefix="train")
         logger.log_metrics({"total_step_time": 2.0}, step, prefix="timing/train")
     del logger
     assert "2 finished steps" in (tmp_path / "specrollout" / "report.html").read_text()
