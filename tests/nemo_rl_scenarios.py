@@ -158,4 +158,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
         "cluster.gpus_per_node=3",
         "policy.generation.colocated.resources.gpus_per_node=2",
     ),
+    "whole": _recorded("whole", *PLAIN, "grpo.max_num_steps=4"),
+    "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
+    "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=4"),
 }

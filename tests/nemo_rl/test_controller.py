@@ -28,7 +28,7 @@ def _read(text: str) -> Iterator[tuple[tuple[int, int], Group]]:
             yield (group["prompt"], first), group["samples"]
 
 
-@pytest.mark.parametrize("name", ["native", *OURS])
+@pytest.mark.parametrize("name", ["native", *OURS, "whole", "half", "resumed"])
 def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], name: str) -> None:
     assert controller_runs[name].result["error"] is None
     assert controller_runs[name].result["actors"] == []
@@ -68,6 +68,14 @@ def test_drafts_are_verified_and_samples_stamped(controller_runs: dict[str, Run]
     assert sum(drafted) > 0
     stamped = [sample for line in run.lines("samples.jsonl") for sample in line["samples"]]
     assert stamped and all(sample["policy_spans"] for sample in stamped)
+
+
+def test_a_resumed_run_samples_as_an_uninterrupted_one(controller_runs: dict[str, Run]) -> None:
+    """NeMo-RL drops the groups that were under way at the checkpoint, so prompts shift; each group is the same."""
+    whole, resumed = groups(controller_runs["whole"]), groups(controller_runs["resumed"])
+    common = [key for key in whole.keys() & resumed.keys() if key[1] == 2]  # the weights of the checkpoint
+    assert common and all(whole[key] == resumed[key] for key in common)
+    assert [step["step"] for step in controller_runs["resumed"].metrics] == [3, 4]
 
 
 def test_off_leaves_nothing_of_ours(controller_runs: dict[str, Run]) -> None:
