@@ -6,9 +6,12 @@ Prints a JSON object: for each case the texts, token ids and log-probs of the an
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ["NEMO_SPECROLLOUT_V2_ON_CPU"] = "1"
 
 import openai
 from engine_cases import generation_config  # also prepares this process
