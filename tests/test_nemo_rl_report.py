@@ -55,7 +55,7 @@ def written(log_dir: Path, num_steps: int = 3, first: int = 1) -> Path:
 
 def test_a_plain_run_has_its_charts_and_no_others(tmp_path: Path) -> None:
     page = page_of(written(tmp_path / "exp_001"))
-    assert charts_on(page) == list(OF_EVERY_RUN)
+    assert charts_on(page) == list(OF_EVERY_RUN) and page.source.count('<div class="pair">') == 4
     assert "Run exp_001" in page.text and "3 finished steps: steps 1 to 3" in page.text
     assert "none raised" in page.text and "Remote drafters" not in page.text and "Seeds made up" not in page.text
     assert imread(tmp_path / "exp_001/specrollout/picture.png").shape[:2] == (840, 1200)
@@ -217,7 +217,7 @@ class Clock:
 
 
 def test_pages_are_written_when_due_after_the_last_step_and_at_the_end(tmp_path: Path) -> None:
-    folder, clock, logged = written(tmp_path), Clock(), []
+    folder, clock, logged = write_run(tmp_path, [{"step": 1}]), Clock(), []
     report = LiveReport(folder, last_step=9, clock=clock)
     page = folder / "report.html"
 
@@ -242,7 +242,7 @@ def test_an_error_of_the_report_is_one_warning(tmp_path: Path, capsys: pytest.Ca
     def refuse(*_: Any) -> None:
         raise RuntimeError("[no] room")
 
-    report = LiveReport(written(tmp_path), last_step=2)
+    report = LiveReport(write_run(tmp_path, [{"step": 1}]), last_step=2)
     report.step_done(1, refuse)
     report.step_done(2, refuse)
     said = " ".join(capsys.readouterr().err.split())

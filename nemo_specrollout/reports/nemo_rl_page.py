@@ -126,17 +126,18 @@ def _supply_card(run: NemoRlRun, last: Record) -> str:
 
 
 def _charts(run: NemoRlRun) -> Iterator[str]:
-    """Narrow ones side by side, those that follow one another."""
+    """Narrow ones side by side, two that follow one another."""
     narrow: list[str] = []
     for title, svg, is_wide in charts_of(run):
         section = chart(title, svg, HOW_TO_READ[title])
         section = _with_refreshes(run, section) if title == "Draft head" else section
-        if not is_wide:
+        if is_wide or len(narrow) == 2:
+            yield from [pair(*narrow)] if narrow else []
+            narrow = []
+        if is_wide:
+            yield section
+        else:
             narrow.append(section)
-            continue
-        yield from [pair(*narrow)] if narrow else []
-        narrow = []
-        yield section
     yield from [pair(*narrow)] if narrow else []
 
 
