@@ -138,8 +138,12 @@ def test_a_resumed_run_goes_on_at_its_step_and_replaces_what_it_repeats(tmp_path
     assert "2 finished steps: steps 51 to 52" in page_of(folder).text
 
 
-def test_a_long_run_has_its_last_rows(tmp_path: Path) -> None:
-    page = page_of(written(tmp_path, MOST_ROWS + 50))
+def test_a_long_run_has_its_last_rows_and_alarms(tmp_path: Path) -> None:
+    rng, steps = random.Random(0), range(1, MOST_ROWS + 51)
+    lines = [metrics(i, rng, logprob_gap_alarm=1.0) for i in steps]
+    page = page_of(write_run(tmp_path, lines, [timing(i, rng) for i in steps]))
+    assert f"Alarms 250 the last {MOST_ROWS} are listed below" in page.text
+    assert "step 50: engine and" not in page.text and "step 51: engine and" in page.text
     assert f"Steps, the last {MOST_ROWS} of 250 steps" in page.text
     assert page.source.count("<tr>") == 2 * (MOST_ROWS + 1)
 
