@@ -55,7 +55,7 @@ def written(log_dir: Path, num_steps: int = 3, first: int = 1) -> Path:
 
 def test_a_plain_run_has_its_charts_and_no_others(tmp_path: Path) -> None:
     page = page_of(written(tmp_path / "exp_001"))
-    assert charts_on(page) == list(OF_EVERY_RUN)
+    assert charts_on(page) == list(OF_EVERY_RUN) and page.source.count('<div class="pair">') == 4
     assert "Run exp_001" in page.text and "3 finished steps: steps 1 to 3" in page.text
     assert "none raised" in page.text and "Remote drafters" not in page.text and "Seeds made up" not in page.text
     assert imread(tmp_path / "exp_001/specrollout/picture.png").shape[:2] == (840, 1200)
@@ -138,8 +138,12 @@ def test_a_resumed_run_goes_on_at_its_step_and_replaces_what_it_repeats(tmp_path
     assert "2 finished steps: steps 51 to 52" in page_of(folder).text
 
 
-def test_a_long_run_has_its_last_rows(tmp_path: Path) -> None:
-    page = page_of(written(tmp_path, MOST_ROWS + 50))
+def test_a_long_run_has_its_last_rows_and_alarms(tmp_path: Path) -> None:
+    rng, steps = random.Random(0), range(1, MOST_ROWS + 51)
+    lines = [metrics(i, rng, logprob_gap_alarm=1.0) for i in steps]
+    page = page_of(write_run(tmp_path, lines, [timing(i, rng) for i in steps]))
+    assert f"Alarms 250 the last {MOST_ROWS} are listed below" in page.text
+    assert "step 50: engine and" not in page.text and "step 51: engine and" in page.text
     assert f"Steps, the last {MOST_ROWS} of 250 steps" in page.text
     assert page.source.count("<tr>") == 2 * (MOST_ROWS + 1)
 
@@ -217,7 +221,7 @@ class Clock:
 
 
 def test_pages_are_written_when_due_after_the_last_step_and_at_the_end(tmp_path: Path) -> None:
-    folder, clock, logged = written(tmp_path), Clock(), []
+    folder, clock, logged = write_run(tmp_path, [{"step": 1}]), Clock(), []
     report = LiveReport(folder, last_step=9, clock=clock)
     page = folder / "report.html"
 
@@ -242,7 +246,7 @@ def test_an_error_of_the_report_is_one_warning(tmp_path: Path, capsys: pytest.Ca
     def refuse(*_: Any) -> None:
         raise RuntimeError("[no] room")
 
-    report = LiveReport(written(tmp_path), last_step=2)
+    report = LiveReport(write_run(tmp_path, [{"step": 1}]), last_step=2)
     report.step_done(1, refuse)
     report.step_done(2, refuse)
     said = " ".join(capsys.readouterr().err.split())

@@ -62,8 +62,10 @@ def picture(run: NemoRlRun, path: Path) -> None:
 
 
 def figure_of(path: Path) -> Figure:
-    """Returns the picture at `path` as a figure of the same pixels, for loggers that take figures. That it is an image keeps
-    Weights & Biases from turning it into a chart of its own."""
+    """Returns the picture at `path` as a figure of the same pixels, for loggers that take figures.
+
+    Weights & Biases turns a figure without an image into a chart of its own, which lacks much of it.
+    """
     pixels = imread(path)
     figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)
     FigureCanvasAgg(figure)
@@ -121,8 +123,8 @@ def _gap(run: NemoRlRun) -> list[Draw]:
 
 def _staleness(run: NemoRlRun) -> list[Draw]:
     """Of a run that is ever off its own policy."""
-    lags = [run.most(key) for key in ("policy_lag_max", "avg_trajectory_age")]
-    return [panels.draw_staleness] if max(lags) > 0 or lags[1] > 0 else []
+    is_off = any(run.most(key) > 0 for key in ("policy_lag_max", "avg_trajectory_age"))
+    return [panels.draw_staleness] if is_off else []
 
 
 def _head(run: NemoRlRun) -> list[Draw]:

@@ -30,7 +30,7 @@ from nemo_specrollout.reports.page import (
 from nemo_specrollout.reports.records import Record, number, reward_window, series
 
 MOST_ROWS = 200
-"""Rows of a table: a run in NeMo-RL may have thousands of steps."""
+"""Rows of a table, and alarms in the list: a run in NeMo-RL may have thousands of steps."""
 
 
 def write_pages(folder: Path) -> tuple[Path, Path]:
@@ -55,7 +55,7 @@ def write_pages(folder: Path) -> tuple[Path, Path]:
 
 
 def _page(run: NemoRlRun, name: str) -> str:
-    parts = [cards(_cards(run)), alarm_list(run.alarms), *_charts(run), *_tables(run)] if run.steps else []
+    parts = [cards(_cards(run)), alarm_list(run.alarms[-MOST_ROWS:]), *_charts(run), *_tables(run)] if run.steps else []
     return page(f"Run {name}", _status(run), [*parts, _block(run), _versions(run)])
 
 
@@ -72,8 +72,10 @@ def _cards(run: NemoRlRun) -> Iterator[str]:
     yield from _speed_cards(run)
     yield from _training_cards(run)
     yield from _worker_cards(run)
-    note, kind = ("listed below", "bad") if run.alarms else ("none raised", "")
-    yield card("Alarms", str(len(run.alarms)), note, kind)
+    num_alarms = len(run.alarms)
+    listed = "listed below" if num_alarms <= MOST_ROWS else f"the last {MOST_ROWS} are listed below"
+    note, kind = (listed, "bad") if num_alarms else ("none raised", "")
+    yield card("Alarms", str(num_alarms), note, kind)
 
 
 def _speed_cards(run: NemoRlRun) -> Iterator[str]:
@@ -126,17 +128,18 @@ def _supply_card(run: NemoRlRun, last: Record) -> str:
 
 
 def _charts(run: NemoRlRun) -> Iterator[str]:
-    """Narrow ones side by side, those that follow one another."""
+    """Narrow ones side by side, two that follow one another."""
     narrow: list[str] = []
     for title, svg, is_wide in charts_of(run):
         section = chart(title, svg, HOW_TO_READ[title])
         section = _with_refreshes(run, section) if title == "Draft head" else section
-        if not is_wide:
+        if is_wide or len(narrow) == 2:
+            yield from [pair(*narrow)] if narrow else []
+            narrow = []
+        if is_wide:
+            yield section
+        else:
             narrow.append(section)
-            continue
-        yield from [pair(*narrow)] if narrow else []
-        narrow = []
-        yield section
     yield from [pair(*narrow)] if narrow else []
 
 
