@@ -24,6 +24,7 @@ ALLOWED = {
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
     "local": {"config", "sampling", "scheduling", "simulation", "drafters", "decoupled", "training", "generation"},
     "nemo_rl": {"config", "sampling", "scheduling", "decoupled", "training", "generation"},
+    "doctor": {"config", "generation", "nemo_rl"},
     "cli": {
         "config",
         "sampling",
@@ -35,6 +36,7 @@ ALLOWED = {
         "generation",
         "local",
         "nemo_rl",
+        "doctor",
     },
 }
 # Which rooms alone may touch a heavy package.
@@ -46,7 +48,7 @@ OWNERS = {
     "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
-TORCH_FREE = ("config", "scheduling", "simulation", "cli")
+TORCH_FREE = ("config", "scheduling", "simulation", "doctor", "cli")
 
 
 def imported_modules(file: Path) -> set[str]:

@@ -41,12 +41,13 @@ def test_every_name_is_there(names: list[VllmName], use: Use) -> None:
 
 
 def test_names_that_are_gone_or_changed_are_told(changed_vllm: Callable[..., Path]) -> None:
+    gumbel, verifier = f"{GPU_FOLDER}/sample/gumbel.py", f"{GPU_FOLDER}/spec_decode/rejection_sampler_utils.py"
     folder = changed_vllm(
-        (f"{GPU_FOLDER}/sample/gumbel.py", "def gumbel_sample(", "def gumbel_samples("),
-        (f"{GPU_FOLDER}/spec_decode/rejection_sampler_utils.py", "    draft_sampled: torch.Tensor", "    drafts: torch.Tensor"),
+        (gumbel, "def gumbel_sample(", "def gumbel_samples("),
+        (verifier, "    draft_sampled: torch.Tensor", "    drafts: torch.Tensor"),
     )
     changes = {(n.name.rpartition(".")[2], n.use): n.change for n in vllm_names(VllmSource(folder)) if n.change}
     assert changes.pop(("gumbel_sample", Use.CALLED)) == "absent"
     assert changes.pop(("gumbel_sample", Use.OF_MODULE)) == "absent"
-    assert changes.pop(("rejection_sample", Use.CALLED)).startswith("changed: it takes target_logits, draft_logits, drafts,")
+    assert ", draft_logits, drafts, " in changes.pop(("rejection_sample", Use.CALLED))
     assert not changes

@@ -83,16 +83,19 @@ class VllmSource:
     def members(self, class_name: str) -> dict[str, ast.stmt]:
         """Methods and attributes of a class and its bases, those that methods assign included."""
         found = self.find(class_name)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        module, node = found or ("", None)
+        if not isinstance(node, ast.ClassDef):
             return {}
-        module, node = found
         merged: dict[str, ast.stmt] = {}
         for base in reversed(node.bases):
             name = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(name, ast.Name):
                 merged |= self.members(f"{module}.{name.id}")
         for inner in ast.walk(node):
-            is_stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-            if is_stored and ast.unparse(inner.value) == "self":
+            if (
+                isinstance(inner, ast.Attribute)
+                and isinstance(inner.ctx, ast.Store)
+                and ast.unparse(inner.value) == "self"
+            ):
                 merged[inner.attr] = node
         return merged | dict(names_of(node.body))
