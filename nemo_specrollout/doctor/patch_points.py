@@ -44,11 +44,16 @@ def holds_of_nemo_rl(holds: Sequence[Hold], timeout_s: float = TIMEOUT_S) -> Ite
 
 
 def _of_hold(hold: Hold, change: str) -> Diagnosis:
-    name = f"{hold.module}.{hold.name}"
+    name = name_of(hold)
     if not change:
         return Diagnosis(SECTION, name, State.OK, "present")
     to_do = _BROKEN_IMPORT if _is_import(change) else _OTHER_NEMO_RL
     return Diagnosis(SECTION, name, State.FAIL, change, to_do)
+
+
+def name_of(hold: Hold) -> str:
+    """A hold's name with the file that it is in, as docs/nemo_rl.md has it."""
+    return f"{hold.module.rpartition('.')[2]}.{hold.name}"
 
 
 def _is_import(change: str) -> bool:
@@ -57,7 +62,7 @@ def _is_import(change: str) -> bool:
 
 
 def _unfinished(hold: Hold, outcome: Outcome) -> Diagnosis:
-    name = f"{hold.module}.{hold.name}, and those after it"
+    name = f"{name_of(hold)}, and those after it"
     return Diagnosis(SECTION, name, State.FAIL, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
 
 
