@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, ROOT
 
+from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.doctor.self_test import diagnose_self_test, try_engines
+
 pytestmark = pytest.mark.integration
 
 COMMAND = [sys.executable, "-m", "nemo_specrollout.cli.main", "doctor"]
@@ -30,6 +33,20 @@ HEAVY = (
     "__editable__",
     "nemo_specrollout",
 )
+
+# The self-test, with a verifier for which each draft is right.
+LENIENT = """
+from nemo_specrollout.doctor.child import answer
+from nemo_specrollout.doctor.self_test_child import try_engines
+from nemo_specrollout.generation.arguments import set_process_environment
+
+set_process_environment()
+from nemo_specrollout.generation import verification
+
+accept = verification.accept_by_equality
+verification.accept_by_equality = lambda sampled_R, inputs_R, *rest: accept(sampled_R, sampled_R.roll(1), *rest)
+answer(try_engines)
+"""
 
 
 def user_environment() -> dict[str, str]:
@@ -104,6 +121,16 @@ def test_the_other_model_runner_fails_with_a_reason(tmp_path: Path) -> None:
     found = diagnoses(file)[("self-test", "engine")]
     assert "V2 model runner" in found["found"] and "Unset VLLM_USE_V2_MODEL_RUNNER" in found["to_do"]
     assert any("Traceback" in line for line in found["log"]), "the file has what the terminal leaves out"
+
+
+def test_a_verifier_that_takes_wrong_drafts_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lenient_self_test.py").write_text(LENIENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    outcome = try_engines("lenient_self_test")
+    assert not outcome.failure, outcome.log
+    tokens = [d for d in diagnose_self_test(outcome) if d.name.startswith("tokens")]
+    assert [d.state for d in tokens] == [State.FAIL, State.FAIL]
+    assert all("first difference: response" in d.found for d in tokens)
 
 
 def test_without_vllm_torch_and_nemo_rl_the_doctor_says_so(tmp_path: Path) -> None:
