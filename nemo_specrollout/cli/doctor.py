@@ -45,10 +45,11 @@ def doctor(parsed: argparse.Namespace) -> int:
     if parsed.json is not None:
         check_out(parsed.json, "--json")
     console, found = log_console(), list[Diagnosis]()
+    limits = list(_guarded(machine.SECTION, machine.diagnose_machine))  # of the usual temporary folder
     with ExitStack() as stack:
         with suppress(OSError):  # the section `machine` tells of it
             stack.enter_context(scratch_folder())
-        for section, source in _sections(parsed, console):
+        for section, source in _sections(parsed, limits, console):
             diagnoses = list(_guarded(section, source))
             found += diagnoses
             _show(console, section, diagnoses)
@@ -57,11 +58,11 @@ def doctor(parsed: argparse.Namespace) -> int:
     return _conclude(console, found, parsed.json)
 
 
-def _sections(parsed: argparse.Namespace, console: Console) -> Iterator[tuple[str, Source]]:
+def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Console) -> Iterator[tuple[str, Source]]:
     """The sections' names and what makes their diagnoses, in the order in which they are printed."""
     yield versions.SECTION, lambda: versions.diagnose_versions(versions.found_versions())
     yield device.SECTION, device.diagnose_device
-    yield machine.SECTION, machine.diagnose_machine
+    yield machine.SECTION, lambda: limits
     yield patch_points.SECTION, lambda: [*patch_points.diagnose_nemo_rl(), *patch_points.diagnose_vllm()]
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
