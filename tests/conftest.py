@@ -84,6 +84,27 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def changed_vllm(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with links to the files of the installed vLLM, and copies with changes: (file, old text, new text)."""
+    from nemo_specrollout.generation.vllm_source import installed_source
+
+    def change(*changes: tuple[str, str, str]) -> Path:
+        source, copy = installed_source(), tmp_path / "changed_vllm"
+        if source is None:
+            pytest.skip("vLLM is not installed")
+        ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.json")
+        shutil.copytree(source / "vllm", copy / "vllm", ignore=ignore, copy_function=os.symlink)
+        for name, old, new in changes:
+            text = (source / name).read_text()
+            assert old in text
+            (copy / name).unlink()
+            (copy / name).write_text(text.replace(old, new))
+        return copy
+
+    return change
+
+
 def _copy_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(STEP_ADDER / name, folder / name)

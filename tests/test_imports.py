@@ -35,6 +35,7 @@ ALLOWED = {
         "generation",
     },
     "nemo_rl": {"config", "sampling", "scheduling", "reports", "decoupled", "training", "generation"},
+    "doctor": {"config", "generation", "nemo_rl"},
     "cli": {
         "config",
         "sampling",
@@ -47,6 +48,7 @@ ALLOWED = {
         "generation",
         "local",
         "nemo_rl",
+        "doctor",
     },
 }
 # Which rooms alone may touch a heavy package.
@@ -58,7 +60,7 @@ OWNERS = {
     "ray": {"nemo_rl", "generation"},
     "zmq": {"decoupled"},
 }
-TORCH_FREE = ("config", "scheduling", "simulation", "reports", "cli")
+TORCH_FREE = ("config", "scheduling", "simulation", "reports", "doctor", "cli")
 
 
 def imported_modules(file: Path) -> set[str]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from nemo_specrollout.cli.consoles import complain
+from nemo_specrollout.cli.doctor_options import add_arguments as add_doctor_arguments
 from nemo_specrollout.cli.explain_options import add_arguments as add_explain_arguments
 from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.ladder_options import add_arguments as add_ladder_arguments
@@ -156,6 +157,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "what a step would take, and what each feature brings; loads neither torch nor vllm"
     command = commands.add_parser("simulate", help=text, description=text, allow_abbrev=False)
     add_simulate_arguments(command)
+    text = "whether this package can work here, for a bug report; tries an engine with a random model"
+    command = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    add_doctor_arguments(command)
     return parser
 
 

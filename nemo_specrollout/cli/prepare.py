@@ -109,12 +109,12 @@ def check_trains(prepared: Prepared) -> None:
         )
 
 
-def check_out(path: Path) -> None:
-    """Before minutes are spent on what cannot be written. Raises ConfigError."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out: {path} cannot be a file there; name one in a folder that exists")
+def check_out(path: Path, flag: str = "--out") -> None:
+    """Before minutes are spent on what cannot be written. Raises ConfigError, which names `flag`."""
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: {path} cannot be a file there; name one in a folder that exists")
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out: {path} cannot be written to; choose another")
+        raise ConfigError(f"{flag}: {path} cannot be written to; choose another")
 
 
 def place_drafter(prepared: Prepared) -> Prepared:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
@@ -31,6 +32,16 @@ def installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def checkout_commit() -> str | None:
+    """The commit of the source tree that is running; None if it is no checkout, or git is not here."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return result.stdout.strip() or None
 
 
 def this_machine() -> str:

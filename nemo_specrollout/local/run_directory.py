@@ -3,7 +3,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import yaml
 
 from nemo_specrollout.config.files import sync_folder, temporary_names, write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
-from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.config.versions import checkout_commit, installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
 from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
 from nemo_specrollout.reports.records import read_lines
@@ -209,13 +208,6 @@ def _provenance() -> dict[str, Any]:
     return {
         "command": " ".join(sys.argv),
         "versions": installed_versions(),
-        "commit": _commit(),
+        "commit": checkout_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that is running, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None

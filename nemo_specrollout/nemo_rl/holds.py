@@ -335,13 +335,24 @@ def check_holds(holds: tuple[Hold, ...]) -> None:
 
 def _changes(hold: Hold) -> Iterator[str]:
     try:
-        found: Any = importlib.import_module(hold.module)
-        for part in hold.name.split("."):
-            found = getattr(found, part)
+        found = found_of(hold)
     except (ImportError, AttributeError) as error:
         yield f"{hold.module}.{hold.name} is gone ({type(error).__name__}: {error})"
         return
+    for missing in lacking_parameters(hold, found):
+        yield f"{hold.module}.{hold.name} no longer takes {missing!r}"
+
+
+def found_of(hold: Hold) -> Any:
+    """What the hold names. Raises ImportError, AttributeError if it is not there, and what its module's import raises."""
+    found: Any = importlib.import_module(hold.module)
+    for part in hold.name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def lacking_parameters(hold: Hold, found: Any) -> list[str]:
+    """The parameters that the hold needs, and that `found` does not take."""
     known = inspect.signature(found).parameters if hold.parameters else {}
     is_wrapped = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())  # by a decorator that hides them
-    for missing in (p for p in hold.parameters if p not in known and not is_wrapped):
-        yield f"{hold.module}.{hold.name} no longer takes {missing!r}"
+    return [] if is_wrapped else [p for p in hold.parameters if p not in known]

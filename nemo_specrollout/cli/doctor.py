@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout doctor`: whether this package can work here, as the beginning of a bug report; never a stack trace."""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_specrollout.cli.check import explain, explain_nemo_rl, unfit_heads
+from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
+from nemo_specrollout.cli.scratch import scratch_folder
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
+from nemo_specrollout.config.nemo_rl_traps import Tree
+from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import vllm_version
+from nemo_specrollout.doctor import device, machine, patch_points, self_test, versions
+from nemo_specrollout.doctor.child import in_one_line
+from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+
+CONFIG = "config"
+_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+_CHANGE_IT = "Change the config or the command line as this says."
+Source = Callable[[], Iterable[Diagnosis]]
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """Prints each section when it is known, and writes all to the file of `--json`; 1 if a check failed, else 0.
+
+    Raises ConfigError, OSError for a `--json` that cannot be written.
+    """
+    if parsed.json is not None:
+        check_out(parsed.json, "--json")
+    console, found = log_console(), list[Diagnosis]()
+    limits = list(_guarded(machine.SECTION, machine.diagnose_machine))  # of the usual temporary folder
+    with ExitStack() as stack:
+        with suppress(OSError):  # the section `machine` tells of it
+            stack.enter_context(scratch_folder())
+        for section, source in _sections(parsed, limits, console):
+            diagnoses = list(_guarded(section, source))
+            found += diagnoses
+            _show(console, section, diagnoses)
+    if parsed.json is not None:
+        write_atomically(parsed.json, to_json(found))
+    return _conclude(console, found, parsed.json)
+
+
+def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Console) -> Iterator[tuple[str, Source]]:
+    """The sections' names and what makes their diagnoses, in the order in which they are printed."""
+    yield versions.SECTION, lambda: versions.diagnose_versions(versions.found_versions())
+    yield device.SECTION, device.diagnose_device
+    yield machine.SECTION, lambda: limits
+    yield patch_points.SECTION, lambda: [*patch_points.diagnose_nemo_rl(), *patch_points.diagnose_vllm()]
+    if parsed.config is not None:
+        yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
+    why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""
+    if why:
+        yield self_test.ENGINE, self_test.diagnose_environment
+        yield self_test.SECTION, lambda: [self_test.left_out(why)]
+        return
+    console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
+    tried = cache(self_test.try_engines)
+    yield self_test.ENGINE, lambda: [*self_test.diagnose_environment(), *self_test.diagnose_engine(tried())]
+    yield self_test.SECTION, lambda: self_test.diagnose_self_test(tried())
+
+
+def _guarded(section: str, source: Source) -> Iterator[Diagnosis]:
+    """A section's diagnoses; an error in the making of them is one more."""
+    try:
+        yield from source()
+    except Exception as error:
+        to_do = "Send us this line: it is a fault of doctor's own, or of what it looked at."
+        yield Diagnosis(section, "doctor", State.FAIL, in_one_line(error), to_do)
+
+
+def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
+    """What `check` says of a config: a diagnosis a line, and one for each error."""
+    try:
+        tree = load_config(path, overrides)
+        yield from _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
+    except ConfigError as error:
+        yield Diagnosis(CONFIG, "error", State.FAIL, str(error), _CHANGE_IT)
+    except OSError as error:
+        yield Diagnosis(CONFIG, "error", State.FAIL, f"{path}: {error.strerror}", "Name a file that can be read.")
+
+
+def _of_local(tree: Tree) -> Iterator[Diagnosis]:
+    prepared = prepare_local(dict(tree))
+    check_trains(prepared)
+    for name, text in explain(place_drafter(prepared)):
+        yield Diagnosis(CONFIG, name, State.OK, text)
+
+
+def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
+    findings = check_nemo_rl(tree)
+    for name, text in explain_nemo_rl(tree):
+        yield Diagnosis(CONFIG, name, State.OK, text)
+    errors = [str(finding) for finding in findings if finding.kind == "error"]
+    for finding in findings:
+        if finding.kind != "error":
+            state = State.WARN if finding.kind == "warning" else State.OK
+            yield Diagnosis(CONFIG, finding.kind, state, str(finding))
+    for error in errors or unfit_heads(tree):
+        yield Diagnosis(CONFIG, "error", State.FAIL, error, _CHANGE_IT)
+
+
+def to_json(found: Iterable[Diagnosis]) -> str:
+    """All diagnoses and how many there are of each state, as JSON."""
+    found = list(found)
+    return json.dumps({"states": _counts(found), "diagnoses": [asdict(d) for d in found]}, indent=1)
+
+
+def _counts(found: Iterable[Diagnosis]) -> dict[str, int]:
+    counts = Counter(d.state for d in found)
+    return {state.value: counts[state] for state in State}
+
+
+def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
+    """A table; neighbours that say the same share a row."""
+    console.print(f"\n{section}", style="bold", markup=False)
+    boxed = console.is_terminal
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed, show_header=False)
+    for ratio in (None, 3, 5):
+        table.add_column(ratio=ratio, overflow="fold")
+    for (state, found, to_do), same in groupby(diagnoses, key=lambda d: (d.state, d.found, d.to_do)):
+        group = list(same)
+        text = f"{found}\n-> {to_do}" if to_do else found
+        table.add_row(Text(state, _STYLES[state]), Text("\n".join(d.name for d in group)), Text(text))
+        for line in (line for d in group for line in d.last_words):
+            table.add_row("", Text("| log", "dim", justify="right"), Text(line, "dim"))
+    console.print(table)
+
+
+def _conclude(console: Console, found: list[Diagnosis], file: Path | None) -> int:
+    counts = _counts(found)
+    console.print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()), markup=False)
+    if file is not None:
+        console.print(f"written to {file}", markup=False)
+    elif counts[State.FAIL]:
+        console.print("for a bug report: give --json FILE, and attach the file", markup=False)
+    return EXIT_FAILED if counts[State.FAIL] else 0

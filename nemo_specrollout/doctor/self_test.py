@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections "self-test" and "engine": an engine is tried in a process of its own, and what was in force there."""
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+from nemo_specrollout.config.nemo_rl_engine import RUNNER_VARIABLE
+from nemo_specrollout.config.versions import vllm_version
+from nemo_specrollout.doctor.child import Outcome, run_child
+from nemo_specrollout.doctor.device import is_cpu_build
+from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+
+ENGINE, SECTION = "engine", "self-test"
+TIMEOUT_S = 300.0
+_CHILD = "nemo_specrollout.doctor.self_test_child"
+PLUGIN_GROUP, PLUGIN = "vllm.platform_plugins", "nemo_specrollout_cpu"
+_SEND = "Send us the file of --json FILE"
+# What a log says of a fault, and what to do then; the first that is met counts.
+CAUSES = {
+    "no locator available": "Set NUMBA_CACHE_DIR to a folder that can be written to.",
+    "V2 model runner": f"Unset {RUNNER_VARIABLE}, and remove what vLLM's log says that V2 does not support.",
+    "Failed to find C compiler": "Install gcc, or set CC: Triton compiles its launchers with it.",
+    "undefined symbol": "Install the torch that this vLLM was built for.",
+    "no kernel image": "Install a vLLM that is built for this GPU.",
+    "driver version is insufficient": "Install a newer NVIDIA driver, or a torch for an older CUDA.",
+    "less than desired GPU memory": "End the other process that holds the GPU's memory.",
+    "out of memory": "End the other process that holds the memory, and run doctor again.",
+    "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
+}
+
+
+def try_engines(child: str = _CHILD, timeout_s: float = TIMEOUT_S) -> Outcome:
+    """Runs the self-test in a process of its own; `child` is the module that does it."""
+    quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return run_child(child, None, timeout_s, {k: v for k, v in quiet.items() if k not in os.environ})
+
+
+def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
+    """Diagnoses of what decides, before an engine starts, which model runner it will have."""
+    value = environment.get(RUNNER_VARIABLE)
+    if value is not None and value.lower() in ("0", "false"):
+        text = f"{RUNNER_VARIABLE} is {value}: vLLM would take its V1 model runner"
+        yield Diagnosis(ENGINE, RUNNER_VARIABLE, State.FAIL, text, f"Unset {RUNNER_VARIABLE}.")
+    if vllm_version() is not None and is_cpu_build():
+        yield platform_plugin(environment.get("VLLM_PLUGINS"))
+
+
+def platform_plugin(allowed: str | None) -> Diagnosis:
+    """Whether vLLM finds our platform for a CPU. `allowed`: the value of VLLM_PLUGINS, which leaves other plug-ins out."""
+    if PLUGIN not in {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}:
+        text = "the entry point is missing: this package is on the path, but not installed"
+        to_do = "Install it, `pip install --no-deps -e .`: vLLM finds the V2 model runner for a CPU by its entry point."
+        return Diagnosis(ENGINE, "platform plug-in", State.FAIL, text, to_do)
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        text = f"VLLM_PLUGINS is {allowed!r}, which leaves {PLUGIN} out"
+        return Diagnosis(ENGINE, "platform plug-in", State.FAIL, text, f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.")
+    return Diagnosis(ENGINE, "platform plug-in", State.OK, f"{PLUGIN}, for the V2 model runner on a CPU")
+
+
+def left_out(why: str) -> Diagnosis:
+    """The diagnosis where no engine is tried."""
+    return Diagnosis(
+        SECTION, "engine", State.WARN, f"not tried: {why}", "Run doctor where vLLM is, without --no-self-test."
+    )
+
+
+def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
+    """Diagnoses of what was in force in the engine that was tried."""
+    facts = outcome.told.get("facts")
+    if facts is None:
+        yield Diagnosis(ENGINE, "engine", State.FAIL, "it did not start", "See the self-test.")
+        return
+    runner = f"{facts['model_runner']}, checked by our worker when it started"
+    yield Diagnosis(ENGINE, "model runner", State.OK, runner)
+    is_asynchronous = facts["async_scheduling"]
+    if is_asynchronous:
+        yield Diagnosis(ENGINE, "scheduling", State.OK, "asynchronous")
+    else:
+        to_do = "See vLLM's log for what turns it off: a GPU waits while the host prepares each step."
+        yield Diagnosis(ENGINE, "scheduling", State.WARN, "synchronous", to_do)
+    yield Diagnosis(ENGINE, "attention backend", State.OK, ", ".join(facts["attention"]) or "not told by this vLLM")
+    yield Diagnosis(ENGINE, "platform", State.OK, f"{facts['platform']}, on {facts['device']}")
+
+
+def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
+    """Diagnoses of tokens, drafts and time; one of the process if it failed."""
+    for name, comparison in outcome.told.items():
+        if name.startswith("T="):
+            yield _tokens(f"tokens at {name}", comparison)
+    if "drafts" in outcome.told:
+        yield _drafts(outcome.told["drafts"])
+    if outcome.failure:
+        yield Diagnosis(SECTION, "engine", State.FAIL, outcome.failure, _cause(outcome), outcome.log)
+    else:
+        seconds = f"{outcome.seconds:.1f} s, with loading libraries and starting two engines"
+        yield Diagnosis(SECTION, "time", State.OK, seconds)
+
+
+def _tokens(name: str, comparison: Mapping[str, Any]) -> Diagnosis:
+    text = f"{comparison['equal']} of {comparison['total']} tokens equal"
+    if comparison["first"] is None:
+        return Diagnosis(SECTION, name, State.OK, text)
+    response, position, plain, drafted = comparison["first"]
+    text += f"; first difference: response {response}, position {position}, plain {plain}, drafted {drafted}"
+    return Diagnosis(SECTION, name, State.FAIL, text, f"{_SEND}: drafts must never change a token.")
+
+
+def _drafts(counts: Mapping[str, Any]) -> Diagnosis:
+    totals = [(sum(p), sum(a)) for p, a in zip(counts["proposed"], counts["accepted"], strict=True)]
+    proposed, accepted = sum(p for p, _ in totals), sum(a for _, a in totals)
+    if not proposed:
+        to_do = f"{_SEND}: without drafts nothing was compared."
+        return Diagnosis(SECTION, "drafts", State.FAIL, "none was verified", to_do)
+    each = ", ".join(f"{name} {a} of {p}" for name, (p, a) in zip(counts["drafters"], totals, strict=True))
+    text = f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
+    return Diagnosis(SECTION, "drafts", State.OK, text)
+
+
+def _cause(outcome: Outcome) -> str:
+    said = "\n".join([outcome.failure, *outcome.log])
+    known = (to_do for sign, to_do in CAUSES.items() if sign in said)
+    return next(known, f"{_SEND}, which has the end of the process's log.")

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of vLLM that this package imports, overrides or reads, and whether a version has it; vLLM is not imported.
+
+The names are read from this package's own files. `tests/test_vllm_names.py` and `nemo-specrollout doctor` ask for them.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from nemo_specrollout.generation.vllm_source import Function, VllmSource, tree_of
+
+PACKAGE = Path(__file__).parents[1]
+GPU = "vllm.v1.worker.gpu"
+ENOUGH = (0, 32, 0)
+# Imported only where the running vLLM has it (`generation/compat.py` says when): since which version it must be there.
+LATER = {
+    f"{GPU}.spec_decode.adaptive_verification": ENOUGH,
+    "vllm.triton_utils.dispatcher": ENOUGH,
+    f"{GPU}.sample.gumbel._log1p_neg_stable": ENOUGH,
+    f"{GPU}.sample.gumbel.murmur3_uniform32": ENOUGH,
+    f"{GPU}.spec_decode.rejection_sampler.get_max_chunk_logits": ENOUGH,
+    f"{GPU}.buffer_utils.NonUvaBuffer": ENOUGH,
+    f"{GPU}.model_runner.GPUModelRunner.adaptive_verification": ENOUGH,
+    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.compute_draft_logits": ENOUGH,
+}
+# What a variable of these names is, wherever it is read in `generation` and `nemo_rl`.
+OBJECTS = {
+    "runner": f"{GPU}.model_runner.GPUModelRunner",
+    "batch": f"{GPU}.input_batch.InputBatch",
+    "input_batch": f"{GPU}.input_batch.InputBatch",
+    "states": f"{GPU}.states.RequestState",
+    "speculator": f"{GPU}.spec_decode.speculator.DraftModelSpeculator",
+    "dflash": f"{GPU}.spec_decode.dflash.speculator.DFlashSpeculator",
+    "dspark": f"{GPU}.spec_decode.dspark.speculator.DSparkSpeculator",
+    "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
+    "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
+}
+# Attributes that are our own, or of another object that goes by such a name.
+OURS = {"specrollout_changes", "temperature", "seeds"}
+# Read of a module only where it has them.
+OPTIONAL = {"vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH"}
+# The worker classes that our mixins are laid over.
+MIXINS = {
+    "EngineWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
+    "MirrorWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
+}
+ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"
+SIGNATURES = {
+    f"{GPU}.sample.gumbel.gumbel_sample": ROWS,
+    f"{GPU}.spec_decode.rejection_sampler_utils.rejection_sample": "target_logits draft_logits draft_sampled cu_num_logits "
+    "pos idx_mapping expanded_idx_mapping expanded_local_pos temperature seed num_speculative_steps",
+    f"{GPU}.spec_decode.rejection_sampler.RejectionSampler.__init__": "self sampler spec_config device",
+    f"{GPU}.spec_decode.speculator.BaseSpeculator.propose": "self input_batch attn_metadata slot_mappings last_hidden_states "
+    "aux_hidden_states num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds",
+    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.sample_draft": "self hidden_states * idx_mapping temperature seeds "
+    "draft_step draft_logits",
+    f"{GPU}.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
+    f"{GPU}.model_runner.GPUModelRunner.finish_requests": "self scheduler_output",
+    f"{GPU}.model_runner.GPUModelRunner.sample_tokens": "self grammar_output",
+    f"{GPU}.model_runner.GPUModelRunner.execute_model": "self scheduler_output",
+}
+"""The parameters that each takes, in their order; `*` stands for any one."""
+ATTRIBUTES = {
+    f"{GPU}.sample.sampler.Sampler": "sampling_states use_fp64_gumbel apply_sampling_params sample",
+    f"{GPU}.sample.states.SamplingStates": "temperature seeds",
+    f"{GPU}.states.RequestState": "req_id_to_index total_len all_token_ids prefill_len num_computed_tokens",
+    "vllm.v1.core.sched.output.NewRequestData": "req_id prompt_token_ids prefill_token_ids sampling_params",
+    "vllm.v1.core.sched.output.CachedRequestData": "req_ids",
+    "vllm.sampling_params.SamplingParams": "seed stop_token_ids ignore_eos eos_token_id max_tokens extra_args "
+    "skip_reading_prefix_cache _validate_spec_decode",
+    f"{GPU}.model_runner.ExecuteModelState": "input_batch",
+}
+
+
+class Use(StrEnum):
+    """How this package uses a name of vLLM."""
+
+    IMPORTED = "imported"
+    OF_MODULE = "read of an imported module"
+    OF_OBJECT = "read of an object"
+    OVERRIDDEN = "overridden"
+    CALLED = "called or replaced, with its parameters"
+
+
+@dataclass(frozen=True)
+class VllmName:
+    """A dotted name and its use. `change` says what is wrong with the name in a version; it is empty if nothing is."""
+
+    name: str
+    use: Use
+    change: str = ""
+
+
+def vllm_names(source: VllmSource) -> list[VllmName]:
+    """All names that `source` must have, each once for each use, with what is wrong with it there."""
+    found = [*_imported(source), *_of_modules(source), *_of_objects(source), *_overridden(source), *_called(source)]
+    return sorted(set(found), key=lambda n: (n.use, n.name))
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Dotted names of vLLM that a file imports, by the names that it gives them."""
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
+    return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
+
+
+def _is_later(name: str, source: VllmSource) -> bool:
+    return any(
+        name == later or name.startswith(f"{later}.") for later, since in LATER.items() if source.version < since
+    )
+
+
+def _our_files(*folders: str) -> list[Path]:
+    return [f for folder in folders for f in sorted((PACKAGE / folder).rglob("*.py"))]
+
+
+def _state(source: VllmSource, name: str, use: Use, is_there: bool) -> VllmName:
+    return VllmName(name, use, "" if is_there or _is_later(name, source) else "absent")
+
+
+def _imported(source: VllmSource) -> Iterator[VllmName]:
+    for name in {name for file in _our_files(".") for name in imported_names(tree_of(file)).values()}:
+        yield _state(source, name, Use.IMPORTED, source.find(name) is not None)
+
+
+def _of_modules(source: VllmSource) -> Iterator[VllmName]:
+    """As `gumbel.gumbel_sample`; a module's name asked for by `hasattr` or `getattr` may be missing."""
+    for file in _our_files("."):
+        names = imported_names(tree_of(file))
+        modules = {as_: n for as_, n in names.items() if source.file_of(n) is not None}
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                name = f"{modules[node.value.id]}.{node.attr}"
+                is_there = name in OPTIONAL or source.find(name) is not None
+                yield _state(source, name, Use.OF_MODULE, is_there)
+
+
+def _of_objects(source: VllmSource) -> Iterator[VllmName]:
+    asked = {
+        (OBJECTS[node.value.id], node.attr)
+        for file in _our_files("generation", "nemo_rl")
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in OBJECTS
+        and not imported_names(tree_of(file)).get(node.value.id)
+        and "cpu_kernels" not in file.parts
+    }
+    asked |= {(name, attribute) for name, attributes in ATTRIBUTES.items() for attribute in attributes.split()}
+    members = {class_name: source.members(class_name) for class_name, _ in asked}
+    for class_name, attribute in asked:
+        is_there = attribute in OURS or attribute in members[class_name]
+        yield _state(source, f"{class_name}.{attribute}", Use.OF_OBJECT, is_there)
+
+
+def _overridden(source: VllmSource) -> Iterator[VllmName]:
+    """Where a class of ours calls `super().method`, a base of vLLM's has it."""
+    for file in _our_files("generation", "nemo_rl"):
+        names = imported_names(tree_of(file)) | MIXINS
+        for node in ast.walk(tree_of(file)):
+            bases = [ast.unparse(b) for b in node.bases] + [node.name] if isinstance(node, ast.ClassDef) else []
+            theirs = [names[b] for b in bases if b in names]
+            for call in ast.walk(node) if theirs else ():
+                if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()":
+                    is_there = any(call.attr in source.members(b) or _is_later(b, source) for b in theirs)
+                    yield _state(source, f"{theirs[0]}.{call.attr}", Use.OVERRIDDEN, is_there)
+
+
+def _called(source: VllmSource) -> Iterator[VllmName]:
+    for name, parameters in SIGNATURES.items():
+        yield VllmName(name, Use.CALLED, _misfit(source, name, parameters.split()))
+
+
+def _misfit(source: VllmSource, name: str, wanted: list[str]) -> str:
+    """What is wrong with a function that is to take the parameters `wanted`; empty if nothing is."""
+    owner, _, attribute = name.rpartition(".")
+    found = source.find(name)
+    node = found[1] if found else source.members(owner).get(attribute)
+    if not isinstance(node, Function):
+        return "absent"
+    parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+    fits = len(parameters) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parameters, strict=False))
+    return "" if fits else f"changed: it takes {', '.join(parameters)}"

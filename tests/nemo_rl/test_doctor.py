@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-specrollout doctor` in NeMo-RL's environment: every hold is present, and the engine there makes equal tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from nemo_rl_host import Host
+
+from nemo_specrollout.doctor.patch_points import name_of
+from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS
+
+pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
+
+
+def test_all_holds_are_present(host: Host, tmp_path: Path) -> None:
+    file = tmp_path / "facts.json"
+    output = host.run("-m", "nemo_specrollout.cli.main", "doctor", "--json", file)
+    assert "768 of 768 tokens equal" in output
+    found = {d["name"]: d["found"] for d in json.loads(file.read_text())["diagnoses"]}
+    assert found["nemo-rl"].endswith("is newer than v0.7.0")
+    assert {found[name_of(hold)] for hold in (*HOLDS, *EXTENSION_HOLDS)} == {"present"}

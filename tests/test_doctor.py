@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of `doctor` one by one: what is out of range, gone, changed, too small or crashes becomes a diagnosis."""
+
+import errno
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import QUICKSTART, ROOT
+
+from nemo_specrollout.cli.doctor import diagnose_config
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.doctor import machine
+from nemo_specrollout.doctor.child import Outcome, run_child
+from nemo_specrollout.doctor.device import devices
+from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+from nemo_specrollout.doctor.patch_points import diagnose_vllm, holds_of_nemo_rl
+from nemo_specrollout.doctor.self_test import (
+    CAUSES,
+    diagnose_engine,
+    diagnose_environment,
+    diagnose_self_test,
+    platform_plugin,
+)
+from nemo_specrollout.doctor.self_test_child import compared
+from nemo_specrollout.doctor.versions import NEEDED, diagnose_versions, found_versions
+from nemo_specrollout.nemo_rl.holds import Hold, check_holds
+
+pytestmark = pytest.mark.unit
+
+VERSIONS = {"python": "3.11.7", "nemo_specrollout": "0.1.0", "vllm": "0.32.0", **{n.package: "1.0" for n in NEEDED}}
+DUMPS = Hold("json", "dumps", ("obj", "indent"), "", "")
+CHANGED = Hold("shutil", "which", ("cmd", "depth"), "", "")
+NO_ENGINE = Outcome({}, "killed by SIGSEGV", (), 1.0)
+Child = Callable[[str], str]
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
+    """Makes a module of some lines of Python that other processes find; returns its name."""
+
+    def make(text: str) -> str:
+        (tmp_path / "some_child.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        return "some_child"
+
+    return make
+
+
+def versions(**changes: str | None) -> dict[str, Diagnosis]:
+    found = {name: v for name, v in {**VERSIONS, **changes}.items() if v is not None}
+    return {d.name: d for d in diagnose_versions(found, is_release=False)}
+
+
+def test_a_vllm_out_of_range_fails_and_the_range_is_named() -> None:
+    for version in ("0.25.0", "0.34.0", "nightly"):
+        diagnosis = versions(vllm=version)["vllm"]
+        assert diagnosis.state is State.FAIL and version in diagnosis.found
+        assert diagnosis.to_do == "Install vLLM 0.25.1 or later, before 0.34.0."
+    assert versions()["vllm"] == Diagnosis("versions", "vllm", State.OK, "0.32.0")
+
+
+def test_a_missing_vllm_fails_but_in_the_environment_of_nemo_rl_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions(vllm=None)["vllm"].state is State.FAIL
+    assert versions(vllm=None, torch=None)["torch"].state is State.OK, "there is one thing to install, vLLM"
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", "/some/venvs")
+    driver = versions(vllm=None, **{"nemo-rl": "0.6.0"})["vllm"]
+    assert driver.state is State.WARN
+    assert "/some/venvs/nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker/bin/python" in driver.to_do
+
+
+def test_what_an_engine_needs_must_be_there_and_what_others_need_may_be_missing() -> None:
+    assert versions(triton=None)["triton"].state is State.FAIL
+    assert (
+        versions(speculators=None)["speculators"].found
+        == "not installed; only refresh-draft and draft_refresh needs it"
+    )
+    assert versions(speculators=None)["speculators"].state is State.OK
+    assert versions(python="3.10.12")["python"].state is State.FAIL
+
+
+def test_a_release_of_nemo_rl_fails() -> None:
+    found = {d.name: d for d in diagnose_versions({**VERSIONS, "nemo-rl": "0.7.0"}, is_release=True)}
+    assert found["nemo-rl"].state is State.FAIL and "main of August 2026" in found["nemo-rl"].to_do
+
+
+def test_what_is_installed_here_is_found() -> None:
+    found = found_versions()
+    assert {"python", "nemo_specrollout", "vllm", "torch", "triton"} <= set(found)
+    assert "commit" in found["nemo_specrollout"]
+
+
+def test_holds_that_changed_or_are_gone_are_told_apart() -> None:
+    holds = (
+        DUMPS,
+        CHANGED,
+        Hold("json", "JSONEncoder.encoded", (), "", ""),
+        Hold("nemo_rl.no_such_module", "validate", (), "", ""),
+        Hold("no_such_package", "thing", (), "", ""),
+    )
+    found = list(holds_of_nemo_rl(holds))
+    assert [d.name for d in found] == [
+        "json.dumps", "shutil.which", "json.JSONEncoder.encoded", "no_such_module.validate", "no_such_package.thing"
+    ]  # fmt: skip
+    assert [d.state for d in found] == [State.OK, *[State.FAIL] * 4]
+    assert found[0].found == "present" and found[1].found == "changed: it no longer takes depth"
+    assert found[2].found.startswith("absent (") and "encoded" in found[2].found
+    assert found[3].found.startswith("absent: no module nemo_rl") and "main of August 2026" in found[3].to_do
+    assert found[4].found == "absent: no module no_such_package" and found[4].to_do.startswith("Mend this import")
+
+
+def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_process_along(child: Child) -> None:
+    hold = Hold(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", (), "", "")
+    first, second = holds_of_nemo_rl((hold, DUMPS))
+    assert first.found == "absent: its import fails (OSError: libcuda.so.1: cannot open shared object file)"
+    assert second.state is State.OK
+    child("import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
+    before, crashed = holds_of_nemo_rl((DUMPS, hold, DUMPS))
+    assert before.state is State.OK and crashed.state is State.FAIL
+    assert (
+        crashed.found == "their import was killed by SIGSEGV" and crashed.name == "some_child.thing, and those after it"
+    )
+    assert "last words" in crashed.last_words and not any("File" in line for line in crashed.last_words)
+
+
+def test_install_refuses_the_same_holds() -> None:
+    check_holds((DUMPS,))
+    with pytest.raises(ConfigError, match=r"shutil\.which no longer takes 'depth'"):
+        check_holds((CHANGED,))
+
+
+def test_a_name_that_vllm_no_longer_has_fails(changed_vllm: Callable[..., Path]) -> None:
+    folder = changed_vllm(("vllm/v1/worker/gpu/sample/gumbel.py", "def gumbel_sample(", "def gumbel_samples("))
+    failed = [d for d in diagnose_vllm(folder) if d.state is State.FAIL]
+    assert {(d.name, d.found) for d in failed} == {("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample", "absent")}
+    assert any(d.found == "8 of 9 present" for d in diagnose_vllm(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(60)", "not done after 2 s"),
+        (
+            "from nemo_specrollout.doctor.child import answer\n"
+            "def work(order, tell):\n    tell('order', order)\n    raise ValueError('a\\nb')\n"
+            "answer(work)",
+            "ValueError: a b",
+        ),
+    ],
+)
+def test_every_end_of_a_child_is_an_outcome(child: Child, text: str, failure: str) -> None:
+    outcome = run_child(child(text), [1, "two"], 20 if "answer" in text else 2)
+    assert outcome.failure == failure
+    assert outcome.told == ({"order": [1, "two"]} if "answer" in text else {})
+
+
+def test_a_child_s_own_children_end_with_it_at_its_time_out(child: Child, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    starts = f"open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    run_child(child(f"import subprocess, time\n{starts}\ntime.sleep(60)"), None, 3)
+    status = Path(f"/proc/{pid.read_text()}/status")
+    while status.exists() and "zombie" not in status.read_text():  # killed, and about to end; else pytest's time-out
+        time.sleep(0.05)
+
+
+def test_shared_memory_open_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.shared_memory(tmp_path / "none").state is State.FAIL
+    assert machine.open_files(256).state is State.WARN and machine.open_files(1024).state is State.OK
+    monkeypatch.setattr(machine, "SMALLEST_SHM", 1 << 60)
+    assert "--shm-size" in machine.shared_memory(tmp_path).to_do
+    assert machine.temporary_folder().state is State.OK
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    gone = machine.temporary_folder()
+    assert gone.state is State.FAIL and gone.found == os.strerror(errno.ENOENT)
+
+
+def test_a_cache_that_cannot_be_written_to_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert machine.model_cache({"HF_HOME": str(tmp_path / "new")}).state is State.OK
+    assert machine.model_cache({"HF_HOME": str(tmp_path / "file")}).state is State.WARN
+    assert machine.model_cache({"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"}).state is State.OK
+
+
+def test_a_ray_address_at_which_nothing_listens_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert machine.ray_address(address).state is State.OK
+        assert machine.ray_address(f"ray://{address}").state is State.OK
+    for wrong in (address, "nonsense", "127.0.0.1:99999"):
+        assert machine.ray_address(wrong).state is State.FAIL
+    assert "RAY_ADDRESS" not in {d.name for d in machine.diagnose_machine({"RAY_ADDRESS": "auto"})}
+
+
+def test_a_gpu_that_torch_cannot_use_fails_unless_vllm_is_for_a_cpu() -> None:
+    line, without = "NVIDIA H100, 81559 MiB, 580.1", Outcome({"cuda": "12.9", "gpus": []}, "", (), 1.0)
+    found = {d.name: d for d in devices(without, [line], cpu_build=False)}
+    assert found["driver: GPU 0"].found == line
+    assert found["torch"].state is State.FAIL and "driver" in found["torch"].to_do
+    assert next(d for d in devices(without, [line], cpu_build=True) if d.name == "torch").state is State.OK
+    nothing = next(d for d in devices(without, [], cpu_build=False) if d.name == "torch")
+    assert nothing.state is State.FAIL and "no GPU here" in nothing.found
+    usable = Outcome({"cuda": "12.9", "gpus": [["NVIDIA H100", 80 << 30, "9.0"]]}, "", (), 1.0)
+    assert {d.state for d in devices(usable, [line], cpu_build=False)} == {State.OK}
+    broken = Outcome({}, "ImportError: libcudart.so", ("last",), 1.0)
+    assert [(d.state, d.log) for d in devices(broken, [], cpu_build=False)] == [(State.FAIL, ("last",))]
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    assert compared([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == {"equal": 4, "total": 4, "first": None}
+    told = compared([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6, 7]])
+    assert told == {"equal": 4, "total": 6, "first": [1, 1, 5, 6]}
+    drafts = {"drafters": ["suffix"], "proposed": [[0, 0]], "accepted": [[0, 0]]}
+    tokens, none, seconds = diagnose_self_test(Outcome({"T=1": told, "drafts": drafts}, "", (), 1.0))
+    assert tokens.state is State.FAIL and "--json" in tokens.to_do
+    assert tokens.found == ("4 of 6 tokens equal; first difference: response 1, position 1, plain 5, drafted 6")
+    assert none.found == "none was verified" and none.state is State.FAIL, "nothing was compared"
+    assert seconds.state is State.OK
+
+
+@pytest.mark.parametrize(("sign", "to_do"), CAUSES.items())
+def test_what_a_log_says_leads_to_what_to_do(sign: str, to_do: str) -> None:
+    (diagnosis,) = diagnose_self_test(Outcome({}, "RuntimeError", ("a", f"b {sign} c"), 1.0))
+    assert diagnosis.state is State.FAIL and diagnosis.to_do == to_do
+    assert "--json" in next(diagnose_self_test(NO_ENGINE)).to_do
+    assert next(diagnose_engine(NO_ENGINE)).state is State.FAIL
+
+
+def test_what_keeps_vllm_from_the_v2_model_runner_fails_before_an_engine_starts() -> None:
+    found = {d.name: d for d in diagnose_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})}
+    assert found["VLLM_USE_V2_MODEL_RUNNER"].to_do == "Unset VLLM_USE_V2_MODEL_RUNNER."
+    assert platform_plugin("lora_resolver").state is State.FAIL
+    assert platform_plugin("lora_resolver,nemo_specrollout_cpu").state is State.OK
+    assert {d.state for d in diagnose_environment({})} == {State.OK}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.generation.specrollout.budjet=1", "did you mean 'budget'?"),
+        ("policy.model_name=none", "policy.model_name: folder none does not exist"),
+        ("not an override", "not an override"),
+    ],
+)
+def test_a_config_that_cannot_run_fails_with_the_sentence_of_check(
+    monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (error,) = diagnose_config(QUICKSTART, [override])
+    assert error.state is State.FAIL and words in error.found
+    assert {d.state for d in diagnose_config(QUICKSTART, [])} == {State.OK}
+
+
+def test_a_nemo_rl_config_and_a_missing_file_fail_in_the_same_way(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("runtime: nemo_rl\npolicy: {generation: {specrollout: {enabled: true}}}\n")
+    assert State.FAIL in {d.state for d in diagnose_config(config, [])}
+    assert {d.name for d in diagnose_config(tmp_path / "none.yaml", [])} == {"error"}
