@@ -10,7 +10,7 @@ def gap_causes(config: Any) -> list[str]:
     draft, async_grpo = policy.get("draft") or {}, config.grpo.async_grpo
     causes = []
     if draft.get("enabled"):
-        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream.md)")
+        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
     if async_grpo is not None and async_grpo.enabled:
         causes.append(
             "samples of an older policy (async_grpo.max_trajectory_age_steps), which is no fault if it stays small"

@@ -24,9 +24,9 @@ def touched_files(patch: Path) -> list[str]:
 
 
 def make_tree(original: Path, touched: Sequence[str], scratch: Path) -> None:
-    """Lays a tree over `original` at `scratch`, which must not exist. Only what `touched` needs is copied.
+    """Makes `scratch`, which must not exist: files of `touched` are copies, their neighbours at each level are links.
 
-    Entries of `original` itself are linked only if a touched path begins with them, or with `linked_roots`.
+    Of `original` itself only the folders that `touched` names are there.
     """
     scratch.mkdir(parents=True)
     folders = sorted({parent for path in touched for parent in Path(path).parents if parent != Path(".")})

@@ -5,12 +5,7 @@ vLLM 0.28's own `sample_draft` and `rejection_sample`, in Triton's interpreter: 
 Shapes: B requests, V vocabulary.
 """
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT / "tests" / "interpreted"))
-
+import interpreting  # noqa: F401  # what the interpreter lacks, before vLLM
 import torch
 from outcome import report
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
