@@ -16,7 +16,7 @@ OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-gpu bench check format setup clean
+.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -46,6 +46,10 @@ test-between: setup $(BETWEEN)/.installed
 # NeMo-RL's own loop on this CPU, from a work tree (CONTRIBUTING.md): most of an hour.
 test-nemo-rl: setup
 	$(BIN)/python -m pytest -m nemo_rl tests
+
+# Each patch of docs/upstream: its case fails without it, and passes with it. PROPOSALS="NAME ..." takes some of them.
+test-upstream: setup $(BETWEEN)/.installed
+	$(BIN)/python tests/upstream/try_patches.py $(PROPOSALS)
 
 # On a machine with a CUDA GPU and vLLM's own wheel; not in .venv, which is made for a CPU. GPU_CHECK=--quick is shorter.
 test-gpu:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong by itself in versions of vLLM and NeMo-RL, whom it meets, and what this package does about it: a table.
 
-Sources: docs/upstream.md, and both packages' code as read and run. What is wrong with a config itself: `nemo_rl_traps.py`.
+Sources: docs/upstream/, and both packages' code as read and run. What is wrong with a config itself: `nemo_rl_traps.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,7 +2,7 @@
 """Which modules a drafter shares with its target, and how to part them.
 
 vLLM lets a drafter use the target's own embedding and lm_head where its own are missing from the checkpoint or equal.
-Loading a trainer's draft weights into a shared one overwrites the policy (docs/upstream.md).
+Loading a trainer's draft weights into a shared one overwrites the policy (docs/upstream/nemo-rl-draft-refit.md).
 """
 
 import copy

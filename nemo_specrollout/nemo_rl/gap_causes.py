@@ -11,7 +11,7 @@ def gap_causes(config: Any) -> list[str]:
     async_rl = getattr(config, "async_rl", None)
     causes = []
     if draft.get("enabled"):
-        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream.md)")
+        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
     if async_grpo is not None and async_grpo.enabled:
         causes.append(
             "samples of an older policy (async_grpo.max_trajectory_age_steps), which is no fault if it stays small"

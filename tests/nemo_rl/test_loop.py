@@ -184,7 +184,7 @@ def test_the_gap_is_what_it_is_without_speculation(runs: dict[str, Run]) -> None
 
 
 def test_native_draft_refit_shows_the_fault_that_the_guard_prevents(runs: dict[str, Run]) -> None:
-    """If this fails because the gap is gone, NeMo-RL or vLLM has mended it: see docs/upstream.md."""
+    """If this fails because the gap is gone, NeMo-RL or vLLM has mended it: see docs/upstream/nemo-rl-draft-refit.md."""
     log = (runs["sync_eagle3_native"].folder.parent / "log.txt").read_text()
     section = log.split("=== scenario sync_eagle3_native\n")[1].split("=== sync_eagle3_native:")[0]
     errors = [float(line.rpartition(":")[2]) for line in section.splitlines() if "Generation KL Error" in line]

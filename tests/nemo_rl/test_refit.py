@@ -22,7 +22,7 @@ def test_a_refit_changes_the_head_and_not_the_policy(host: Host) -> None:
 
 
 def test_natively_the_head_stays_as_it_was(host: Host) -> None:
-    """If this fails, NeMo-RL looks for the drafter of V2 by itself: see docs/upstream.md."""
+    """If this fails, NeMo-RL looks for the drafter of V2 by itself: see docs/upstream/nemo-rl-draft-refit.md."""
     found, output = refitted(host, "native")
     assert not any(is_sent for name, is_sent in found.items() if name != "policy_kept")
     assert "vLLM drafter is unavailable" in output

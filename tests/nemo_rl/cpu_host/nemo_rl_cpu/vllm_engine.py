@@ -20,7 +20,7 @@ def keep_weights_loadable(layer_utils: ModuleType) -> None:
 
 
 def mend_rejection_sampler(rejection_sampler: ModuleType) -> None:
-    """The CPU build expands temperatures into a copy that it throws away (docs/upstream.md)."""
+    """The CPU build expands temperatures into a copy that it throws away (docs/upstream/vllm-cpu-expand-kernel.md)."""
 
     def expand(
         x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
