@@ -24,7 +24,7 @@ from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.nemo_rl.conversations import Conversations
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
 from nemo_specrollout.nemo_rl.gym_rows import with_seed
-from nemo_specrollout.nemo_rl.holds import CONTROLLER_HOLDS, DATA_PLANE_HOLDS, EXTENSION_HOLDS, GYM_HOLDS, HOLDS, Hold
+from nemo_specrollout.nemo_rl.holds import ALL_HOLDS, EXTENSION_HOLDS, Hold
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Sample, Stream, current_sample
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
@@ -84,9 +84,7 @@ def test_threads_never_share_a_seed() -> None:
     assert len(set(seeds)) == 2000
 
 
-@pytest.mark.parametrize(
-    "hold", HOLDS + CONTROLLER_HOLDS + DATA_PLANE_HOLDS + GYM_HOLDS + EXTENSION_HOLDS, ids=lambda h: h.name
-)
+@pytest.mark.parametrize("hold", ALL_HOLDS + EXTENSION_HOLDS, ids=lambda h: h.name)
 def test_every_hold_is_on_the_page(hold: Hold) -> None:
     page = (ROOT / "docs" / "nemo_rl.md").read_text()
     assert f"| {hold.where} |" in page

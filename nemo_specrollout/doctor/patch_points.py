@@ -11,7 +11,7 @@ from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.diagnosis import Diagnosis, State
 from nemo_specrollout.generation.vllm_names import vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
-from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS, Hold
+from nemo_specrollout.nemo_rl.holds import ALL_HOLDS, EXTENSION_HOLDS, Hold
 
 SECTION = "patch points"
 TIMEOUT_S = 300.0
@@ -25,7 +25,7 @@ def diagnose_nemo_rl() -> Iterator[Diagnosis]:
     if nemo_rl_version() is None:
         yield Diagnosis(SECTION, "NeMo-RL", State.OK, "not installed, nothing to look at")
         return
-    yield from holds_of_nemo_rl(HOLDS)
+    yield from holds_of_nemo_rl(ALL_HOLDS)
     if vllm_version() is None:  # the engine's process has an environment of its own
         text = "not looked at: vLLM is not in this environment"
         yield Diagnosis(SECTION, "holds in NeMo-RL's engine", State.OK, text)
