@@ -339,7 +339,7 @@ def check_holds(holds: tuple[Hold, ...]) -> None:
 def _changes(hold: Hold) -> Iterator[str]:
     try:
         found = found_of(hold)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a module raises while it is imported
         yield f"{hold.module}.{hold.name} is gone ({type(error).__name__}: {error})"
         return
     for missing in lacking_parameters(hold, found):

@@ -37,7 +37,7 @@ async def answer(client: Any, model: str, content: str, *, header: int | None = 
     """One request's choices, in their order; a stream's parts put together."""
     extra = {} if header is None else {"X-Specrollout-Seed": str(header)}
     messages = [{"role": "user", "content": content}]
-    options = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 24, "logprobs": True, **options}
+    options = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 24, "logprobs": True, "top_logprobs": 1, **options}
     try:
         made = await client.chat.completions.create(model=model, messages=messages, extra_headers=extra, **options)
         return await _streamed(made) if options.get("stream") else [_choice(choice) for choice in made.choices]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU build as an engine that NeMo-RL can refit."""
 
+import importlib
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -8,6 +10,21 @@ import torch
 
 from nemo_rl_cpu.cuda import OnCpu
 from nemo_rl_cpu.refit import device_id
+
+
+# What vLLM 0.32 has moved of that which NeMo-RL's HTTP server, written for 0.25, imports.
+_MOVED = {
+    "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
+    "vllm.entrypoints.openai.engine.protocol": "vllm.entrypoints.serve.engine.protocol",
+}
+
+
+def restore_names(worker_module: ModuleType) -> None:
+    """Modules by their old names, which load those by the new ones when they are asked for something."""
+    for old, new in _MOVED.items():
+        module = ModuleType(old)
+        module.__getattr__ = lambda name, new=new: getattr(importlib.import_module(new), name)  # type: ignore[method-assign,misc]
+        sys.modules.setdefault(old, module)
 
 
 def keep_weights_loadable(layer_utils: ModuleType) -> None:
