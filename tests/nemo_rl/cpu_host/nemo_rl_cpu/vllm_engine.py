@@ -11,7 +11,6 @@ import torch
 from nemo_rl_cpu.cuda import OnCpu
 from nemo_rl_cpu.refit import device_id
 
-
 # What vLLM 0.32 has moved of that which NeMo-RL's HTTP server, written for 0.25, imports.
 _MOVED = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
