@@ -21,9 +21,18 @@ _MOVED = {
 def restore_names(worker_module: ModuleType) -> None:
     """Modules by their old names, which load those by the new ones when they are asked for something."""
     for old, new in _MOVED.items():
-        module = ModuleType(old)
-        module.__getattr__ = lambda name, new=new: getattr(importlib.import_module(new), name)  # type: ignore[method-assign,misc]
-        sys.modules.setdefault(old, module)
+        sys.modules.setdefault(old, _Moved(old, new))
+
+
+class _Moved(ModuleType):
+    def __init__(self, old: str, new: str) -> None:
+        super().__init__(old)
+        self._new = new
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what looks through all modules asks for these
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._new), name)
 
 
 def keep_weights_loadable(layer_utils: ModuleType) -> None:
