@@ -67,6 +67,7 @@ def test_a_run_with_everything_has_every_chart_and_card(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path, lines, [timing(i, rng) for i in steps]))
     assert sorted(charts_on(page)) == sorted(HOW_TO_READ)
     for text in ("Draft heads 1 of 2", "Remote drafters 1 of 2", "bottleneck: the drafters", "Seeds made up 36",
+                 "Staleness 0.90 training steps behind, of the samples trained on",
                  "step 12: refreshed: 12; gate: better & so", "Last word of the trigger: refreshed: 12"):  # fmt: skip
         assert text in page.text
     ids = [value for name, value in page.attributes if name == "id"]

@@ -100,9 +100,12 @@ def _training_cards(run: NemoRlRun) -> Iterator[str]:
     if math.isfinite(gap):
         note = f"nats a token, the largest; alarm above {in_digits(bound, 'g')}"
         yield card("Log-prob gap", in_digits(gap, ".1e"), note, "bad" if gap > bound else "")
-    if math.isfinite(lag := run.mean("policy_lag_mean")):
+    trained_on, begun = run.mean("avg_trajectory_age"), run.mean("policy_lag_mean")
+    if math.isfinite(trained_on):
+        yield card("Staleness", in_digits(trained_on, ".2f"), "training steps behind, of the samples trained on; mean")
+    elif math.isfinite(begun):
         note = f"training steps behind, mean; at most {in_digits(run.most('policy_lag_max'), 'd')}"
-        yield card("Staleness", in_digits(lag, ".2f"), note)
+        yield card("Staleness", in_digits(begun, ".2f"), note)
 
 
 def _worker_cards(run: NemoRlRun) -> Iterator[str]:

@@ -49,8 +49,9 @@ def draw_lines(
     lines: Sequence[Line],
     floor: float | None = None,
     top: float = math.nan,
+    ceiling: float | None = None,
 ) -> None:
-    """Lines with their names at their ends; from `floor` on, and up to `top` at least."""
+    """Lines with their names at their ends; from `floor` on, and up to `ceiling`, or to `top` at least."""
     over_steps(ax, steps, title)
     labels, highest = [], top
     for name, key, colour in lines:
@@ -61,14 +62,13 @@ def draw_lines(
             labels.append((float(known[-1]), name, colour))
             highest = float(np.nanmax([highest, known.max() * 1.08]))
     if floor is not None:
-        ax.set_ylim(floor, highest if highest > floor else floor + 1)
+        ax.set_ylim(floor, ceiling or (highest if highest > floor else floor + 1))
     label_right(ax, labels)
 
 
 def draw_shares(ax: Axes, steps: Sequence[Record], title: str, lines: Sequence[Line]) -> None:
     """The same of shares of a whole."""
-    draw_lines(ax, steps, title, lines, floor=0, top=1.0)
-    ax.set_ylim(0, 1.02)
+    draw_lines(ax, steps, title, lines, floor=0, ceiling=1.02)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 

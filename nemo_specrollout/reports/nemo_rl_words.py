@@ -15,6 +15,7 @@ COLUMNS = {
         "log-prob<br>gap": ("logprob_gap.mean", ".1e"),
         "KL<br>error": ("gen_kl_error", ".1e"),
         "steps<br>behind": ("policy_lag_mean", ".2f"),
+        "<br>trained on": ("avg_trajectory_age", ".2f"),
         "response<br>tokens": ("mean_gen_tokens_per_sample", ".1f"),
     },
     "Engines": {
@@ -47,7 +48,7 @@ HOW_TO_READ = {
     "over what they did cost. Right, what a request gains in an engine step, 1 without speculation, and how many drafts of it "
     "are verified in that step.",
     "Where a step's time goes": "NeMo-RL's timers, each bar a step; labels are means. Speculation shortens the blue part "
-    "only.",
+    "only, which in asynchronous GRPO is the time for which the trainer waits.",
     "Share of generation": "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for "
     "which it waits.",
     "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
