@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run in NeMo-RL, from records as its logger writes them, and when it is written."""
 
+import asyncio
 import json
 import math
 import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
 from nemo_specrollout.nemo_rl.write_throttle import WriteThrottle
+from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of
 from nemo_specrollout.reports.nemo_rl_page import MOST_ROWS, write_pages
 from nemo_specrollout.reports.nemo_rl_run import NemoRlRun, find_folder
@@ -309,6 +312,30 @@ def test_a_logger_that_is_given_up_leaves_a_whole_report(tmp_path: Path) -> None
         logger.log_metrics({"total_step_time": 2.0}, step, prefix="timing/train")
     del logger
     assert "2 finished steps" in (tmp_path / "specrollout" / "report.html").read_text()
+
+
+def test_an_event_loop_does_not_wait_for_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the single controller's actor; the last pages are of all steps."""
+    writers = list[bool]()
+    write_pages = nemo_rl_page.write_pages
+
+    def watched(folder: Path) -> Any:
+        writers.append(threading.current_thread() is threading.main_thread())
+        return write_pages(folder)
+
+    monkeypatch.setattr(nemo_rl_page, "write_pages", watched)
+    record = RunRecord(tmp_path, {})
+    report = LiveReport(record.folder, 2)
+
+    async def steps() -> None:
+        for step in (1, 2):
+            record.add(step, {"loss": 1.0, "reward": 0.5}, StepNotes())
+            report.step_done(step)
+
+    asyncio.run(steps())
+    report.close()
+    assert writers == [False, True]
+    assert "2 finished steps" in (record.folder / "report.html").read_text()
 
 
 def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
