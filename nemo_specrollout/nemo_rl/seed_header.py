@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header in which a client of the engines' HTTP server may send a seed, if it cannot send one in the body."""
 
+import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -34,6 +35,7 @@ class SeedHeader:
 
 async def _refuse(send: Callable[[_Message], Awaitable[None]], text: bytes) -> None:
     sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is no whole number from 0 to 2^63 - 1"
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    body = {"error": {"message": sentence, "type": "invalid_request_error", "code": 400}}
+    headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": sentence.encode()})
+    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
