@@ -119,7 +119,7 @@ def _worker_cards(run: NemoRlRun) -> Iterator[str]:
     if supplied := [step for step in run.steps if number(step, "drafters") > 0]:
         yield _supply_card(run, supplied[-1])
     if (made_up := run.total("seeds_made_up")) > 0:
-        yield card("Seeds made up", f"{made_up:,.0f}", "requests that came without an identity: not reproducible")
+        yield card("Seeds made up", f"{made_up:,.0f}", "requests without a seed, whose engine is part of it")
 
 
 def _supply_card(run: NemoRlRun, last: Record) -> str:
