@@ -45,6 +45,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
             self._begin_supervision(config, self.notes)
+            self.notes.source = WeakMethod(self.step_figures)
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
@@ -67,7 +68,6 @@ class SpecrolloutGeneration(VllmGeneration):
     def _begin_supervision(self, config: Any, notes: StepNotes) -> None:
         self._asked = {stream: [] for stream in Stream}
         self._supervisor = Supervisor(config, self.facts, notes)
-        notes.source = WeakMethod(self.step_figures)
 
     def end_supervision(self) -> None:
         """Heads, drafters and samples are no longer this process's to see to."""
@@ -168,8 +168,10 @@ class SpecrolloutGeneration(VllmGeneration):
         seeds, sample = self.identities.seeds(rows, self._stream), current_sample.get()
         if self._asked is not None and sample is None:
             self._asked[self._stream] += seeds
-        is_known = sample is not None and sample.prompt_length is not None
-        roots = [sample.prompt_length] * len(rows) if is_known else self._conversations.root_lengths(rows)  # type: ignore[union-attr]
+        if sample is not None and sample.prompt_length is not None:
+            roots = [sample.prompt_length] * len(rows)
+        else:
+            roots = self._conversations.root_lengths(rows)
         seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
         seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
         return seeded

@@ -29,6 +29,6 @@ class StepNotes:
     def take(self, *, asks: bool = False) -> "StepNotes":
         """What was noted since last asked; with `asks` also the figures that nothing has asked for yet."""
         ask = self.source() if asks else None
-        taken = StepNotes({**self.figures, **(ask() if ask else {})}, self.words, self.alarms, self.samples)
+        taken = StepNotes(self.figures or (ask() if ask else {}), self.words, self.alarms, self.samples)
         self.figures, self.words, self.alarms, self.samples = {}, {}, [], []
         return taken
