@@ -161,8 +161,12 @@ def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> d
 
 @pytest.fixture(scope="session")
 def data_plane_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Those of the TransferQueue trainer."""
-    return run_all(host, "data_plane", "base.yaml", DATA_PLANE_SCENARIOS, tmp_path_factory.mktemp("data_plane"))
+    """Those of the TransferQueue trainer, each in a process of its own: its client outlives a Ray cluster."""
+    scratch = tmp_path_factory.mktemp("data_plane")
+    found: dict[str, Run] = {}
+    for name, facts in DATA_PLANE_SCENARIOS.items():
+        found |= run_all(host, f"data_plane_{name}", "base.yaml", {name: facts}, scratch / name)
+    return found
 
 
 @pytest.fixture(scope="session")
