@@ -98,10 +98,10 @@ def test_a_remote_drafter_is_placed_by_the_data_sheet(tmp_path: Path, capsys: py
 
 def test_a_config_that_cannot_run_is_explained_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
-    assert main(["explain", str(config), "--device", "H100", "data_plane.enabled=true"]) == 2
+    assert main(["explain", str(config), "--device", "H100", "policy.generation.quant_cfg=NVFP4"]) == 2
     printed = capsys.readouterr()
     assert "What will run" in printed.out and "Known traps" in printed.out and "Expected benefit" not in printed.out
-    assert printed.err.startswith("nemo-specrollout: data_plane.enabled: true;")
+    assert printed.err.startswith('nemo-specrollout: policy.generation.quant_cfg: "NVFP4";')
     assert main(["explain", str(config), "--device", "H10"]) == 2
     assert "--device: 'H10' is not known" in capsys.readouterr().err
 

@@ -167,7 +167,9 @@ def test_supply_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pyte
     notes = StepNotes()
     logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes)({"log_dir": str(tmp_path)})
     notes.words["draft_supply"] = AFTER.since(BEFORE).figures()
-    logger.log_metrics({"token_mult_prob_error": 1.0, **logged(notes.words["draft_supply"])}, 1, prefix="train")
+    logger.log_metrics(
+        {"token_mult_prob_error": 1.0, "loss": 0.1, **logged(notes.words["draft_supply"])}, 1, prefix="train"
+    )
     (line,) = (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["specrollout/draft_supply"]["bottleneck"] == "the drafters"
     assert json.loads(line)["specrollout/draft_occupancy"] == 0.5

@@ -294,7 +294,9 @@ def test_words_alarms_and_samples_reach_the_record_and_the_terminal(
     notes.alarms.append("acceptance collapsed")
     notes.samples.append({"seed": 11, "num_drafted": 4})
     for step in (1, 2):
-        logger.log_metrics({"token_mult_prob_error": 1.0, "specrollout/canary_alarms": 1.0}, step, prefix="train")
+        logger.log_metrics(
+            {"token_mult_prob_error": 1.0, "loss": 0.1, "specrollout/canary_alarms": 1.0}, step, prefix="train"
+        )
     read = [json.loads(line) for line in (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()]
     assert read[0]["specrollout/draft_refresh"]["decision"] == "refreshed: because"
     assert read[0]["specrollout/alarms"] == ["acceptance collapsed"] and "specrollout/alarms" not in read[1]

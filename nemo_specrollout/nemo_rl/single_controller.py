@@ -62,9 +62,9 @@ class EpochDataLoader(StatefulDataLoader):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-        for batch in super().__iter__():
-            batch[EPOCH_KEY] = [epoch] * batch.size
-            yield batch
+        for prompts in super().__iter__():
+            prompts[EPOCH_KEY] = [epoch] * prompts.size
+            yield prompts
 
 
 _arrived: list[Watch] = []  # in the controller's actor, one
