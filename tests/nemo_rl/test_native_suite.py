@@ -42,7 +42,19 @@ def outcomes(host: Host, files: list[str], *plugin: str, config: str = "base.yam
     """How many of NeMo-RL's tests pass, and the names of the others."""
     tests = Path(host.environment["NEMO_RL_SRC"]) / "tests" / "unit"
     paths = [str(tests / name) for name in files]
-    command = ["-m", "pytest", *plugin, "--noconftest", "-q", "-p", "no:cacheprovider", "--tb=no", "--maxfail=10000", "-rfE", *paths]
+    command = [
+        "-m",
+        "pytest",
+        *plugin,
+        "--noconftest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=no",
+        "--maxfail=10000",
+        "-rfE",
+        *paths,
+    ]
     output = host.run(*command, may_fail=True, more={"NEMO_RL_CPU_INSTALLED": config})
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None, output[-3000:]
