@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.report_page import HOW_TO_READ, ROLLOUT_COLUMNS, TAIL_COLUMNS, TRAINING_COLUMNS
 from nemo_specrollout.reports import charts
@@ -29,7 +28,7 @@ from nemo_specrollout.reports.page import (
     pair,
     table,
 )
-from nemo_specrollout.reports.records import Record, number, overall_speedup, read_lines, series
+from nemo_specrollout.reports.records import Record, number, overall_speedup, read_lines, read_object_or_nothing, series
 from nemo_specrollout.reports.tail_panels import tail_summary
 
 
@@ -54,8 +53,8 @@ class RunRecords:
             steps=read_lines(run_dir / "metrics.jsonl"),
             traces=read_lines(run_dir / "trace.jsonl"),
             timelines=read_lines(run_dir / "timeline.jsonl"),
-            summary=_read_object(run_dir / "summary.json"),
-            about=_read_object(run_dir / "run.json"),
+            summary=read_object_or_nothing(run_dir / "summary.json"),
+            about=read_object_or_nothing(run_dir / "run.json"),
             config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         )
 
@@ -75,13 +74,6 @@ def write_report(run_dir: Path) -> Path:
     target = run_dir / "report.html"
     write_atomically(target, _page(RunRecords.read(run_dir), run_dir.resolve().name))
     return target
-
-
-def _read_object(path: Path) -> Record:
-    try:
-        return read_object(path)
-    except ValueError:
-        return {}
 
 
 def _page(run: RunRecords, name: str) -> str:

@@ -3,8 +3,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import read_object
-from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.run_directory import PAGES, SUMMARY
 from nemo_specrollout.reports.charts import run_picture
 from nemo_specrollout.reports.head_panels import head_summary
-from nemo_specrollout.reports.records import overall_speedup, read_lines, reward_window, series
+from nemo_specrollout.reports.records import naming_damage, overall_speedup, read_lines, reward_window, series
 from nemo_specrollout.reports.tail_panels import tail_summary
+
+_RECORDS = "metrics.jsonl, trace.jsonl or timeline.jsonl"
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[
     Old pages are removed before the summary is written, so that all three are of the same steps where all are there.
     Raises OSError, ConfigError for records that are damaged.
     """
-    with _reading(run_dir):
+    with naming_damage(run_dir, _RECORDS):
         summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
     for name in PAGES:
         (run_dir / name).unlink(missing_ok=True)
@@ -49,24 +49,10 @@ def results_are_of(run_dir: Path, num_steps: int) -> bool:
 def write_pages(run_dir: Path) -> tuple[Path, Path]:
     """Writes report and picture; their paths. Raises ConfigError as above, and where `run_dir` is no folder."""
     picture = run_dir / "picture.png"
-    with _reading(run_dir):
+    with naming_damage(run_dir, _RECORDS):
         report = write_report(run_dir)
         run_picture(run_dir, picture)
     return report, picture
-
-
-@contextmanager
-def _reading(run_dir: Path) -> Iterator[None]:
-    """Turns what a changed byte in the records leads to into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{run_dir}: a line of metrics.jsonl, trace.jsonl or timeline.jsonl is damaged, and there is no report of it "
-            f"({type(error).__name__}: {error}); remove the line, or bring the file back from a copy"
-        ) from error
 
 
 def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, completed: bool) -> dict[str, Any]:

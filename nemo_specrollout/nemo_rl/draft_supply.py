@@ -4,8 +4,8 @@
 from typing import Any
 
 from nemo_specrollout.decoupled.supply import DraftSupply
-from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.remote_drafters import CallAll
+from nemo_specrollout.reports.nemo_rl_run import PREFIX
 
 # By the names of docs/metrics.md, and of `DraftSupply.figures`.
 _LOGGED = {

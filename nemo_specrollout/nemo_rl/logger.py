@@ -12,9 +12,9 @@ from rich.console import Console
 
 from nemo_specrollout.decoupled.supply import in_words
 from nemo_specrollout.nemo_rl.live_report import LiveReport
-from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.reports.policy_lag import policy_lag
 
 

@@ -7,10 +7,9 @@ from operator import add
 from typing import Any
 
 from nemo_specrollout.generation.totals import EngineTotals
+from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
-
-PREFIX = "specrollout/"
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:

@@ -4,14 +4,14 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from numbers import Number
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.nemo_rl.metrics import PREFIX
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.reports.nemo_rl_run import FOLDER, METRICS, PREFIX
+from nemo_specrollout.reports.records import read_lines
 
 # Of NeMo-RL's own figures, what ours are read beside.
 _NATIVE_KEYS = (
@@ -24,11 +24,11 @@ class RunRecord:
     """Owns the four files. A line of the first three is a training step; the last one of a step counts."""
 
     def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
-        self.folder = log_dir / "specrollout"
+        self.folder = log_dir / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = dict(facts)
         self._end_torn_lines()
-        self._steps = self._read()
+        self._steps = read_lines(self.folder / METRICS)  # of a run before this one
 
     def add(self, step: int, metrics: Mapping[str, Any], notes: StepNotes) -> None:
         """Appends a step's figures, words and samples, and renews the summary."""
@@ -36,7 +36,7 @@ class RunRecord:
         record: dict[str, Any] = {"step": step, **_numbers(kept)}
         words = {**notes.words, **({"alarms": notes.alarms} if notes.alarms else {})}
         record |= {PREFIX + name: value for name, value in words.items()}
-        self._append("metrics.jsonl", record)
+        self._append(METRICS, record)
         if notes.samples:
             self._append("samples.jsonl", {"step": step, "samples": notes.samples})
         self._steps.append(record)
@@ -56,15 +56,6 @@ class RunRecord:
             content = path.read_bytes()
             if content and not content.endswith(b"\n"):
                 path.write_bytes(content + b"\n")
-
-    def _read(self) -> list[dict[str, Any]]:
-        """The steps that a run before this one left in the same folder; a torn last line is skipped."""
-        path, steps = self.folder / "metrics.jsonl", {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            with suppress(json.JSONDecodeError):
-                record = json.loads(line)
-                steps[record["step"]] = record
-        return list(steps.values())
 
     def _write_summary(self) -> None:
         summary = summarize(self._steps, self._facts)

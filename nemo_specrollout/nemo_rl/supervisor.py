@@ -22,7 +22,6 @@ from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.identities import Stream
 from nemo_specrollout.nemo_rl.metrics import (
-    PREFIX,
     acceptance_counts,
     head_figures,
     sample_lines,
@@ -33,6 +32,7 @@ from nemo_specrollout.nemo_rl.metrics import (
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.training.head_folder import HeadFolder
 
 

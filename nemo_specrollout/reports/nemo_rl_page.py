@@ -9,7 +9,6 @@ import numpy as np
 import yaml
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.head_panels import refreshes
 from nemo_specrollout.reports.nemo_rl_charts import charts_of, picture
 from nemo_specrollout.reports.nemo_rl_run import NemoRlRun
@@ -27,7 +26,7 @@ from nemo_specrollout.reports.page import (
     pair,
     table,
 )
-from nemo_specrollout.reports.records import Record, number, reward_window, series
+from nemo_specrollout.reports.records import Record, naming_damage, number, reward_window, series
 
 MOST_ROWS = 200
 """Rows of a table, and alarms in the list: a run in NeMo-RL may have thousands of steps."""
@@ -39,18 +38,10 @@ def write_pages(folder: Path) -> tuple[Path, Path]:
     Raises OSError, ConfigError for records that are damaged.
     """
     report, image = folder / "report.html", folder / "picture.png"
-    try:
+    with naming_damage(folder, "metrics.jsonl, timing.jsonl or samples.jsonl"):
         run = NemoRlRun.read(folder)
-        content = _page(run, folder.resolve().parent.name)
-        write_atomically(report, content)
+        write_atomically(report, _page(run, folder.resolve().parent.name))
         picture(run, image)
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"{folder}: a line of metrics.jsonl, timing.jsonl or samples.jsonl is damaged, and there is no report of it "
-            f"({type(error).__name__}: {error}); remove the line, or bring the file back from a copy"
-        ) from error
     return report, image
 
 

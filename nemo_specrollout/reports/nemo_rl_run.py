@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports.policy_lag import policy_lag
-from nemo_specrollout.reports.records import Record, number, read_lines, series
+from nemo_specrollout.reports.records import Record, number, read_lines, read_object_or_nothing, series
 
 PREFIX, FOLDER, METRICS = "specrollout/", "specrollout", "metrics.jsonl"
 # Phase -> the timers of NeMo-RL that make it up, in synchronous GRPO and in others; none lies within another.
@@ -46,7 +45,7 @@ class NemoRlRun:
         if not any("policy_lag_mean" in step for step in steps):  # recorded before they were figures of a step
             samples = {line["step"]: line.get("samples") or () for line in read_lines(folder / "samples.jsonl")}
             steps = [{**step, **policy_lag(samples.get(step["step"], ()), step["step"])} for step in steps]
-        return cls(steps, _object(folder / "summary.json"))
+        return cls(steps, read_object_or_nothing(folder / "summary.json"))
 
     @property
     def block(self) -> Record:
@@ -139,10 +138,3 @@ def _added(timing: Record, names: Sequence[str]) -> float:
 def _reduced(how: Any, values: np.ndarray) -> float:
     known = values[np.isfinite(values)]
     return float(how(known)) if len(known) else math.nan
-
-
-def _object(path: Path) -> Record:
-    try:
-        return read_object(path)
-    except ValueError:
-        return {}

@@ -7,11 +7,15 @@ is NaN, so that a half-written run can still be shown.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.strict import ConfigError
 
 Record = Mapping[str, Any]
 _DRAFTS = ("drafted_", "accepted_")
@@ -33,6 +37,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records[record["step"]] = record
     return [records[step] for step in sorted(records)]
+
+
+def read_object_or_nothing(path: Path) -> Record:
+    """The object in a JSON file; an empty one if the file is missing or damaged."""
+    try:
+        return read_object(path)
+    except ValueError:
+        return {}
+
+
+@contextmanager
+def naming_damage(folder: Path, names: str) -> Iterator[None]:
+    """Turns what a changed byte in the records leads to into a ConfigError; `names` are the files read within."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{folder}: a line of {names} is damaged, and there is no report of it "
+            f"({type(error).__name__}: {error}); remove the line, or bring the file back from a copy"
+        ) from error
 
 
 def number(record: Record, key: str) -> float:
