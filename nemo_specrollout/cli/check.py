@@ -21,7 +21,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFT
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, malformed
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, check_nemo_rl, effective_block, malformed
 from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.nemo_rl_tail import num_engines
 from nemo_specrollout.config.nemo_rl_traps import (
@@ -217,19 +217,16 @@ def unfit_heads(tree: Tree) -> list[str]:
     return reasons + [why for why in blocks if why is not None]
 
 
-_ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
-
-
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
     """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not; none if it is malformed."""
     if any(malformed(tree)):
         return []
-    algorithm = next(name for name in _ALGORITHMS if at(tree, name) is not None)
+    algorithm = next(name for name in ALGORITHMS if at(tree, name) is not None)
     sizes = (f"{algorithm}.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
     prompts, samples = ("?" if at(tree, size) is None else size_at(tree, size) for size in sizes)
     temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
     return [
-        ("runtime", f"nemo_rl: {_ALGORITHMS[algorithm]} in NeMo-RL, {_explain_asynchrony(tree)}"),
+        ("runtime", f"nemo_rl: {ALGORITHMS[algorithm]} in NeMo-RL, {_explain_asynchrony(tree)}"),
         ("script", _script_in_words(tree)),
         ("versions", _explain_versions()),
         ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "

@@ -27,7 +27,8 @@ from nemo_specrollout.config.versions import (
     vllm_version,
 )
 
-_ALGORITHMS = ("grpo", "ppo", "distillation")
+ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillation"}
+"""NeMo-RL's blocks of algorithms that roll out, with their names."""
 _KINDS = ("error", "warning", "note")
 # What is read as a block, where it is there.
 _BLOCKS = (
@@ -93,8 +94,8 @@ def prepare_nemo_rl(tree: Tree) -> list[Finding]:
 
 def malformed(tree: Tree) -> Iterator[Finding]:
     """Errors about sections that are missing, or that are no blocks: then nothing else can be said of a config."""
-    if not any(isinstance(at(tree, name), Mapping) for name in _ALGORITHMS):
-        yield Finding("grpo", f"missing; a run that rolls out has one of the blocks {', '.join(_ALGORITHMS)}", "error")
+    if not any(isinstance(at(tree, name), Mapping) for name in ALGORITHMS):
+        yield Finding("grpo", f"missing; a run that rolls out has one of the blocks {', '.join(ALGORITHMS)}", "error")
     for path in ("policy", "policy.generation"):
         if not isinstance(at(tree, path), Mapping):
             yield Finding(path, "missing; inherit one of NeMo-RL's configs, e.g. grpo_math_1B_megatron.yaml", "error")

@@ -5,7 +5,7 @@ Much of it NeMo-RL refuses itself, minutes after the start, when all weights are
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,15 @@ def native_drafts(tree: Tree) -> int:
 
 def all_findings(tree: Tree) -> Iterator[Finding]:
     """Every rule that the tree runs into, then what the functions below see."""
-    for rule in _RULES:
-        value = at(tree, rule.path)
-        if rule.when(tree) and rule.trips(value):
-            yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
+    yield from broken(_RULES, tree)
     for function in (_sampling, _context, _trainer_batches, _draft, _in_flight, _prompt_file):
         yield from function(tree)
 
 
 @dataclass(frozen=True)
-class _Rule:
+class Rule:
+    """The value at `path` must not trip, `when` the rule is one for the tree; `text` says why and what to do."""
+
     path: str
     trips: Callable[[Any], bool]
     text: str
@@ -90,11 +89,20 @@ class _Rule:
     when: Callable[[Tree], bool] = lambda tree: True
 
 
+def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
+    """A finding for each of `rules` that the tree runs into."""
+    for rule in rules:
+        value = at(tree, rule.path)
+        if rule.when(tree) and rule.trips(value):
+            yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
+
+
 def _on(path: str) -> Callable[[Tree], bool]:
     return lambda tree: bool(at(tree, path))
 
 
-def _is_off(value: Any) -> bool:
+def is_off(value: Any) -> bool:
+    """Whether a value is false, zero, empty or absent."""
     return not value
 
 
@@ -131,44 +139,44 @@ _UNSEEDED = (
     f"set {BLOCK_PATH}.http_seeds to required, which refuses the others"
 )
 _RULES = (
-    _Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works in vLLM alone: set it to vllm"),
-    _Rule(f"{GENERATION}.quant_cfg", _is_set, "ModelOpt's worker would stand where specrollout's must: set it to null"),
-    _Rule(f"{VLLM_KWARGS}.worker_cls", _is_set, "specrollout names the worker itself: remove it"),
-    _Rule(f"{GENERATION}.worker_extension_cls_fqn", _is_set, "NeMo-RL would take that worker and leave specrollout's out: "
+    Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works in vLLM alone: set it to vllm"),
+    Rule(f"{GENERATION}.quant_cfg", _is_set, "ModelOpt's worker would stand where specrollout's must: set it to null"),
+    Rule(f"{VLLM_KWARGS}.worker_cls", _is_set, "specrollout names the worker itself: remove it"),
+    Rule(f"{GENERATION}.worker_extension_cls_fqn", _is_set, "NeMo-RL would take that worker and leave specrollout's out: "
           "remove it"),
-    _Rule(f"{VLLM_KWARGS}.async_scheduling", lambda v: v is False, "the GPU waits while the host prepares each step: 3 to 5 "
+    Rule(f"{VLLM_KWARGS}.async_scheduling", lambda v: v is False, "the GPU waits while the host prepares each step: 3 to 5 "
           "ms at 256 requests, an estimate by reading", "note"),
-    _Rule(f"{VLLM_CFG}.async_engine", _is_off, "asynchronous GRPO needs the asynchronous engine: set it to true", when=_async),
-    _Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous GRPO generates on GPUs of its own: set it to false and "
+    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous GRPO needs the asynchronous engine: set it to true", when=_async),
+    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous GRPO generates on GPUs of its own: set it to false and "
           "name them in colocated.resources", when=_async),
-    _Rule("loss_fn.use_importance_sampling_correction", _is_off, "asynchronous GRPO trains on samples of an older policy: "
+    Rule("loss_fn.use_importance_sampling_correction", is_off, "asynchronous GRPO trains on samples of an older policy: "
           "set it to true", when=_async),
-    *(_Rule(path, bool, _NOT_ASYNC, when=_async) for path in ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled",
+    *(Rule(path, bool, _NOT_ASYNC, when=_async) for path in ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled",
                                                               "grpo.reward_shaping.enabled", "data.use_multiple_dataloader")),
-    _Rule("policy.megatron_cfg.enabled", _is_off, "a draft head is trained beside a Megatron policy alone: set it to true, "
+    Rule("policy.megatron_cfg.enabled", is_off, "a draft head is trained beside a Megatron policy alone: set it to true, "
           "or policy.draft.enabled to false", when=_draft_trained),
-    _Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false",
+    Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false",
           when=_draft_trained),
-    _Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it and then captures its default layers: set "
+    Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it and then captures its default layers: set "
           "it to null", "warning", _draft_trained),
-    _Rule("policy.draft.enabled", bool, f"NeMo-RL trains a draft head of its own and puts it into the engines at each refit, "
+    Rule("policy.draft.enabled", bool, f"NeMo-RL trains a draft head of its own and puts it into the engines at each refit, "
           f"over the one that {BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block", when=_refreshed),
-    _Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU beside those of `cluster`: until Ray has one free, no head "
+    Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU beside those of `cluster`: until Ray has one free, no head "
           "is trained", "note"),
-    _Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_places_itself(d) for d in v or ()), "placement: auto: only the local "
+    Rule(f"{BLOCK_PATH}.drafters", lambda v: any(_places_itself(d) for d in v or ()), "placement: auto: only the local "
           "runner places drafters by itself; ask `nemo-specrollout plan` and write down what it says"),
-    _Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs beside those of `cluster`: "
+    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs beside those of `cluster`: "
           "until it has them free, nothing is drafted", "note"),
-    _Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which vLLM's CPU "
+    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which vLLM's CPU "
           "build alone can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
-    _Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
+    Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "only the local runner decodes requests again; here it does "
           "nothing", "warning"),
-    _Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "
+    Rule("policy.router_replay.enabled", bool, "not tried with drafts: vLLM must return the experts of accepted tokens "
           "only", "warning"),
-    _Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note", _has_other_clients),
-    _Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties, against which "
+    Rule(f"{VLLM_CFG}.expose_http_server", bool, _UNSEEDED, "note", _has_other_clients),
+    Rule(f"{VLLM_CFG}.precision", lambda v: v not in (None, "float32"), "tokens are equal up to near-ties, against which "
           "vLLM has vllm_cfg.env_vars.VLLM_BATCH_INVARIANT: '1'; the log-prob gap is larger than in float32", "note"),
-    _Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
+    Rule(SPECULATIVE_CONFIG, lambda v: _is_set(v) and not isinstance(v, Mapping), "expected a block of keys"),
 )  # fmt: skip
 
 
