@@ -4,11 +4,13 @@
 NeMo-RL asks for the next turn with a longer prompt: the last one, its answer, and what the environment said.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any
 
 import numpy as np
+
+from nemo_specrollout.nemo_rl.locked import Locked
 
 # An odd factor of a polynomial hash modulo 2^64.
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -16,20 +18,13 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MOST = 1 << 16
 
 
-class Conversations:
+class Conversations(Locked):
     """Remembers prompts. A prompt that begins with one of them, whole, is a later turn of the same conversation."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._roots: dict[int, int] = {}  # hash of a prompt -> length of the prompt that its conversation began with
-        self._lengths: set[int] = set()  # of all prompts
-        self._lock = Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For Ray, which copies the generation to other processes: a lock stays where it is."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=Lock())
+        self._lengths: list[int] = []  # of all prompts, each once, in ascending order
 
     def root_lengths(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """Returns for each prompt the number of its tokens that began the conversation; all of them in a first turn.
@@ -41,16 +36,18 @@ class Conversations:
 
     def _root_length(self, row: Sequence[int]) -> int:
         hashes = prefix_hashes(row)
-        ends = np.array([length - 1 for length in sorted(self._lengths) if length <= len(row)], dtype=np.int64)
+        ends = np.array(self._lengths[: bisect_right(self._lengths, len(row))], dtype=np.int64) - 1
         known = map(self._roots.get, hashes[ends].tolist())
         root = next((length for length in known if length is not None), len(row))
         if hashes.size:
-            self._lengths.add(len(row))
-            self._remember(int(hashes[-1]), root)
+            self._remember(int(hashes[-1]), len(row), root)
         return root
 
-    def _remember(self, key: int, root: int) -> None:
+    def _remember(self, key: int, length: int, root: int) -> None:
         self._roots[key] = root
+        place = bisect_left(self._lengths, length)
+        if self._lengths[place : place + 1] != [length]:
+            self._lengths.insert(place, length)
         if len(self._roots) > _MOST:
             for oldest in list(self._roots)[: _MOST // 2]:
                 del self._roots[oldest]

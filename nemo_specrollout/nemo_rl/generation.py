@@ -34,7 +34,6 @@ class SpecrolloutGeneration(VllmGeneration):
     latest: "ref[SpecrolloutGeneration] | None" = None
     """The generation of this process, or its copy."""
     _supervisor: Supervisor | None = None
-    _asked: dict[Stream, list[int]] | None = None
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
@@ -44,7 +43,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self._stream = Stream.ROLLOUT
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
-            self._begin_supervision(config, self.notes)
+            self._supervisor = Supervisor(config, self.facts, self.notes)
             self.notes.source = WeakMethod(self.step_figures)
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
@@ -60,14 +59,9 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def supervise(self, notes: StepNotes) -> None:
         """Looks after the engines from this process, which has a copy; their models are loaded."""
-        self._begin_supervision(self.cfg, notes)
-        assert self._supervisor is not None
+        self._supervisor = Supervisor(self.cfg, self.facts, notes)
         self._supervisor.attach(self.worker_group)
         self._supervisor.meet()
-
-    def _begin_supervision(self, config: Any, notes: StepNotes) -> None:
-        self._asked = {stream: [] for stream in Stream}
-        self._supervisor = Supervisor(config, self.facts, notes)
 
     def end_supervision(self) -> None:
         """Heads, drafters and samples are no longer this process's to see to."""
@@ -78,7 +72,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def __getstate__(self) -> dict[str, Any]:
         """For Ray, which copies the generation to other processes: one supervises."""
-        return {name: value for name, value in self.__dict__.items() if name not in {"_supervisor", "_asked"}}
+        return {name: value for name, value in self.__dict__.items() if name != "_supervisor"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In another process."""
@@ -147,10 +141,7 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def step_figures(self) -> dict[str, float]:
         """Ours alone, since `snapshot_step_metrics`."""
-        if self._supervisor is None or self._asked is None or not self._supervisor.is_in_step:
-            return {}
-        asked, self._asked = self._asked, {stream: [] for stream in Stream}
-        return self._supervisor.end_step(self._version, asked)
+        return {} if self._supervisor is None else self._supervisor.end_step(self._version)
 
     @property
     def _version(self) -> int:
@@ -166,8 +157,8 @@ class SpecrolloutGeneration(VllmGeneration):
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
         seeded: BatchedDataDict[Any] = BatchedDataDict(data)
         seeds, sample = self.identities.seeds(rows, self._stream), current_sample.get()
-        if self._asked is not None and sample is None:
-            self._asked[self._stream] += seeds
+        if self._supervisor is not None and sample is None:
+            self._supervisor.note_asked(self._stream, seeds)
         if sample is not None and sample.prompt_length is not None:
             roots = [sample.prompt_length] * len(rows)
         else:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from threading import Lock
-from typing import Any
 
+from nemo_specrollout.nemo_rl.locked import Locked
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 
@@ -22,6 +21,11 @@ class Stream(Enum):
 
     ROLLOUT = 0
     VALIDATION = 1
+
+
+# Seeds of other kinds, which never share one with a stream: of known rollouts; of requests over HTTP, which bring a seed or
+# do not.
+KNOWN_SAMPLE, GIVEN, DERIVED = 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ current_sample: ContextVar[Sample | None] = ContextVar("specrollout_current_samp
 """The rollout that this task belongs to. Every turn of it asks for rows, one at a time."""
 
 
-class RowIdentities:
+class RowIdentities(Locked):
     """Gives rows their seeds. Owns how often each content was asked for under the current policy version.
 
     Equal calls in equal order give equal seeds, whatever the number of workers. A new version starts counting afresh, so
@@ -49,17 +53,10 @@ class RowIdentities:
     """
 
     def __init__(self, run_seed: int, policy_version: int = 0) -> None:
+        super().__init__()
         self._run_seed = run_seed
         self.policy_version = policy_version
         self._seen: Counter[tuple[Stream, int]] = Counter()
-        self._lock = Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For Ray, which copies the generation to the trajectory collector: a lock stays where it is."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=Lock())
 
     def begin_version(self, policy_version: int) -> None:
         """The weights are now those of `policy_version`, the number of training steps behind them."""
@@ -82,15 +79,11 @@ class RowIdentities:
         return request_seed(combine(self._run_seed, stream.value), content, sample_index, self.policy_version)
 
 
-# Not the number of a stream: seeds of known rollouts are of a kind of their own.
-_KNOWN_SAMPLE = 2
-
-
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
     """Returns the seed of a turn of `sample` whose prompt is `row`, an integer in [0, 2^63).
 
     It does not depend on the policy version: a group that is rolled out again, by other weights or on another engine,
     keeps its seeds.
     """
-    run = combine(run_seed, _KNOWN_SAMPLE, sample.prompt)
+    run = combine(run_seed, KNOWN_SAMPLE, sample.prompt)
     return request_seed(run, content_hash(row), sample.index, sample.epoch)

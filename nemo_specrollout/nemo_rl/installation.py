@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
-from nemo_specrollout.config.nemo_rl_config import effective_block, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
@@ -101,7 +101,7 @@ def _replace_names(config: Any) -> None:
     )
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
     watch = Watch(facts["block"], gap_causes(config), facts, notes, algorithm.max_num_steps)
-    if getattr(config, "async_rl", None) is not None:
+    if _is_controlled(config):
         _replace_for_controller(config, watch)
         return
     _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
@@ -112,15 +112,23 @@ def _replace_names(config: Any) -> None:
 
 def _holds_of(config: Any) -> tuple[Hold, ...]:
     """Those that only some runs have."""
-    if getattr(config, "async_rl", None) is not None:
+    if _is_controlled(config):
         return CONTROLLER_HOLDS
-    data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
-    return (*(DATA_PLANE_HOLDS if data_plane else ()), *GYM_HOLDS)
+    return (*(DATA_PLANE_HOLDS if _has_data_plane(config) else ()), *GYM_HOLDS)
+
+
+def _is_controlled(config: Any) -> bool:
+    """Whether NeMo-RL's SingleController runs `config`."""
+    return getattr(config, "async_rl", None) is not None
+
+
+def _has_data_plane(config: Any) -> bool:
+    return bool((getattr(config, "data_plane", None) or {}).get("enabled"))
 
 
 def algorithm_of(config: Any) -> Any:
     """Returns the block of a NeMo-RL `MasterConfig` that has the seed and the number of steps."""
-    found = (getattr(config, name, None) for name in ("grpo", "ppo", "distillation"))
+    found = (getattr(config, name, None) for name in ALGORITHMS)
     return next(block for block in found if block is not None)
 
 
@@ -136,7 +144,7 @@ def _trainers(config: Any) -> list[ModuleType]:
         from nemo_rl.algorithms import ppo
 
         return [grpo, ppo]
-    if (getattr(config, "data_plane", None) or {}).get("enabled"):
+    if _has_data_plane(config):
         from nemo_rl.algorithms import grpo_sync
 
         return [grpo, grpo_sync]

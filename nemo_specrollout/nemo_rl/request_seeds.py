@@ -16,12 +16,11 @@ from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.generation.compat import REFUSAL, RolloutSamplingParams
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.nemo_rl.conversations import Conversations
+from nemo_specrollout.nemo_rl.identities import DERIVED, GIVEN
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 # vLLM adds a child's number to the seed of a request that asks for several samples; the sum must stay below 2^63.
 _SEED_BITS = 62
-# Kinds of seeds never coincide; rows have the numbers below (`identities.py`).
-_GIVEN, _DERIVED = 3, 4
 
 header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", default=None)
 """The seed that the HTTP request of this task brought in its header."""
@@ -74,10 +73,8 @@ class RequestSeeds:
         if EXTRA_ARGS_KEY in (params.extra_args or {}):
             return RolloutSamplingParams.of(params)
         content, given = content_hash(tokens), header_seed.get() if params.seed is None else params.seed
-        if given is not None:
-            seed = request_seed(combine(self._run_seed, _GIVEN), content, 0, given)
-        else:
-            seed = self._derived(content)
+        run = combine(self._run_seed, GIVEN)
+        seed = self._derived(content) if given is None else request_seed(run, content, 0, given)
         (root,) = self._conversations.root_lengths([tokens])
         return _with_row(params, seed, root)
 
@@ -91,7 +88,7 @@ class RequestSeeds:
             occurrence = self._seen[content]
             self._seen[content] += 1
             self.num_derived += 1
-        run = combine(self._run_seed, _DERIVED, self._engine)
+        run = combine(self._run_seed, DERIVED, self._engine)
         return request_seed(run, content, occurrence, self._version)
 
 

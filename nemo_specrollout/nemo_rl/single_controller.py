@@ -6,7 +6,7 @@ samples; the data loader, which knows its epoch; and the weight synchronizer, wh
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -18,7 +18,6 @@ from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
 from nemo_specrollout.nemo_rl.gym_rows import with_seed
 from nemo_specrollout.nemo_rl.identities import Sample, current_sample, sample_seed
 from nemo_specrollout.nemo_rl.logger import Watch
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
 
 EPOCH_KEY = "specrollout_epoch"
 
@@ -34,7 +33,7 @@ class SeededRollouts(AsyncRolloutImpl):
 
     async def _run_single_rollout(self, input_sample: Any, traj_idx: int) -> Any:
         length = sum(len(message["token_ids"]) for message in input_sample["message_log"])
-        current_sample.set(Sample(int(input_sample["idx"]), traj_idx, int(input_sample.get(EPOCH_KEY, 0)), length))
+        current_sample.set(_sample(input_sample, traj_idx, length))
         return await super()._run_single_rollout(input_sample, traj_idx)  # a task of its own
 
 
@@ -47,8 +46,12 @@ class SeededGymRollouts(AsyncNemoGymRolloutImpl):
 
     def _build_inputs(self, input_sample: Any) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = super()._build_inputs(input_sample)
-        prompt, epoch = int(input_sample["idx"]), int(input_sample.get(EPOCH_KEY, 0))
-        return [with_seed(row, sample_seed(self._run_seed, Sample(prompt, i, epoch))) for i, row in enumerate(rows)]
+        return [with_seed(row, sample_seed(self._run_seed, _sample(input_sample, i))) for i, row in enumerate(rows)]
+
+
+def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample:
+    """Sample number `index` of a prompt of NeMo-RL's data loader."""
+    return Sample(int(prompt["idx"]), index, int(prompt.get(EPOCH_KEY, 0)), prompt_length)
 
 
 class EpochDataLoader(StatefulDataLoader):
@@ -117,19 +120,11 @@ class SupervisingSynchronizer:
         finally:
             self._generation.end_supervision()
 
-    def _engines_may_be_lost(self) -> Any:
+    @contextmanager
+    def _engines_may_be_lost(self) -> Iterator[None]:
         """An engine that died is NeMo-RL's to handle: figures of this step are missing, and that is said."""
-        return _NotedLoss(self._watch.notes)
-
-
-class _NotedLoss(suppress):
-    def __init__(self, notes: StepNotes) -> None:
-        super().__init__(ray.exceptions.RayError)
-        self._notes = notes
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        is_loss = bool(super().__exit__(kind, error, trace))
-        if is_loss:
+        try:
+            yield
+        except ray.exceptions.RayError as error:
             first_line = str(error).strip().partition("\n")[0]
-            self._notes.alarms.append(f"an engine does not answer, so this step has no figures: {first_line}")
-        return is_loss
+            self._watch.notes.alarms.append(f"an engine does not answer, so this step has no figures: {first_line}")

@@ -51,6 +51,7 @@ class Supervisor:
         self._tail: Any = None
         self._supply = None if self._block.remote is None else SupplyWindow()
         self._drafters = _start_drafters(self._block, generation_config, notes)
+        self._asked: dict[Stream, list[int]] = {stream: [] for stream in Stream}
         self._totals_before: list[EngineTotals] | None = None
         self._totals_after: list[EngineTotals] | None = None  # at the end of the step before
         self._facts_at = time.perf_counter()
@@ -100,13 +101,8 @@ class Supervisor:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
             self._drafters.look(self._call_all_engines)
-        if not self.is_in_step:  # not every loop of NeMo-RL's says when a step's generation begins
+        if self._totals_before is None:  # not every loop of NeMo-RL's says when a step's generation begins
             self.begin_step()
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether figures are being taken."""
-        return self._totals_before is not None
 
     def begin_step(self) -> None:
         """Figures of the step start here."""
@@ -114,11 +110,14 @@ class Supervisor:
         if self._supply is not None:
             self._supply.begin(self._call_all_engines)
 
-    def end_step(self, version: int, asked: dict[Stream, list[int]]) -> dict[str, float]:
+    def note_asked(self, stream: Stream, seeds: list[int]) -> None:
+        """Rows with these seeds are asked for; nothing is noted of rows that get theirs in another process."""
+        self._asked[stream] += seeds
+
+    def end_step(self, version: int) -> dict[str, float]:
         """Returns the figures since `begin_step`, by name; none without one.
 
-        `asked` has the seeds of the rows asked for, none where they were given elsewhere. Notes samples and alarms, and
-        tells the trainer of heads that a step under policy `version` is over.
+        Notes samples and alarms, and tells the trainer of heads that a step under policy `version` is over.
         """
         before, self._totals_before = self._totals_before, None
         if before is None:
@@ -126,13 +125,14 @@ class Supervisor:
         after = self._engine_totals()
         if counts := acceptance_counts(before, after):
             self._notes.words["acceptance"] = counts
-        figures = step_metrics(before, after) | self._notes_of_engines(asked)
+        figures = step_metrics(before, after) | self._notes_of_engines()
         figures |= self._heads_after_step(version, before, after) | self._supply_of_step()
         figures |= weight_updates(self._totals_after, after) | self._tail_of_step()
         self._totals_after = after
         return figures
 
-    def _notes_of_engines(self, asked: dict[Stream, list[int]]) -> dict[str, float]:
+    def _notes_of_engines(self) -> dict[str, float]:
+        asked, self._asked = self._asked, {stream: [] for stream in Stream}
         seeds = asked[Stream.ROLLOUT] or None
         ends = self._call_all_engines("specrollout_end_step", [seeds])
         self._notes.samples += sample_lines(ends, seeds, without=asked[Stream.VALIDATION])
