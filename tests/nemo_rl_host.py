@@ -67,6 +67,12 @@ class Host:
         return output
 
 
+def answer_in(output: str, word: str) -> Any:
+    """The JSON of the only line of `output` that begins with `word`."""
+    (line,) = [line for line in output.splitlines() if line.startswith(f"{word} ")]
+    return json.loads(line.removeprefix(f"{word} "))
+
+
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     """Skips where there is no NeMo-RL."""

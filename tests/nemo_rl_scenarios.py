@@ -152,12 +152,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "drafted": _recorded("drafted", *DRAFTED),
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
-    "two_engines": _recorded(
-        "two_engines",
-        *DRAFTED,
-        "cluster.gpus_per_node=3",
-        "policy.generation.colocated.resources.gpus_per_node=2",
-    ),
+    "two_engines": _recorded("two_engines", *DRAFTED, *TWO_ASYNC_ENGINES),
     "whole": _recorded("whole", *PLAIN, "grpo.max_num_steps=4"),
     "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
     "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=4"),

@@ -13,6 +13,9 @@ pytestmark = pytest.mark.unit
 
 PACKAGE = ROOT / "nemo_specrollout"
 # Who may import whom. `config` and `sampling` are leaves.
+BELOW_LOCAL = {
+    "config", "sampling", "scheduling", "simulation", "reports", "drafters", "decoupled", "training", "generation",
+}  # fmt: skip
 ALLOWED = {
     "config": set(),
     "sampling": set(),
@@ -23,33 +26,10 @@ ALLOWED = {
     "decoupled": {"config", "sampling", "drafters"},
     "training": {"config", "sampling", "scheduling"},
     "generation": {"config", "sampling", "scheduling", "drafters", "decoupled", "training"},
-    "local": {
-        "config",
-        "sampling",
-        "scheduling",
-        "simulation",
-        "reports",
-        "drafters",
-        "decoupled",
-        "training",
-        "generation",
-    },
+    "local": BELOW_LOCAL,
     "nemo_rl": {"config", "sampling", "scheduling", "reports", "decoupled", "training", "generation"},
     "doctor": {"config", "generation", "nemo_rl"},
-    "cli": {
-        "config",
-        "sampling",
-        "scheduling",
-        "simulation",
-        "reports",
-        "drafters",
-        "decoupled",
-        "training",
-        "generation",
-        "local",
-        "nemo_rl",
-        "doctor",
-    },
+    "cli": BELOW_LOCAL | {"local", "nemo_rl", "doctor"},
 }
 # Which rooms alone may touch a heavy package.
 OWNERS = {

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's own generation worker, natively and with ours: sampling parameters one by one, and off is off."""
 
-import json
 from typing import Any
 
 import pytest
-from nemo_rl_host import HERE, Host
+from nemo_rl_host import HERE, Host, answer_in
 
 NO_CHOICE = [
     "greedy",
@@ -29,8 +28,7 @@ def answers(host: Host) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for which in ("native", "ours"):
         output = host.run(HERE / "engine_cases.py", which, HERE / "base.yaml")
-        (line,) = [line for line in output.splitlines() if line.startswith("ANSWERS ")]
-        found |= json.loads(line.removeprefix("ANSWERS "))
+        found |= answer_in(output, "ANSWERS")
     return found
 
 

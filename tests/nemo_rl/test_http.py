@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's HTTP server around an engine of ours, asked by the `openai` client as agents do."""
 
-import json
 from typing import Any
 
 import pytest
-from nemo_rl_host import HERE, Host
+from nemo_rl_host import HERE, Host, answer_in
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(1800)]
 
@@ -13,9 +12,7 @@ CASES = ("unseeded", "seeded", "header", "streamed", "samples", "samples_streame
 
 
 def asked(host: Host, which: str) -> dict[str, Any]:
-    output = host.run(HERE / "http_cases.py", which, HERE / "base.yaml")
-    (line,) = [line for line in output.splitlines() if line.startswith("ANSWERS ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("ANSWERS "))
+    found: dict[str, Any] = answer_in(host.run(HERE / "http_cases.py", which, HERE / "base.yaml"), "ANSWERS")
     return found
 
 

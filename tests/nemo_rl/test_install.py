@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`install` on NeMo-RL's real modules: on, off, undone, and refused with a sentence."""
 
-import json
 from typing import Any
 
 import pytest
-from nemo_rl_host import HERE, Host
+from nemo_rl_host import HERE, Host, answer_in
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
@@ -13,9 +12,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def found(host: Host) -> dict[str, Any]:
     """What `install_cases.py` found."""
-    output = host.run(HERE / "install_cases.py", HERE / "base.yaml")
-    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
-    return json.loads(line.removeprefix("FOUND "))
+    return answer_in(host.run(HERE / "install_cases.py", HERE / "base.yaml"), "FOUND")
 
 
 def test_off_touches_nothing(found: dict[str, Any]) -> None:

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run through NeMo-RL's real Logger: its picture in TensorBoard, its pages after the process has ended."""
 
-import json
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from nemo_rl_host import HERE, Host
+from nemo_rl_host import HERE, Host, answer_in
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
 
 def test_the_real_logger_gets_pictures_and_its_end_leaves_a_whole_report(host: Host, tmp_path: Path) -> None:
     output = host.run(HERE / "report_cases.py", tmp_path)
-    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
-    found = json.loads(line.removeprefix("FOUND "))
+    found = answer_in(output, "FOUND")
     assert found["images"] == {"train/specrollout/picture": [[1, 1200, 840], [2, 1200, 840]]}
     assert {
         "train/specrollout/policy_lag_mean",

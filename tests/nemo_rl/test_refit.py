@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer's draft head reaches the drafter of vLLM's V2 model runner, and nothing else."""
 
-import json
-
 import pytest
-from nemo_rl_host import HERE, Host
+from nemo_rl_host import HERE, Host, answer_in
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
@@ -12,8 +10,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 def refitted(host: Host, which: str) -> tuple[dict[str, bool], str]:
     """What `refit_cases.py` found, and all that was printed."""
     output = host.run(HERE / "refit_cases.py", which, HERE / "base.yaml")
-    (line,) = [line for line in output.splitlines() if line.startswith("FOUND ")]
-    return json.loads(line.removeprefix("FOUND ")), output
+    return answer_in(output, "FOUND"), output
 
 
 def test_a_refit_changes_the_head_and_not_the_policy(host: Host) -> None:

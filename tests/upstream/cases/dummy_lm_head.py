@@ -2,22 +2,12 @@
 """dummy_lm_head.py: whether an EAGLE-3 drafter's lm_head is the policy's where all weights are to come later."""
 
 import os
-from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    NEMO_SPECROLLOUT_V2_ON_CPU="1",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-
+from cpu_engine import MODELS
 from outcome import report
 from vllm import LLM
 
-MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 PLACES = {"1": "speculator", "0": "drafter"}
 """What the model runner calls the owner of the draft model, by the value of VLLM_USE_V2_MODEL_RUNNER."""
 

@@ -6,25 +6,13 @@ Verifies by `rejection_sample_method: exact` where this vLLM has it, else by `st
 """
 
 import json
-import os
-from pathlib import Path
 from typing import Any, get_args
 
-os.environ.update(
-    NEMO_SPECROLLOUT_V2_ON_CPU="1",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_USE_V2_MODEL_RUNNER="1",
-)
-
+from cpu_engine import MODELS
 from outcome import report
 from vllm import LLM, SamplingParams
 from vllm.config.speculative import RejectionSampleMethod
 
-MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 POLICY, HEAD = str(MODELS / "step_adder"), str(MODELS / "step_adder_eagle3")
 METHOD = "exact" if "exact" in get_args(RejectionSampleMethod) else "standard"
 NUM_DRAFTS, MAX_TOKENS, NUM_SAMPLES = 3, 48, 4
