@@ -148,26 +148,26 @@ def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scra
 
 @pytest.fixture(scope="session")
 def controller_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Those of the SingleController: some 15 minutes."""
+    """Runs of the SingleController: some 15 minutes."""
     scratch = tmp_path_factory.mktemp("controller")
     return run_all(host, "controller", "single_controller.yaml", CONTROLLER_SCENARIOS, scratch)
 
 
 @pytest.fixture(scope="session")
 def turn_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Those of three turns."""
+    """Runs of three turns."""
     return run_all(host, "turns", "multi_turn.yaml", PAIR, tmp_path_factory.mktemp("turns"))
 
 
 @pytest.fixture(scope="session")
 def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Those of on-policy distillation."""
+    """Runs of on-policy distillation."""
     return run_all(host, "distillation", "distillation.yaml", PAIR, tmp_path_factory.mktemp("distillation"))
 
 
 @pytest.fixture(scope="session")
 def data_plane_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Those of the TransferQueue trainer, each in a process of its own: its client outlives a Ray cluster."""
+    """Runs of the TransferQueue trainer, each in a process of its own: its client outlives a Ray cluster."""
     scratch = tmp_path_factory.mktemp("data_plane")
     found: dict[str, Run] = {}
     for name, facts in DATA_PLANE_SCENARIOS.items():

@@ -78,7 +78,7 @@ def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Cons
 
 
 def _guarded(section: str, source: Source) -> Iterator[Diagnosis]:
-    """A section's diagnoses; an error in the making of them is one more."""
+    """Yields a section's diagnoses. An error while they are made becomes a diagnosis, too."""
     try:
         yield from source()
     except Exception as error:
@@ -87,7 +87,7 @@ def _guarded(section: str, source: Source) -> Iterator[Diagnosis]:
 
 
 def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
-    """What `check` says of a config: a diagnosis a line, and one for each error."""
+    """Yields a diagnosis for each line and each error that `check` prints about a config."""
     try:
         tree = load_config(path, overrides)
         yield from _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)

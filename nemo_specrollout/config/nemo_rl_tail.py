@@ -65,7 +65,7 @@ def tail_findings(tree: Tree, block: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _is_used(tree: Tree, environment: str) -> bool:
-    """Whether the data ask for an environment; NeMo-RL's base configs describe some that no data use."""
+    """Returns whether the data name an environment. NeMo-RL's base configs describe environments that no data use."""
     named = [at(tree, f"data.{block}.env_name") for block in ("train", "default", "validation")]
     return environment in named or not any(named)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this package can work where it is: versions, patch points, device, an engine that is tried; without torch."""
+"""Checks whether this package can work in an environment: versions, patch points, device, a trial engine. Loads no torch."""

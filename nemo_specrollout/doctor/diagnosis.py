@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """How a check ended. Only FAIL makes the command fail."""
+    """The result of a check. Only FAIL makes the command fail."""
 
     OK = "ok"
     WARN = "warn"

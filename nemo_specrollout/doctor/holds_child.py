@@ -14,7 +14,7 @@ def look(order: Any, tell: Tell) -> None:
 
 
 def change_of(hold: Hold) -> str:
-    """What is wrong with a hold; empty if nothing is."""
+    """Returns what changed about a hold, or an empty string."""
     try:
         found = found_of(hold)
     except ModuleNotFoundError as error:

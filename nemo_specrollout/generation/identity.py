@@ -52,7 +52,7 @@ def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], 
     3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
     4. greedy requests need none.
 
-    An `engine_seed` in `extra_args["specrollout"]` stands for that of the engine, so that any engine samples alike.
+    An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed, so that all engines sample alike.
     Raises ValueError otherwise: a seed made up from arrival order would make rollouts depend on scheduling.
     """
     given: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})

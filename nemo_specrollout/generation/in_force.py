@@ -20,6 +20,6 @@ def in_force(engine: "RolloutEngine") -> dict[str, Any]:
 
 
 def _attention_backends(worker: Any) -> list[str]:
-    """Empty if this version's model runner does not tell them."""
+    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
     groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
     return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})

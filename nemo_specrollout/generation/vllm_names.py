@@ -95,7 +95,7 @@ class VllmName:
 
 
 def vllm_names(source: VllmSource) -> list[VllmName]:
-    """All names that `source` must have, each once for each use, with what is wrong with it there."""
+    """Returns all names that `source` must have, each once for each use, with the change found there."""
     found = [*_imported(source), *_of_modules(source), *_of_objects(source), *_overridden(source), *_called(source)]
     return sorted(set(found), key=lambda n: (n.use, n.name))
 
@@ -175,7 +175,7 @@ def _called(source: VllmSource) -> Iterator[VllmName]:
 
 
 def _misfit(source: VllmSource, name: str, wanted: list[str]) -> str:
-    """What is wrong with a function that is to take the parameters `wanted`; empty if nothing is."""
+    """Returns how a function differs from one that takes the parameters `wanted`, or an empty string."""
     owner, _, attribute = name.rpartition(".")
     found = source.find(name)
     node = found[1] if found else source.members(owner).get(attribute)

@@ -58,13 +58,13 @@ class SpecrolloutGeneration(VllmGeneration):
             self._supervisor.meet()
 
     def supervise(self, notes: StepNotes) -> None:
-        """Looks after the engines from this process, which has a copy; their models are loaded."""
+        """Looks after the engines from this process, which has a copy of the generation. Their models must be loaded."""
         self._supervisor = Supervisor(self.cfg, self.facts, notes)
         self._supervisor.attach(self.worker_group)
         self._supervisor.meet()
 
     def end_supervision(self) -> None:
-        """Heads, drafters and samples are no longer this process's to see to."""
+        """Stops looking after heads, drafters and samples in this process."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.close()
@@ -140,7 +140,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return metrics | {name: np.array(value) for name, value in self.step_figures().items()}
 
     def step_figures(self) -> dict[str, float]:
-        """Ours alone, since `snapshot_step_metrics`."""
+        """Returns our figures since `snapshot_step_metrics`, by name."""
         return {} if self._supervisor is None else self._supervisor.end_step(self._version)
 
     @property
@@ -149,7 +149,7 @@ class SpecrolloutGeneration(VllmGeneration):
         return self.facts.first_version + self._num_refits - 1
 
     def seeds_of(self, contents: list[Sequence[int]]) -> list[int]:
-        """The seeds of rows that are asked for over HTTP, known by integers of their content."""
+        """Returns seeds for rows that are asked for over HTTP. `contents` are bytes of what each row asks."""
         return self.identities.seeds(contents, self._stream)
 
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:

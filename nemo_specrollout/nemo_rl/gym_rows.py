@@ -38,5 +38,5 @@ def seeding(prepare: Callable[..., None], seeds_of: Callable[[list[Sequence[int]
 
 
 def _question(row: dict[str, Any]) -> bytes:
-    """What a row asks: siblings ask the same."""
+    """Returns the question of a row as bytes. Siblings ask the same question."""
     return json.dumps(row["responses_create_params"].get("input"), sort_keys=True, default=str).encode()

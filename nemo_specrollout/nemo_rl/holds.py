@@ -291,7 +291,7 @@ GYM_HOLDS = (
 )
 
 ALL_HOLDS = (*HOLDS, *CONTROLLER_HOLDS, *DATA_PLANE_HOLDS, *GYM_HOLDS)
-"""Those of the driver, for any kind of run."""
+"""The patch points in the driver, for all kinds of run."""
 
 # The engine's process is another: what is overridden there is checked there, when its worker class is made.
 EXTENSION_HOLDS = (

@@ -17,7 +17,7 @@ from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 
 class Stream(Enum):
-    """What the rows are for. Streams never share a seed."""
+    """The purpose of rows. Streams never share a seed."""
 
     ROLLOUT = 0
     VALIDATION = 1

@@ -111,14 +111,14 @@ def _replace_names(config: Any) -> None:
 
 
 def _holds_of(config: Any) -> tuple[Hold, ...]:
-    """Those that only some runs have."""
+    """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
         return CONTROLLER_HOLDS
     return (*(DATA_PLANE_HOLDS if _has_data_plane(config) else ()), *GYM_HOLDS)
 
 
 def _is_controlled(config: Any) -> bool:
-    """Whether NeMo-RL's SingleController runs `config`."""
+    """Returns whether NeMo-RL's SingleController runs `config`."""
     return getattr(config, "async_rl", None) is not None
 
 
@@ -133,7 +133,7 @@ def algorithm_of(config: Any) -> Any:
 
 
 def _trainers(config: Any) -> list[ModuleType]:
-    """NeMo-RL's modules whose loop runs `config`. They import each other's functions by name."""
+    """Returns the modules of NeMo-RL whose loop runs `config`. They import each other's functions by name."""
     from nemo_rl.algorithms import grpo
 
     if getattr(config, "distillation", None) is not None:
@@ -173,7 +173,7 @@ def _seeded_rollout_actor() -> Any:
 
 
 def _replace_for_controller(config: Any, watch: "Watch") -> None:
-    """What NeMo-RL's set-up of the SingleController builds, and sends into the controller's actor."""
+    """Replaces what NeMo-RL's set-up builds and sends into the SingleController's actor."""
     from nemo_rl.algorithms import single_controller
     from nemo_rl.algorithms.single_controller_utils import setup
     from nemo_rl.experience import rollout_manager
@@ -243,7 +243,7 @@ def _check_arguments(block: dict[str, Any], vllm_kwargs: dict[str, Any]) -> None
 
 
 def _epoch(checkpointing: Any) -> int:
-    """The epoch of the checkpoint that NeMo-RL will resume from."""
+    """Returns the epoch of the checkpoint that NeMo-RL will resume from, 0 if there is none."""
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     manager = CheckpointManager(checkpointing)

@@ -44,8 +44,8 @@ def watching_logger(
     """NeMo-RL's `Logger` class, extended by the log-prob gap of each step, its alarm, a record and a report of the run.
 
     `causes` are sentences for the alarm, the likeliest first; `facts` go into the summary; `notes` of each step are kept,
-    its alarms, what became of a draft head and how remote drafters kept up are shown. `last_step` is that of the whole run, if
-    it is known.
+    its alarms, what became of a draft head and how remote drafters kept up are shown. `last_step` is the last step
+    of the whole run, if it is known.
     """
     bound = block["logprob_gap_alarm"]
 

@@ -34,7 +34,7 @@ def _engine_totals(replies: list[dict[str, Any] | None], request_seeds: RequestS
 
 
 def _request_seeds(generation_config: Any) -> RequestSeeds:
-    """Of the engine that this actor leads."""
+    """Returns the seeds of the engine that this actor leads."""
     vllm_cfg, required = generation_config["vllm_cfg"], generation_config["specrollout"]["http_seeds"] == "required"
     run_seed = int(os.environ.get(RUN_SEED, "0"))
     return RequestSeeds(run_seed, engine_number(vllm_cfg), required=required)
@@ -46,12 +46,12 @@ def _reply(replies: list[Any]) -> Any:
 
 
 class _SeededEngine:
-    """What both kinds of engines do about seeds."""
+    """The handling of seeds in both kinds of engines."""
 
     _request_seeds: RequestSeeds
 
     def _listen(self, method: str, arguments: Sequence[Any]) -> None:
-        """Seeds that follow from a prompt's content are of a policy version, which the engine's worker is told."""
+        """Passes on the policy version, on which seeds that follow from a prompt depend."""
         if method == "specrollout_policy_is":
             self._request_seeds.begin_version(int(arguments[0]))
 

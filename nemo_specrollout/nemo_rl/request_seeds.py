@@ -111,7 +111,7 @@ def _with_row(params: Any, seed: int, root_length: int) -> Any:
     identity: dict[str, int] = {"prompt_length": root_length}
     if params.n > 1:
         seeded.seed = seed & (2**_SEED_BITS - 1)
-        identity["engine_seed"] = 0  # not that of the engine, which is another in each
+        identity["engine_seed"] = 0  # the engine's own seed differs from engine to engine
     else:
         identity["seed"] = seed
     seeded.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: identity}

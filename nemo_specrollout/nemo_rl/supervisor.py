@@ -74,7 +74,7 @@ class Supervisor:
         ray.get([call("specrollout_meet", leader, actor=tail.actor, engine=e) for e, leader in enumerate(leaders)])
 
     def close(self) -> None:
-        """Ends heads' trainer and drafters; the engines may still run."""
+        """Ends the trainer of heads and the drafters. The engines may still run."""
         for ours in (self._refresh, self._drafters):
             if ours is not None:
                 ours.close()
@@ -86,11 +86,11 @@ class Supervisor:
             tail.close()
 
     def rollout(self) -> AbstractContextManager[None]:
-        """A batch is rolled out by all engines within."""
+        """Wraps a rollout of one batch by all engines."""
         return nullcontext() if self._tail is None else self._tail.rollout()
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """A refit is done within. A synchronous engine has nothing to do outside of a rollout."""
+        """Wraps a refit. A synchronous engine has nothing to do outside of a rollout."""
         is_async = self._tail is not None and self._config["vllm_cfg"]["async_engine"]
         return self._tail.new_weights() if is_async else nullcontext()
 
@@ -151,7 +151,7 @@ class Supervisor:
         return {PREFIX + name: value for name, value in self._refresh.after_step(version, facts).items()}
 
     def _supply_of_step(self) -> dict[str, float]:
-        """Notes how well remote drafters kept up, looks after them; figures of both."""
+        """Notes how well remote drafters kept up and restarts lost ones. Returns the figures of both."""
         figures: dict[str, float] = {}
         if self._supply is not None:
             self._notes.words["draft_supply"] = supply = self._supply.end(self._call_all_engines)
@@ -188,7 +188,7 @@ class Supervisor:
 
 
 def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> RemoteDrafters | None:
-    """Of `workers` alone: a run does not look after drafters at `addresses`."""
+    """Starts the drafters of `workers`, if the block has any. A run does not look after drafters at `addresses`."""
     if block.remote is None or not block.remote.workers:
         return None
     from nemo_specrollout.nemo_rl.drafter_actors import start_links
@@ -199,8 +199,7 @@ def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> 
 
 
 def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-    """Calls `method` of the workers of as many engines as there are lists of arguments, None is left out; what each of them
-    returned."""
+    """Calls `method` of each engine that has a list of arguments; an engine with None is left out. Returns the replies."""
     call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
     asked = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
     return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in asked])

@@ -8,7 +8,7 @@ from typing import Any
 def policy_lag(samples: Sequence[Mapping[str, Any]], step: int) -> dict[str, float]:
     """Returns the lag of the policies that began `samples`, in training steps, and how many samples got new weights amid.
 
-    `samples` are those of a line of `samples.jsonl`. Training step `step`, counted from 1, starts from policy `step - 1`.
+    `samples` come from a line of `samples.jsonl`. Training step `step`, counted from 1, starts from policy `step - 1`.
     """
     spans = [sample["policy_spans"] for sample in samples if sample.get("policy_spans")]
     lags = [step - 1 - min(version for version, _ in of_sample) for of_sample in spans]

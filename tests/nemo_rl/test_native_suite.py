@@ -28,7 +28,7 @@ FILES = [
 ]
 
 
-# Those of the SingleController and its rollouts.
+# NeMo-RL's tests of the SingleController and its rollouts.
 CONTROLLER_FILES = [
     "experience/test_failures.py",
     "experience/test_rollout_generation_failures.py",
