@@ -61,8 +61,8 @@ HOW_TO_READ = {
     "that ended in a step and, by NeMo-RL's count, of those it was trained on.",
     "Draft head": "A head knows one policy, and the policy moves: acceptance falls until a refreshed head is published. A "
     "head that is not better than the one in service is refused.",
-    "The tail": "When engines run out of requests, requests of other engines move to them, or are raced: all racers make the same "
-    "tokens, so the first to end has made the response.",
+    "The tail": "When engines run out of requests, requests of other engines move to them, or are raced: all racers make "
+    "the same tokens, so the first to end has made the response.",
     "Remote drafters": "Of the request steps in which drafts were wanted, those that had one in time; of all drafts, those "
     "that came to nothing. Drafts at hand are as many as one step may take, at most.",
 }
