@@ -69,6 +69,8 @@ IN_FLIGHT = ["grpo.async_grpo.in_flight_weight_updates=true"]
 RECOMPUTING = ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
 # Two generate, one trains.
 TWO_ASYNC_ENGINES = ["cluster.gpus_per_node=3", "policy.generation.colocated.resources.gpus_per_node=2"]
+# NeMo-RL takes a dead engine out and tries its prompts again; at 7ea279a it then ends the run in its next refit.
+FLEET_HEALTH = ["async_rl.generation_fleet_health={enabled: true, probe_interval_s: 2.0, probe_timeout_s: 1.0}"]
 VALIDATION = [
     "grpo.val_period=2",
     "grpo.val_at_start=true",
@@ -137,7 +139,7 @@ PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": 
 DATA_PLANE = ["data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
-    "drafted": {"overrides": [*DRAFTED, *DATA_PLANE]},
+    "drafted": {"overrides": [*DRAFTED, *DATA_PLANE, *VALIDATION]},
 }
 
 
@@ -156,4 +158,12 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "whole": _recorded("whole", *PLAIN, "grpo.max_num_steps=4"),
     "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
     "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=4"),
+    "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *FIVE_STEPS),
+    "remote": _recorded("remote", *REMOTE, *SIX_STEPS),
+    "moving": _recorded("moving", *TWO_ASYNC_ENGINES, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),
+    "engine_lost": {
+        **_recorded("engine_lost", *DRAFTED, *TWO_ASYNC_ENGINES, *FLEET_HEALTH),
+        "kill_after": 1,
+    },
 }
+CONTROLLER_SCENARIOS["moving"]["environment"] |= WILD

@@ -16,7 +16,7 @@ from nemo_specrollout.nemo_rl.gym_rows import seeding
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream, current_sample
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_notes import StepNotes
-from nemo_specrollout.nemo_rl.supervisor import Supervisor
+from nemo_specrollout.nemo_rl.supervisor import Supervisor, call_all_engines
 
 SEEDS_KEY, ROOTS_KEY = "specrollout_seeds", "specrollout_prompt_lengths"
 
@@ -41,6 +41,7 @@ class SpecrolloutGeneration(VllmGeneration):
         self.identities = RowIdentities(self.facts.seed, self.facts.first_version)
         self._conversations = Conversations()
         self._stream = Stream.ROLLOUT
+        self._validated: list[int] = []
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
             self._supervisor = Supervisor(config, self.facts, self.notes)
@@ -117,13 +118,14 @@ class SpecrolloutGeneration(VllmGeneration):
             self._supervisor.policy_is(self._version)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        """Rows asked for within belong to `stream`."""
-        self._stream, before = stream, self._stream
+    def validation(self) -> Iterator[None]:
+        """Rows asked for within have the seeds of a validation; the engines keep nothing of them for `samples.jsonl`."""
+        self._stream, self._validated = Stream.VALIDATION, []
         try:
             yield
         finally:
-            self._stream = before
+            self._stream = Stream.ROLLOUT
+        call_all_engines(self.worker_group, "specrollout_take_stamps", [self._validated])
 
     def snapshot_step_metrics(self) -> None:
         """NeMo-RL's hook before a step's generation."""
@@ -157,8 +159,10 @@ class SpecrolloutGeneration(VllmGeneration):
         rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
         seeded: BatchedDataDict[Any] = BatchedDataDict(data)
         seeds, sample = self.identities.seeds(rows, self._stream), current_sample.get()
-        if self._supervisor is not None and sample is None:
-            self._supervisor.note_asked(self._stream, seeds)
+        if self._stream is Stream.VALIDATION:
+            self._validated += seeds
+        elif self._supervisor is not None and sample is None:
+            self._supervisor.note_asked(seeds)
         if sample is not None and sample.prompt_length is not None:
             roots = [sample.prompt_length] * len(rows)
         else:

@@ -292,11 +292,9 @@ def _telling_versions(refit: Any) -> Any:
 
 
 def _in_validation_stream(validate: Any) -> Any:
-    from nemo_specrollout.nemo_rl.identities import Stream
-
     @functools.wraps(validate)
     def validate_apart(policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-        with policy_generation.stream(Stream.VALIDATION):
+        with policy_generation.validation():
             return validate(policy_generation, *args, **kwargs)
 
     return validate_apart

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From engine totals to the figures that a user reads in NeMo-RL's logger. Raw counts in, ratios last."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -101,13 +101,11 @@ def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {PREFIX + name: value for name, value in figures.items()}
 
 
-def sample_lines(
-    ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None, without: Collection[int] = ()
-) -> list[dict[str, Any]]:
-    """Of the same replies, what is stamped on each sample: in the order of `seeds`, of all that ended if that is None, less
-    those `without`."""
-    left_out, stamps = set(without), dict[int, Mapping[str, Any]]()
-    for seed, stamp in (pair for end in ends for pair in end["stamps"] if pair[0] not in left_out):
+def sample_lines(ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Of the same replies, what is stamped on each sample: in the order of `seeds`, of all that ended if that is
+    None."""
+    stamps = dict[int, Mapping[str, Any]]()
+    for seed, stamp in (pair for end in ends for pair in end["stamps"]):
         stamps[seed] = stamp if seed not in stamps else _of_both(stamps[seed], stamp)
     order = stamps if seeds is None else (seed for seed in seeds if seed in stamps)
     return [{"seed": seed, **stamps[seed]} for seed in order]

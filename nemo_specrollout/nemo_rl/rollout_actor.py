@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's rollout actor of the TransferQueue trainer, whose generation is told what its rows are for."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -8,7 +9,6 @@ from nemo_rl.experience import rollouts
 from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 
 from nemo_specrollout.nemo_rl.generation import seed_gym_rows
-from nemo_specrollout.nemo_rl.identities import Stream
 
 _NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
 
@@ -30,5 +30,5 @@ class SpecrolloutRolloutActor(_NativeActor):
             self._num_steps += 1
         steps_done = self._num_steps if is_validation else self._num_steps - 1
         generation.identities.begin_version(generation.facts.first_version + steps_done)
-        with generation.stream(Stream.VALIDATION if is_validation else Stream.ROLLOUT):
+        with generation.validation() if is_validation else nullcontext():
             return super().rollout_to_tq(input_batch, **kwargs)

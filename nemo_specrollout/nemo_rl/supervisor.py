@@ -20,7 +20,6 @@ from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.generation.worker_blocks import worker_blocks
 from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
-from nemo_specrollout.nemo_rl.identities import Stream
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
     head_figures,
@@ -51,7 +50,7 @@ class Supervisor:
         self._tail: Any = None
         self._supply = None if self._block.remote is None else SupplyWindow()
         self._drafters = _start_drafters(self._block, generation_config, notes)
-        self._asked: dict[Stream, list[int]] = {stream: [] for stream in Stream}
+        self._asked: list[int] = []
         self._totals_before: list[EngineTotals] | None = None
         self._totals_after: list[EngineTotals] | None = None  # at the end of the step before
         self._facts_at = time.perf_counter()
@@ -110,9 +109,9 @@ class Supervisor:
         if self._supply is not None:
             self._supply.begin(self._call_all_engines)
 
-    def note_asked(self, stream: Stream, seeds: list[int]) -> None:
-        """Rows with these seeds are asked for; nothing is noted of rows that get theirs in another process."""
-        self._asked[stream] += seeds
+    def note_asked(self, seeds: list[int]) -> None:
+        """Rollouts with these seeds are asked for; nothing is noted of rows that get theirs in another process."""
+        self._asked += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
         """Returns the figures since `begin_step`, by name; none without one.
@@ -132,10 +131,10 @@ class Supervisor:
         return figures
 
     def _notes_of_engines(self) -> dict[str, float]:
-        asked, self._asked = self._asked, {stream: [] for stream in Stream}
-        seeds = asked[Stream.ROLLOUT] or None
+        asked, self._asked = self._asked, []
+        seeds = asked or None
         ends = self._call_all_engines("specrollout_end_step", [seeds])
-        self._notes.samples += sample_lines(ends, seeds, without=asked[Stream.VALIDATION])
+        self._notes.samples += sample_lines(ends, seeds)
         self._notes.alarms += [alarm["sentence"] for end in ends for alarm in end["alarms"]]
         return head_figures(ends)
 
@@ -178,7 +177,7 @@ class Supervisor:
         return HeadRefresh(block, folder, partial(TrainerLink, order), call, has_head, self._notes)
 
     def _call_all_engines(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        return _call_engines(self._engines, method, [arguments] * self._engines.dp_size)
+        return call_all_engines(self._engines, method, arguments)
 
     def _engine_totals(self) -> list[EngineTotals]:
         futures = self._engines.run_all_workers_single_data(
@@ -196,6 +195,11 @@ def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> 
     secret = secret_of_run()
     start = partial(start_links, block.remote, config["vllm_cfg"], secret)
     return RemoteDrafters(start, secret, notes, starts_later=bool(block.remote.gpus))
+
+
+def call_all_engines(worker_group: Any, method: str, arguments: Sequence[Any]) -> list[Any]:
+    """Calls `method` of every engine of NeMo-RL's `worker_group`. Returns the replies."""
+    return _call_engines(worker_group, method, [arguments] * worker_group.dp_size)
 
 
 def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:

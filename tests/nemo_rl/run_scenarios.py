@@ -3,8 +3,8 @@
 
 run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its overrides. OUT_DIR/<name>/result.json tells
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
-or the one whose class has the name `"kill"` in its own, or, with `"kill_its"`, its child process that runs such a module.
-`"environment"` is set while it runs.
+or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
+With `"kill_its"` the actor's child process that runs such a module is killed. `"environment"` is set while it runs.
 """
 
 import gc
@@ -27,7 +27,7 @@ from nemo_specrollout.cli.main import main
 
 @dataclass(frozen=True)
 class Killing:
-    """What is killed, and after how many steps."""
+    """What is killed, and after how many steps, or prompt groups where they are recorded."""
 
     after: int
     actor: str
@@ -94,14 +94,20 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 
 def _kill(folder: Path, killing: Killing) -> None:
-    """SIGKILL to the first such actor, or to its child, once so many steps are logged."""
-    while not list(folder.rglob(f"train_data_step{killing.after}.jsonl")):
+    """SIGKILL to the first such actor, or to its child, once it is time."""
+    while not _is_time(folder, killing.after):
         time.sleep(0.2)
     pid = _alive(killing.actor)[0]["Pid"]
     if killing.child is not None:
         (pid,) = [child.pid for child in psutil.Process(pid).children() if _runs(child, killing.child)]
     print(f"=== kills {killing.child or 'the actor'} of {killing.actor} {pid}", flush=True)
     os.kill(pid, signal.SIGKILL)
+
+
+def _is_time(folder: Path, after: int) -> bool:
+    if recorded := os.environ.get("NEMO_RL_CPU_RECORD"):
+        return Path(recorded).is_file() and len(Path(recorded).read_text().splitlines()) >= after
+    return bool(list(folder.rglob(f"train_data_step{after}.jsonl")))
 
 
 if __name__ == "__main__":

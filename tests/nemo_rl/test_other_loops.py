@@ -40,6 +40,12 @@ def test_each_step_is_drafted_and_has_seeds(pair: tuple[Run, Run], loop: str) ->
     assert all(step["specrollout/weight_updates"] == 1 for step in steps)
 
 
+def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -> None:
+    """Three steps of 16 samples, and two validations of 8. The engine stamps a step's last ones in the step after."""
+    kept = [sample for line in data_plane_runs["drafted"].lines("samples.jsonl") for sample in line["samples"]]
+    assert 40 < len(kept) <= 48
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_rows_of_three_turns_do_not_depend_on_the_drafter(turn_runs: dict[str, Run], step: int) -> None:
     plain, drafted = (turn_runs[name].samples(step) for name in ("plain", "drafted"))
