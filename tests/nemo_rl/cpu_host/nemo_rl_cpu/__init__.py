@@ -10,10 +10,16 @@ from nemo_rl_cpu import typing_names
 from nemo_rl_cpu.imports import AFTER, BEFORE, install
 
 
+MEGATRON_WORKERS = (
+    "nemo_rl.models.policy.workers.megatron_policy_worker",
+    "nemo_rl.models.value.workers.megatron_value_worker",
+)
+
+
 def register() -> None:
     """Makes the names of Python 3.13's typing known and arms the import hooks."""
     typing_names.install()
-    BEFORE.update({"nemo_rl.models.policy.workers.megatron_policy_worker": "nemo_rl_cpu.transformer_engine:stand_in"})
+    BEFORE.update({worker: "nemo_rl_cpu.transformer_engine:stand_in" for worker in MEGATRON_WORKERS})
     AFTER.update(
         {
             "nemo_rl": "nemo_rl_cpu.cuda:patch_calls",
@@ -23,7 +29,7 @@ def register() -> None:
             "nemo_rl.utils.packed_tensor": "nemo_rl_cpu.refit:patch_packing",
             "nemo_rl.models.generation.vllm.vllm_backend": "nemo_rl_cpu.vllm_engine:patch_extension",
             "nemo_rl.models.policy.workers.dtensor_policy_worker": "nemo_rl_cpu.actors:will_train_dtensor",
-            "nemo_rl.models.policy.workers.megatron_policy_worker": "nemo_rl_cpu.actors:will_train_megatron",
+            **dict.fromkeys(MEGATRON_WORKERS, "nemo_rl_cpu.actors:will_train_megatron"),
             "nemo_rl.distributed.numa_utils": "nemo_rl_cpu.actors:patch_numa",
             "nemo_rl.distributed.virtual_cluster": "nemo_rl_cpu.actors:patch_ray",
             "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl_cpu.actors:patch_environments",
