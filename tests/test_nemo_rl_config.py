@@ -39,6 +39,7 @@ ASYNC = (
     "policy.generation.colocated.enabled=false",
     "loss_fn.use_importance_sampling_correction=true",
 )
+ASYNC_PPO = ("grpo=null", "ppo={seed: 42, async_ppo: {enabled: true, in_flight_weight_updates: true}}", *ASYNC[1:])
 CONTROLLER = (
     "grpo.async_grpo=null",
     "async_rl.sampler.name=in_order",
@@ -251,6 +252,7 @@ def test_a_clean_config_has_nothing_to_say() -> None:
         (("grpo=null",), "grpo: missing"),
         (("policy.generation=null",), "policy.generation: missing"),
         (("policy.generation.backend=sglang",), 'policy.generation.backend: "sglang"; '),
+        ((*ASYNC_PPO, "ppo.use_dynamic_sampling=true"), "ppo.use_dynamic_sampling: true; NeMo-RL refuses it"),
         ((*CONTROLLER, "grpo.async_grpo.enabled=false"), "grpo.async_grpo: {"),
         ((*CONTROLLER, "data_plane.enabled=false"), "data_plane.enabled: false; "),
         ((*CONTROLLER, "policy.generation.vllm_cfg.async_engine=false"), "policy.generation.vllm_cfg.async_engine: false; "),
@@ -328,6 +330,7 @@ def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch
         ("note", (EAGLE3,), "4 tokens before max_model_len"),
         ("note", ("policy.generation.vllm_kwargs.async_scheduling=false",), "3 to 5 ms at 256 requests, an estimate"),
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
+        ("note", ASYNC_PPO, "ppo.async_ppo.in_flight_weight_updates: true; requests under way keep KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was run only on a CPU"),
         ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine of several GPUs"),

@@ -340,10 +340,16 @@ def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
     assert summary["num_steps"] == 2 and summary["logprob_gap_max"] == 0.03
 
 
-def test_causes_name_what_the_run_has(tmp_path: Path) -> None:
-    generation = {"vllm_cfg": {"precision": "bfloat16"}}
-    run = SimpleNamespace(enabled=True, in_flight_weight_updates=True, recompute_kv_cache_after_weight_updates=False)
-    policy = {"generation": generation, "precision": "bfloat16", "draft": {"enabled": True}}
-    causes = gap_causes(SimpleNamespace(policy=policy, grpo=SimpleNamespace(async_grpo=run)))
+@pytest.mark.parametrize("block", ["grpo.async_grpo", "ppo.async_ppo"])
+def test_causes_name_what_the_run_has(block: str) -> None:
+    algorithm, _, name = block.partition(".")
+    policy = {
+        "generation": {"vllm_cfg": {"precision": "bfloat16"}},
+        "precision": "bfloat16",
+        "draft": {"enabled": True},
+    }
+    causes = gap_causes({"policy": policy, algorithm: {name: {"enabled": True, "in_flight_weight_updates": True}}})
     assert "shares with the policy" in causes[0]
-    assert any("older policy" in c for c in causes) and any("low precision" in c for c in causes)
+    assert f"{block}.max_trajectory_age_steps" in causes[1] and "KV of older weights" in causes[2]
+    assert "low precision" in causes[-1]
+    assert len(gap_causes({"policy": {**policy, "draft": None}, algorithm: {name: {"enabled": False}}})) == 2

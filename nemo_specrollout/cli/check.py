@@ -30,6 +30,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     VLLM_CFG,
     VLLM_KWARGS,
     Tree,
+    asynchronous_block,
     at,
     model_config,
     native_drafts,
@@ -252,10 +253,11 @@ def _explain_asynchrony(tree: Tree) -> str:
         return f"asynchronous: SingleController, sampler {at(tree, 'async_rl.sampler.name', 'of its default')}"
     if at(tree, "data_plane.enabled"):
         return "synchronous, by the TransferQueue trainer"
-    if not at(tree, "grpo.async_grpo.enabled"):
+    block = asynchronous_block(tree)
+    if block is None:
         return "synchronous"
-    age = at(tree, "grpo.async_grpo.max_trajectory_age_steps", 1)
-    in_flight = at(tree, "grpo.async_grpo.in_flight_weight_updates")
+    age = at(tree, f"{block}.max_trajectory_age_steps", 1)
+    in_flight = at(tree, f"{block}.in_flight_weight_updates")
     return f"asynchronous: samples at most {age} steps old" + (", weights updated under way" if in_flight else "")
 
 

@@ -10,6 +10,7 @@ from nemo_specrollout.config.nemo_rl_controller import controller_findings
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, engine_findings
 from nemo_specrollout.config.nemo_rl_tail import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
+    ASYNC_BLOCKS,
     SPECULATIVE_CONFIG,
     VLLM_CFG,
     VLLM_KWARGS,
@@ -32,7 +33,7 @@ ALGORITHMS = {"grpo": "GRPO", "ppo": "PPO", "distillation": "on-policy distillat
 _KINDS = ("error", "warning", "note")
 # What is read as a block, where it is there.
 _BLOCKS = (
-    "grpo", "ppo", "distillation", "grpo.async_grpo", "async_rl", "data_plane", "policy.megatron_cfg", "policy.dtensor_cfg",
+    "grpo", "ppo", "distillation", *ASYNC_BLOCKS, "async_rl", "data_plane", "policy.megatron_cfg", "policy.dtensor_cfg",
     "policy.draft", "policy.sequence_packing", VLLM_CFG, VLLM_KWARGS, "policy.generation.colocated",
     "policy.generation.colocated.resources", "loss_fn", "data", "data.default", "env", "cluster", "logger", "checkpointing",
 )  # fmt: skip

@@ -12,6 +12,7 @@ from nemo_specrollout.config.nemo_rl_traps import (
     VLLM_KWARGS,
     Finding,
     Tree,
+    asynchronous_block,
     at,
     generating_gpus,
     size_at,
@@ -84,12 +85,8 @@ def _sizes(tail: Mapping[str, Any], engines: int) -> Iterator[Finding]:
 
 def _in_flight(tree: Tree) -> Iterator[Finding]:
     """The SingleController always updates weights while requests are under way."""
-    grpo = at(tree, "grpo.async_grpo", {})
-    updates = {
-        "grpo.async_grpo": at(grpo, "enabled") and at(grpo, "in_flight_weight_updates"),
-        "async_rl": at(tree, "async_rl") is not None,
-    }
-    for block in (name for name, is_in_flight in updates.items() if is_in_flight):
+    block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
+    if block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates")):
         path = f"{block}.recompute_kv_cache_after_weight_updates"
         if not at(tree, path):
             text = (

@@ -124,7 +124,19 @@ def _places_itself(drafter: Any) -> bool:
     return isinstance(drafter, Mapping) and drafter.get("placement") == "auto"
 
 
-_async, _draft_trained = _on("grpo.async_grpo.enabled"), _on("policy.draft.enabled")
+ASYNC_BLOCKS = ("grpo.async_grpo", "ppo.async_ppo")
+
+
+def asynchronous_block(tree: Tree) -> str | None:
+    """The path of the block that has generation and training overlap in NeMo-RL's own loops; None if none is enabled."""
+    return next((path for path in ASYNC_BLOCKS if at(tree, f"{path}.enabled")), None)
+
+
+def _async(tree: Tree) -> bool:
+    return asynchronous_block(tree) is not None
+
+
+_draft_trained = _on("policy.draft.enabled")
 _refreshed = _on(f"{BLOCK_PATH}.draft_refresh")
 
 
@@ -133,7 +145,7 @@ def _has_other_clients(tree: Tree) -> bool:
     return not at(tree, "env.should_use_nemo_gym") and at(tree, f"{BLOCK_PATH}.http_seeds") != "required"
 
 
-_NOT_ASYNC = "NeMo-RL refuses it in asynchronous GRPO, after its set-up: set it to false"
+_NOT_ASYNC = "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false"
 _UNSEEDED = (
     "a request over HTTP without a seed gets one from its prompt, and from which of the engines it reaches: send `seed`, or "
     f"set {BLOCK_PATH}.http_seeds to required, which refuses the others"
@@ -146,13 +158,14 @@ _RULES = (
           "remove it"),
     Rule(f"{VLLM_KWARGS}.async_scheduling", lambda v: v is False, "the GPU waits while the host prepares each step: 3 to 5 "
           "ms at 256 requests, an estimate by reading", "note"),
-    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous GRPO needs the asynchronous engine: set it to true", when=_async),
-    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous GRPO generates on GPUs of its own: set it to false and "
+    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous training asks it for rows: set it to true", when=_async),
+    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on GPUs of its own: set it to false and "
           "name them in colocated.resources", when=_async),
-    Rule("loss_fn.use_importance_sampling_correction", is_off, "asynchronous GRPO trains on samples of an older policy: "
+    Rule("loss_fn.use_importance_sampling_correction", is_off, "asynchronous training has samples of an older policy: "
           "set it to true", when=_async),
-    *(Rule(path, bool, _NOT_ASYNC, when=_async) for path in ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled",
-                                                              "grpo.reward_shaping.enabled", "data.use_multiple_dataloader")),
+    *(Rule(path, bool, _NOT_ASYNC, when=_async) for path in (
+        "data.use_multiple_dataloader", *(f"{algorithm}.{name}" for algorithm in ("grpo", "ppo") for name in
+                                          ("use_dynamic_sampling", "reward_scaling.enabled", "reward_shaping.enabled")))),
     Rule("policy.megatron_cfg.enabled", is_off, "a draft head is trained beside a Megatron policy alone: set it to true, "
           "or policy.draft.enabled to false", when=_draft_trained),
     Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false",
@@ -261,16 +274,13 @@ def model_config(tree: Tree) -> dict[str, Any] | None:
 
 
 def _in_flight(tree: Tree) -> Iterator[Finding]:
-    grpo = at(tree, "grpo.async_grpo", {})
-    if (
-        _async(tree)
-        and at(grpo, "in_flight_weight_updates")
-        and not at(grpo, "recompute_kv_cache_after_weight_updates")
-    ):
+    path = asynchronous_block(tree)
+    block = {} if path is None else at(tree, path)
+    if at(block, "in_flight_weight_updates") and not at(block, "recompute_kv_cache_after_weight_updates"):
         text = (
             "true; requests under way keep KV of older weights, unless recompute_kv_cache_after_weight_updates is true"
         )
-        yield Finding("grpo.async_grpo.in_flight_weight_updates", f"{text}. That is NeMo-RL's own choice", "note")
+        yield Finding(f"{path}.in_flight_weight_updates", f"{text}. That is NeMo-RL's own choice", "note")
 
 
 def _prompt_file(tree: Tree) -> Iterator[Finding]:

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why the log-probs of engine and trainer may differ in this run, the likeliest first."""
 
-from typing import Any
+from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG, Tree, asynchronous_block, at
 
 
-def gap_causes(config: Any) -> list[str]:
-    """Sentences for the alarm, from NeMo-RL's `MasterConfig`."""
-    policy, generation = config.policy, config.policy["generation"]
-    draft, async_grpo = policy.get("draft") or {}, getattr(getattr(config, "grpo", None), "async_grpo", None)
-    async_rl = getattr(config, "async_rl", None)
+def gap_causes(tree: Tree) -> list[str]:
+    """Sentences for the alarm, from NeMo-RL's config as plain values."""
     causes = []
-    if draft.get("enabled"):
+    if at(tree, "policy.draft.enabled"):
         causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
-    if async_grpo is not None and async_grpo.enabled:
-        causes.append(
-            "samples of an older policy (async_grpo.max_trajectory_age_steps), which is no fault if it stays small"
-        )
-        if async_grpo.in_flight_weight_updates and not async_grpo.recompute_kv_cache_after_weight_updates:
-            causes.append("KV of older weights (async_grpo.recompute_kv_cache_after_weight_updates: false)")
-    if async_rl is not None:
-        causes.append("samples of an older policy (async_rl.sampler), which is no fault if it stays small")
-        if not async_rl.recompute_kv_cache_after_weight_updates:
-            causes.append("KV of older weights (async_rl.recompute_kv_cache_after_weight_updates: false)")
+    block, lag = asynchronous_block(tree), "max_trajectory_age_steps"
+    is_in_flight = block is not None and at(tree, f"{block}.in_flight_weight_updates")
+    if at(tree, "async_rl") is not None:
+        block, lag, is_in_flight = "async_rl", "sampler", True
+    if block is not None:
+        causes.append(f"samples of an older policy ({block}.{lag}), which is no fault if it stays small")
+    if is_in_flight and not at(tree, f"{block}.recompute_kv_cache_after_weight_updates"):
+        causes.append(f"KV of older weights ({block}.recompute_kv_cache_after_weight_updates: false)")
     causes.append("weights that did not arrive in the engine at the last refit")
-    if generation["vllm_cfg"]["precision"] != "float32" or policy["precision"] != "float32":
+    if at(tree, f"{VLLM_CFG}.precision") != "float32" or at(tree, "policy.precision") != "float32":
         causes.append(
             "rounding: engine and trainer compute in low precision; raise logprob_gap_alarm if it was so from the start"
         )

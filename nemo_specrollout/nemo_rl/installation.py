@@ -100,7 +100,7 @@ def _replace_names(config: Any) -> None:
         vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
     )
     facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
-    watch = Watch(facts["block"], gap_causes(config), facts, notes, algorithm.max_num_steps)
+    watch = Watch(facts["block"], gap_causes(config.model_dump()), facts, notes, algorithm.max_num_steps)
     if _is_controlled(config):
         _replace_for_controller(config, watch)
         return

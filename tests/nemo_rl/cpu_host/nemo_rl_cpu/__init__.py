@@ -9,7 +9,6 @@ rollouts. Of ours there is `wild_tail` alone, for scenarios that ask for it.
 from nemo_rl_cpu import typing_names
 from nemo_rl_cpu.imports import AFTER, BEFORE, install
 
-
 MEGATRON_WORKERS = (
     "nemo_rl.models.policy.workers.megatron_policy_worker",
     "nemo_rl.models.value.workers.megatron_value_worker",
