@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_rl_scenarios import CONTROLLER_SCENARIOS, DATA_PLANE_SCENARIOS, PAIR, SCENARIOS
+from nemo_rl_scenarios import CONTROLLER_SCENARIOS, DATA_PLANE_SCENARIOS, PAIR, PPO, SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "nemo_rl"
@@ -73,12 +73,8 @@ def answer_in(output: str, word: str) -> Any:
     return json.loads(line.removeprefix(f"{word} "))
 
 
-@pytest.fixture(scope="session")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    """Skips where there is no NeMo-RL."""
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
-        pytest.skip(f"set {', '.join(missing)} to test against NeMo-RL (CONTRIBUTING.md)")
+def make_host(tiny: Path) -> Host:
+    """NeMo-RL's environment from the variables of this process, with a tiny policy in the folder `tiny`."""
     given = {name: os.environ[name] for name in VARIABLES}
     paths = [
         HERE / "cpu_host",
@@ -87,7 +83,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
         f"{given['MEGATRON_BRIDGE_SRC']}/src",
         given["MEGATRON_LM_SRC"],
     ]
-    tiny = tmp_path_factory.mktemp("tiny")
     own = {
         "PYTHONPATH": ":".join(map(str, paths)),
         "TINY": str(tiny),
@@ -99,6 +94,15 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     ready = Host({**kept, **given, **_QUIET, **own}, tiny)
     ready.run(HERE / "tiny_policy.py", tiny)
     return ready
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    """Skips where there is no NeMo-RL."""
+    missing = [name for name in VARIABLES if not os.environ.get(name)]
+    if missing:
+        pytest.skip(f"set {', '.join(missing)} to test against NeMo-RL (CONTRIBUTING.md)")
+    return make_host(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,12 @@ def turn_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of on-policy distillation."""
     return run_all(host, "distillation", "distillation.yaml", PAIR, tmp_path_factory.mktemp("distillation"))
+
+
+@pytest.fixture(scope="session")
+def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs of PPO."""
+    return run_all(host, "ppo", "ppo.yaml", PPO, tmp_path_factory.mktemp("ppo"))
 
 
 @pytest.fixture(scope="session")

@@ -136,6 +136,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
+PPO = PAIR
 DATA_PLANE = ["data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},

@@ -5,8 +5,10 @@ run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its 
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
 or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
 With `"kill_its"` the actor's child process that runs such a module is killed. `"environment"` is set while it runs.
+NEMO_RL_CPU_PROFILE=1 writes OUT_DIR/<name>/profile.pstats, of the driver.
 """
 
+import cProfile
 import gc
 import json
 import os
@@ -14,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +67,28 @@ def _run(base: Path, overrides: list[str], folder: Path, killing: Killing | None
         threading.Thread(target=_kill, args=(folder, killing), daemon=True).start()
     error: str | None = None
     try:
-        code = main(["run", str(base), *overrides])  # the user's command
+        with _profiled(folder / "profile.pstats"):
+            code = main(["run", str(base), *overrides])  # the user's command
         error = None if code == 0 else f"exit code {code}"
     except BaseException as caught:
         error = type(caught).__name__
         print(f"{error}: {caught}", flush=True)
     seconds = time.perf_counter() - started
     return {"error": error, "seconds": seconds, "actors": _actors_left() if ray.is_initialized() else []}
+
+
+def _profiled(file: Path) -> AbstractContextManager[object]:
+    return _Profile(file) if os.environ.get("NEMO_RL_CPU_PROFILE") else nullcontext()
+
+
+class _Profile(cProfile.Profile):
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        self.dump_stats(self._file)
 
 
 def _actors_left() -> list[str]:

@@ -7,7 +7,7 @@ from nemo_rl_host import Run
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 STEPS = (1, 2, 3)
-LOOPS = ("turn_runs", "distillation_runs", "data_plane_runs")
+LOOPS = ("turn_runs", "distillation_runs", "data_plane_runs", "ppo_runs")
 
 
 @pytest.fixture
