@@ -47,6 +47,13 @@ LONG = [
     "policy.generation.stop_token_ids=[511]",
     "policy.generation.vllm_kwargs.max_num_seqs=1",
 ]
+# Several batches for one step, of which only groups of unequal rewards stay; micro-batches by tokens.
+DAPO = [
+    "grpo.use_dynamic_sampling=true",
+    "grpo.batch_multiplier=2",
+    "grpo.overlong_filtering=true",
+    "policy.dynamic_batching.enabled=true",
+]
 DTENSOR = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false"]
 TWO_ENGINES = ["cluster.gpus_per_node=2"]
 ASYNC = [
@@ -100,6 +107,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
+    "sync_dapo_plain": {"overrides": SHORT + PLAIN + DAPO},
+    "sync_dapo": {"overrides": SHORT + DRAFTED + DAPO},
     "sync_moving": {
         "overrides": SHORT + DTENSOR + TWO_ENGINES + VALIDATION + MOVING,
         "environment": WILD,

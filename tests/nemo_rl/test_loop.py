@@ -22,7 +22,7 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name",
     ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
-     "sync_eagle3_native", "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
+     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo", "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
      "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
@@ -36,6 +36,12 @@ def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> N
 @pytest.mark.parametrize("step", STEPS)
 def test_synchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run], name: str, step: int) -> None:
     equal, total = count_equal(runs["sync_plain"], runs[name], step)
+    assert equal == total == 16
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_dynamic_sampling_keeps_the_same_rows(runs: dict[str, Run], step: int) -> None:
+    equal, total = count_equal(runs["sync_dapo_plain"], runs["sync_dapo"], step)
     assert equal == total == 16
 
 
@@ -66,6 +72,7 @@ def test_asynchronous_rollouts_do_not_depend_on_the_drafter(runs: dict[str, Run]
         ("sync_plain", "sync_refreshed_head"),
         ("sync_plain", "sync_remote"),
         ("sync_plain", "sync_eagle3"),
+        ("sync_dapo_plain", "sync_dapo"),
         ("async_plain", "async_drafted"),
         ("async_plain", "async_refreshed_head"),
         ("async_plain", "async_remote"),
