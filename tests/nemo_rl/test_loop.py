@@ -22,7 +22,8 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name",
     ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
-     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo", "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
+     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo",
+     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
      "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
 )  # fmt: skip
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
