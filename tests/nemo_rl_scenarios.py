@@ -37,6 +37,7 @@ CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
     "model_save_format: null}",
 ]
+PROLONGED = ["policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"]  # for more steps than at first
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 # One at a time in each engine, and long: a training step ends before they do.
 LONG = [
@@ -167,9 +168,9 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_ASYNC_ENGINES),
     "whole": _recorded("whole", *PLAIN, "grpo.max_num_steps=4"),
     "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
-    "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=4"),
+    "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
     "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *FIVE_STEPS),
-    "remote": _recorded("remote", *REMOTE, *SIX_STEPS),
+    "remote": _recorded("remote", *REMOTE, *MANY_STEPS),
     "moving": _recorded("moving", *TWO_ASYNC_ENGINES, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),
     "engine_lost": {
         **_recorded("engine_lost", *DRAFTED, *TWO_ASYNC_ENGINES, *FLEET_HEALTH),
