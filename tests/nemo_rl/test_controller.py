@@ -99,7 +99,7 @@ def test_a_group_that_lost_its_engine_is_tried_again_with_the_same_tokens(contro
     common = plain.keys() & lost.keys()
     assert len(common) >= 4 and [plain[key] for key in sorted(common)] == [lost[key] for key in sorted(common)]
     log = (controller_runs["engine_lost"].folder.parent / "log.txt").read_text()
-    assert "is unavailable" in log
+    assert "suspect -> dead" in log and "=== kills the actor of Vllm" in log
 
 
 def test_off_leaves_nothing_of_ours(controller_runs: dict[str, Run]) -> None:

@@ -20,7 +20,14 @@ def patch_ray(virtual_cluster: ModuleType) -> None:
         if ray.is_initialized():  # by the run before in this process
             return
         gpus = int(os.environ.get(LOGICAL_GPUS, "1"))
-        ray.init(num_cpus=8, num_gpus=gpus, include_dashboard=False, object_store_memory=600 << 20)
+        for is_last in (False, False, True):
+            try:
+                ray.init(num_cpus=8, num_gpus=gpus, include_dashboard=False, object_store_memory=600 << 20)
+                return
+            except Exception as error:  # Ray's own class
+                if is_last or "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()  # a busy machine: Ray waits 30 s, whatever its settings
 
     virtual_cluster.init_ray = init_ray  # type: ignore[attr-defined]
 
