@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_cpu import cuda
 
-LOGICAL_GPUS = "NEMO_RL_CPU_LOGICAL_GPUS"
+LOGICAL_GPUS, ADDRESS = "NEMO_RL_CPU_LOGICAL_GPUS", "RAY_ADDRESS"
 
 
 def patch_ray(virtual_cluster: ModuleType) -> None:
@@ -20,9 +20,11 @@ def patch_ray(virtual_cluster: ModuleType) -> None:
         if ray.is_initialized():  # by the run before in this process
             return
         gpus = int(os.environ.get(LOGICAL_GPUS, "1"))
+        os.environ.pop(ADDRESS, None)
         for is_last in (False, False, True):
             try:
                 ray.init(num_cpus=8, num_gpus=gpus, include_dashboard=False, object_store_memory=600 << 20)
+                os.environ[ADDRESS] = ray.get_runtime_context().gcs_address  # there may be other clusters here
                 return
             except Exception as error:  # Ray's own class
                 if is_last or "timed out during startup" not in str(error):
