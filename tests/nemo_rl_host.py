@@ -5,17 +5,26 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_rl_scenarios import CONTROLLER_SCENARIOS, DATA_PLANE_SCENARIOS, PAIR, PPO, SCENARIOS
+from nemo_rl_scenarios import (
+    CONTROLLER_SCENARIOS,
+    DATA_PLANE_SCENARIOS,
+    GYM_CONTROLLER_SCENARIOS,
+    PAIR,
+    PPO,
+    SCENARIOS,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "nemo_rl"
 # Work trees and the Python of an environment that has their dependencies.
 VARIABLES = ("NEMO_RL_SRC", "MEGATRON_BRIDGE_SRC", "MEGATRON_LM_SRC", "NEMO_RL_PYTHON")
+# For the tests with NeMo-Gym: its work tree, and the Python of an environment for its servers.
+GYM_VARIABLES = ("NEMO_GYM_SRC", "NEMO_GYM_PYTHON")
 _QUIET = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -105,6 +114,28 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
     return make_host(tmp_path_factory.mktemp("tiny"))
 
 
+# Of NeMo-Gym's work tree, the folders of the servers that tests/nemo_rl/gym.yaml starts.
+_GYM_SERVERS = (
+    "responses_api_models/vllm_model",
+    "responses_api_agents/gymnasium_agent",
+    "resources_servers/example_multi_turn_gymnasium",
+)
+
+
+@pytest.fixture(scope="session")
+def gym_host(host: Host) -> Host:
+    """NeMo-RL with NeMo-Gym beside it. Skips where there is no NeMo-Gym."""
+    missing = [name for name in GYM_VARIABLES if not os.environ.get(name)]
+    if missing:
+        pytest.skip(f"set {', '.join(missing)} to test against NeMo-Gym (CONTRIBUTING.md)")
+    for server in _GYM_SERVERS:  # where NeMo-Gym looks for its environment
+        folder = host.tiny / "servers" / server
+        folder.mkdir(parents=True)
+        (folder / ".venv").symlink_to(Path(os.environ["NEMO_GYM_PYTHON"]).parents[1])
+    path = f"{host.environment['PYTHONPATH']}:{os.environ['NEMO_GYM_SRC']}"
+    return replace(host, environment={**host.environment, "PYTHONPATH": path})
+
+
 @dataclass(frozen=True)
 class Run:
     """A GRPO run that is over."""
@@ -173,6 +204,18 @@ def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> d
 def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of PPO."""
     return run_all(host, "ppo", "ppo.yaml", PPO, tmp_path_factory.mktemp("ppo"))
+
+
+def gym_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs of three turns with NeMo-Gym."""
+    return run_all(gym_host, "gym", "gym.yaml", PAIR, tmp_path_factory.mktemp("gym"))
+
+
+@pytest.fixture(scope="session")
+def gym_controller_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs of three turns with NeMo-Gym, under the SingleController."""
+    scratch = tmp_path_factory.mktemp("gym_controller")
+    return run_all(gym_host, "gym_controller", "gym_controller.yaml", GYM_CONTROLLER_SCENARIOS, scratch)
 
 
 @pytest.fixture(scope="session")

@@ -178,3 +178,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     },
 }
 CONTROLLER_SCENARIOS["moving"]["environment"] |= WILD
+GYM_CONTROLLER_SCENARIOS: dict[str, Any] = {
+    "plain": _recorded("plain", *PLAIN),
+    "drafted": _recorded("drafted", *DRAFTED),
+}

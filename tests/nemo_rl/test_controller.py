@@ -111,3 +111,20 @@ def test_a_group_that_lost_its_engine_is_tried_again_with_the_same_tokens(contro
 
 def test_off_leaves_nothing_of_ours(controller_runs: dict[str, Run]) -> None:
     assert not list(controller_runs["native"].folder.rglob("specrollout"))
+
+
+def test_groups_of_nemo_gym_do_not_depend_on_drafts(gym_controller_runs: dict[str, Run]) -> None:
+    plain, drafted = (groups(gym_controller_runs[name]) for name in ("plain", "drafted"))
+    common = plain.keys() & drafted.keys()
+    assert len(common) >= 4  # the first step's, at least
+    assert [plain[key] for key in sorted(common)] == [drafted[key] for key in sorted(common)]
+
+
+@pytest.mark.parametrize("name", ["plain", "drafted"])
+def test_rows_of_nemo_gym_bring_seeds(gym_controller_runs: dict[str, Run], name: str) -> None:
+    run = gym_controller_runs[name]
+    assert run.result["error"] is None and run.result["actors"] == []
+    assert [step["step"] for step in run.metrics] == [1, 2, 3]
+    for step in run.metrics:
+        assert step["specrollout/seeds_made_up"] == step["specrollout/seeds_derived"] == 0
+        assert step["specrollout/logprob_gap"] < 0.01 and step["specrollout/logprob_gap_alarm"] == 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's other loops that roll out: three turns with an environment, on-policy distillation, the TransferQueue trainer."""
+"""NeMo-RL's other loops that roll out: three turns with an environment and with NeMo-Gym, on-policy distillation, the
+TransferQueue trainer."""
 
 import pytest
 from nemo_rl_host import Run
@@ -7,7 +8,8 @@ from nemo_rl_host import Run
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 STEPS = (1, 2, 3)
-LOOPS = ("turn_runs", "distillation_runs", "data_plane_runs", "ppo_runs")
+LOOPS = ("turn_runs", "gym_runs", "distillation_runs", "data_plane_runs", "ppo_runs")
+ROWS = {"turn_runs": 8, "gym_runs": 16}  # of a training step, in the loops of three turns
 
 
 @pytest.fixture
@@ -47,13 +49,15 @@ def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_of_three_turns_do_not_depend_on_the_drafter(turn_runs: dict[str, Run], step: int) -> None:
-    plain, drafted = (turn_runs[name].samples(step) for name in ("plain", "drafted"))
-    assert plain == drafted and len(plain) == 8
+@pytest.mark.parametrize("loop", ROWS)
+def test_rows_of_three_turns_do_not_depend_on_the_drafter(pair: tuple[Run, Run], loop: str, step: int) -> None:
+    plain, drafted = (run.samples(step) for run in pair)
+    assert plain == drafted and len(plain) == ROWS[loop]
 
 
-def test_the_rows_are_of_several_turns(turn_runs: dict[str, Run]) -> None:
+@pytest.mark.parametrize("loop", ROWS)
+def test_the_rows_are_of_several_turns(pair: tuple[Run, Run], loop: str) -> None:
     """A turn is a stretch of tokens that the policy made."""
-    masks = [mask for step in STEPS for _, (mask,) in turn_runs["plain"].samples(step)]
+    masks = [mask for step in STEPS for _, (mask,) in pair[0].samples(step)]
     turns = [sum(here and not before for before, here in zip([0, *mask], mask, strict=False)) for mask in masks]
     assert max(turns) == 3

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """tiny_policy.py OUT_DIR: a random Qwen3 of 8 layers, a byte tokenizer, a draft model, a random EAGLE-3 head, tasks with
-answers 1 to 3."""
+answers 1 to 3, as NeMo-RL's rows and as NeMo-Gym's."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,7 +27,22 @@ def main(out: Path) -> None:
     _save_draft_model(out / "policy", out / "draft")
     _save_head(out / "eagle3")
     sums = [{"input": f"{x}-{x - y}=", "output": str(y)} for x in range(3, 67) for y in (1, 2, 3)]
-    (out / "train.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
+    _write_lines(out / "train.jsonl", sums)
+    _write_lines(out / "gym.jsonl", [_gym_row(s["input"], s["output"]) for s in sums])
+
+
+def _gym_row(question: str, answer: str) -> dict[str, Any]:
+    """A row of NeMo-Gym's example of several turns: a scripted user asks two questions more."""
+    return {
+        "responses_create_params": {"input": [{"role": "user", "content": question}]},
+        "follow_ups": ["And now?", "Again."],
+        "expected_answer": answer,
+        "agent_ref": {"type": "responses_api_agents", "name": "example_multi_turn_gymnasium_agent"},
+    }
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _save_policy(folder: Path) -> None:
