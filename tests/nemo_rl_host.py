@@ -206,6 +206,7 @@ def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return run_all(host, "ppo", "ppo.yaml", PPO, tmp_path_factory.mktemp("ppo"))
 
 
+@pytest.fixture(scope="session")
 def gym_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of three turns with NeMo-Gym."""
     return run_all(gym_host, "gym", "gym.yaml", PAIR, tmp_path_factory.mktemp("gym"))
