@@ -166,7 +166,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_ASYNC_ENGINES),
-    "whole": _recorded("whole", *PLAIN, "grpo.max_num_steps=8"),
+    "whole": _recorded("whole", *PLAIN, *MANY_STEPS),
     "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
     "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
     "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *FIVE_STEPS),
