@@ -169,7 +169,7 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "whole": _recorded("whole", *PLAIN, *MANY_STEPS),
     "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
     "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
-    "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *FIVE_STEPS),
+    "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *MANY_STEPS),
     "remote": _recorded("remote", *REMOTE, *MANY_STEPS),
     "moving": _recorded("moving", *TWO_ASYNC_ENGINES, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),
     "engine_lost": {

@@ -11,7 +11,7 @@ from nemo_rl_host import Run
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 OURS = ("plain", "drafted", "weight_fifo", "windowed", "two_engines", "moving", "refreshed_head", "remote")
-NUM_STEPS = {"refreshed_head": 5, "remote": 24}
+NUM_STEPS = {"refreshed_head": 24, "remote": 24}
 Group = list[list[list[int]]]
 
 
