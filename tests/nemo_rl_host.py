@@ -13,9 +13,8 @@ import pytest
 from nemo_rl_scenarios import (
     CONTROLLER_SCENARIOS,
     DATA_PLANE_SCENARIOS,
-    GYM_CONTROLLER_SCENARIOS,
     PAIR,
-    PPO,
+    RECORDED_PAIR,
     SCENARIOS,
 )
 
@@ -159,6 +158,12 @@ class Run:
         """Tokens of each row of a step's training batch, and its loss mask, as NeMo-RL logs them: one list in a list."""
         return [(row["token_ids"], row["token_loss_mask"]) for row in self.lines(f"train_data_step{step}.jsonl")]
 
+    @property
+    def record(self) -> list[Any]:
+        """Rollouts of a loop that NeMo-RL keeps no rows of, as `cpu_host` writes them down."""
+        path = self.folder.parent / f"{self.folder.name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
     def find(self, name: str) -> Path:
         """The only file of that name."""
         (path,) = self.folder.rglob(name)
@@ -203,7 +208,7 @@ def distillation_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="session")
 def ppo_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of PPO."""
-    return run_all(host, "ppo", "ppo.yaml", PPO, tmp_path_factory.mktemp("ppo"))
+    return run_all(host, "ppo", "ppo.yaml", RECORDED_PAIR, tmp_path_factory.mktemp("ppo"))
 
 
 @pytest.fixture(scope="session")
@@ -216,7 +221,7 @@ def gym_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def gym_controller_runs(gym_host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """Runs of three turns with NeMo-Gym, under the SingleController."""
     scratch = tmp_path_factory.mktemp("gym_controller")
-    return run_all(gym_host, "gym_controller", "gym_controller.yaml", GYM_CONTROLLER_SCENARIOS, scratch)
+    return run_all(gym_host, "gym_controller", "gym_controller.yaml", RECORDED_PAIR, scratch)
 
 
 @pytest.fixture(scope="session")

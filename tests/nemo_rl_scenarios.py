@@ -146,7 +146,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
-PPO = PAIR
 DATA_PLANE = ["data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
@@ -159,6 +158,7 @@ def _recorded(name: str, *overrides: str) -> dict[str, Any]:
     return {"overrides": list(overrides), "environment": {"NEMO_RL_CPU_RECORD": f"$OUT/{name}.jsonl"}}
 
 
+RECORDED_PAIR: dict[str, Any] = {"plain": _recorded("plain", *PLAIN), "drafted": _recorded("drafted", *DRAFTED)}
 CONTROLLER_SCENARIOS: dict[str, Any] = {
     "native": _recorded("native", *OFF),
     "plain": _recorded("plain", *PLAIN),
@@ -178,7 +178,3 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     },
 }
 CONTROLLER_SCENARIOS["moving"]["environment"] |= WILD
-GYM_CONTROLLER_SCENARIOS: dict[str, Any] = {
-    "plain": _recorded("plain", *PLAIN),
-    "drafted": _recorded("drafted", *DRAFTED),
-}

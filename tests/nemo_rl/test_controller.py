@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's SingleController, unedited, with the block and without: its prompt groups, its figures, all samplers."""
 
-import json
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from nemo_rl_host import Run
 
@@ -17,16 +13,8 @@ Group = list[list[list[int]]]
 
 def groups(run: Run) -> dict[tuple[int, int], Group]:
     """Tokens of each group's samples, by prompt and policy version; of groups that saw one version only."""
-    path = run.folder.parent / f"{run.folder.name}.jsonl"
-    return dict(_read(path.read_text()))
-
-
-def _read(text: str) -> Iterator[tuple[tuple[int, int], Group]]:
-    for line in text.splitlines():
-        group: dict[str, Any] = json.loads(line)
-        first, last = group["versions"]
-        if first == last:
-            yield (group["prompt"], first), group["samples"]
+    spans = ((group["prompt"], *group["versions"], group["samples"]) for group in run.record)
+    return {(prompt, first): samples for prompt, first, last, samples in spans if first == last}
 
 
 @pytest.mark.parametrize("name", ["native", *OURS, "whole", "half", "resumed"])

@@ -42,6 +42,11 @@ def test_each_step_is_drafted_and_has_seeds(pair: tuple[Run, Run], loop: str) ->
     assert all(step["specrollout/weight_updates"] == 1 for step in steps)
 
 
+def test_rows_of_ppo_do_not_depend_on_the_drafter(ppo_runs: dict[str, Run]) -> None:
+    plain, drafted = (ppo_runs[name].record for name in ("plain", "drafted"))
+    assert plain == drafted and [len(batch) for batch in plain] == [16, 16, 16]
+
+
 def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -> None:
     """Three steps of 16 samples, and two validations of 8. The engine stamps a step's last ones in the step after."""
     kept = [sample for line in data_plane_runs["drafted"].lines("samples.jsonl") for sample in line["samples"]]
