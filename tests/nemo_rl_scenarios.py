@@ -52,6 +52,7 @@ LONG = [
 DAPO = [
     "grpo.use_dynamic_sampling=true",
     "grpo.batch_multiplier=2",
+    "grpo.dynamic_sampling_max_gen_batches=50",
     "grpo.overlong_filtering=true",
     "policy.dynamic_batching.enabled=true",
 ]
