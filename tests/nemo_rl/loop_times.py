@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """loop_times.py OUT_DIR [LOOP ...]: seconds of a step of NeMo-RL's loops, without the block and with it, as a table.
 
-Each run is a process of its own. The variants take turns, round after round. Our own seconds are those of the driver by
-cProfile: seeds, figures, records and report. Nothing else should run on the machine.
+Each run is a process of its own. Our own seconds are those of the driver by cProfile: seeds, figures, records and report. Under
+the SingleController they are spent in its actor and are not seen here. Nothing else should run on the machine.
 """
 
 import json
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nemo_rl_host import HERE, Run, make_host
 from nemo_rl_scenarios import OFF, PLAIN
 
-NUM_ROUNDS, NUM_STEPS, WARM_UP = 2, 8, 2
+NUM_STEPS, WARM_UP = 12, 2
 LOOPS = {"grpo": "base.yaml", "controller": "single_controller.yaml", "turns": "multi_turn.yaml", "ppo": "ppo.yaml"}
 VARIANTS = {"without the block": OFF, "block, no drafters": PLAIN, "block": []}
 # Functions of ours that the driver calls in a step, none of which calls another of them.
@@ -43,25 +43,19 @@ def main(out: Path, names: list[str]) -> None:
     host = make_host(out / "tiny")
     print("| loop | variant | s a step: median (low-high) | of which ours on the driver, ms |\n|---|---|---|---|")
     for name in names:
-        seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        ours: dict[str, dict[str, float]] = {variant: {} for variant in VARIANTS}
         algorithm = "ppo" if name == "ppo" else "grpo"
-        for number in range(NUM_ROUNDS):
-            for variant, overrides in VARIANTS.items():
-                folder = out / name / f"{number} {variant}".replace(" ", "_").replace(",", "")
-                folder.mkdir(parents=True)
-                scenario = {"run": {"overrides": [*overrides, f"{algorithm}.max_num_steps={NUM_STEPS}"]}}
-                (folder / "scenarios.json").write_text(json.dumps(scenario))
-                more = {"NEMO_RL_CPU_PROFILE": "1"}
-                log = host.run(
-                    HERE / "run_scenarios.py", HERE / LOOPS[name], folder / "scenarios.json", folder, more=more
-                )
-                error = Run(folder / "run").result["error"]
-                assert error is None, f"{name}, {variant}: {error}\n{log[-3000:]}"
-                seconds[variant] += step_seconds(log)
-                ours[variant] = our_seconds(folder / "run" / "profile.pstats")
-        for variant, found in seconds.items():
-            each = ", ".join(f"{function} {1e3 * s:.1f}" for function, s in ours[variant].items())
+        for variant, overrides in VARIANTS.items():
+            folder = out / name / variant.replace(" ", "_").replace(",", "")
+            folder.mkdir(parents=True)
+            scenario = {"run": {"overrides": [*overrides, f"{algorithm}.max_num_steps={NUM_STEPS}"]}}
+            (folder / "scenarios.json").write_text(json.dumps(scenario))
+            more = {"NEMO_RL_CPU_PROFILE": "1"}
+            log = host.run(HERE / "run_scenarios.py", HERE / LOOPS[name], folder / "scenarios.json", folder, more=more)
+            error = Run(folder / "run").result["error"]
+            assert error is None, f"{name}, {variant}: {error}\n{log[-3000:]}"
+            found = step_seconds(log)
+            ours = our_seconds(folder / "run" / "profile.pstats").items()
+            each = ", ".join(f"{function} {1e3 * seconds:.1f}" for function, seconds in ours)
             low, high = min(found), max(found)
             print(f"| {name} | {variant} | {median(found):.2f} ({low:.2f}-{high:.2f}) | {each} |", flush=True)
 
