@@ -37,6 +37,7 @@ CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
     "model_save_format: null}",
 ]
+FROZEN = ["policy.megatron_cfg.optimizer.lr=0", "policy.megatron_cfg.optimizer.min_lr=0"]
 PROLONGED = ["policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"]  # for more steps than at first
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 # One at a time in each engine, and long: a training step ends before they do.
@@ -167,9 +168,10 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     "weight_fifo": _recorded("weight_fifo", *DRAFTED, "async_rl.sampler={name: weight_fifo}"),
     "windowed": _recorded("windowed", *DRAFTED, "async_rl.sampler={name: windowed, max_staleness_versions: 1}"),
     "two_engines": _recorded("two_engines", *DRAFTED, *TWO_ASYNC_ENGINES),
-    "whole": _recorded("whole", *PLAIN, *MANY_STEPS),
-    "half": _recorded("half", *DRAFTED, *CHECKPOINTED, "grpo.max_num_steps=2"),
-    "resumed": _recorded("resumed", *DRAFTED, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
+    "long": _recorded("long", *PLAIN, *MANY_STEPS),
+    "whole": _recorded("whole", *PLAIN, *FROZEN, "grpo.max_num_steps=8"),
+    "half": _recorded("half", *DRAFTED, *FROZEN, *CHECKPOINTED, "grpo.max_num_steps=2"),
+    "resumed": _recorded("resumed", *DRAFTED, *FROZEN, *CHECKPOINTED, *PROLONGED, "grpo.max_num_steps=4"),
     "refreshed_head": _recorded("refreshed_head", *REFRESHED_HEAD, *MANY_STEPS),
     "remote": _recorded("remote", *REMOTE, *MANY_STEPS),
     "moving": _recorded("moving", *TWO_ASYNC_ENGINES, *MOVING, "async_rl.recompute_kv_cache_after_weight_updates=true"),

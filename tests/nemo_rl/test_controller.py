@@ -17,7 +17,7 @@ def groups(run: Run) -> dict[tuple[int, int], Group]:
     return {(prompt, first): samples for prompt, first, last, samples in spans if first == last}
 
 
-@pytest.mark.parametrize("name", ["native", *OURS, "whole", "half", "resumed"])
+@pytest.mark.parametrize("name", ["native", *OURS, "long", "whole", "half", "resumed"])
 def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], name: str) -> None:
     assert controller_runs[name].result["error"] is None
     assert controller_runs[name].result["actors"] == []
@@ -27,7 +27,7 @@ def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], na
 def test_groups_depend_neither_on_drafts_nor_on_sampler_nor_on_engines(
     controller_runs: dict[str, Run], name: str
 ) -> None:
-    plain = groups(controller_runs["whole" if name in NUM_STEPS else "plain"])
+    plain = groups(controller_runs["long" if name in NUM_STEPS else "plain"])
     other = groups(controller_runs[name])
     common = plain.keys() & other.keys()
     assert len(common) >= 4 * (NUM_STEPS.get(name, 3) - 2)
@@ -60,10 +60,8 @@ def test_drafts_are_verified_and_samples_stamped(controller_runs: dict[str, Run]
 
 
 def test_a_resumed_run_samples_as_an_uninterrupted_one(controller_runs: dict[str, Run]) -> None:
-    """NeMo-RL keeps the groups that wait for a step and drops those under way, so prompts come by other weights.
-
-    The weights of two steps differ by 1e-6 here; seeds depend on the prompt alone.
-    """
+    """NeMo-RL keeps the groups that wait for a step and drops those under way, so prompts come in other steps. The weights are
+    always the same here."""
     whole, resumed = (
         {prompt: group for (prompt, _), group in groups(controller_runs[name]).items()} for name in ("whole", "resumed")
     )
