@@ -37,7 +37,11 @@ CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
     "model_save_format: null}",
 ]
-FROZEN = ["policy.megatron_cfg.optimizer.lr=0", "policy.megatron_cfg.optimizer.min_lr=0"]
+FROZEN = [
+    "policy.megatron_cfg.optimizer.lr=0",
+    "policy.megatron_cfg.optimizer.min_lr=0",
+    "policy.megatron_cfg.scheduler.lr_warmup_init=0",
+]
 PROLONGED = ["policy.megatron_cfg.scheduler.override_opt_param_scheduler=true"]  # for more steps than at first
 SHORT = ["policy.generation.max_new_tokens=48"]  # short of the context's end, where NeMo-RL cuts speculating requests
 # One at a time in each engine, and long: a training step ends before they do.
