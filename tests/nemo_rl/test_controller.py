@@ -63,7 +63,7 @@ def test_a_resumed_run_samples_as_an_uninterrupted_one(controller_runs: dict[str
     """NeMo-RL keeps the groups that wait for a step and drops those under way, so prompts come in other steps. The weights are
     always the same here."""
     whole, resumed = (
-        {prompt: group for (prompt, _), group in groups(controller_runs[name]).items()} for name in ("whole", "resumed")
+        {group["prompt"]: group["samples"] for group in controller_runs[name].record} for name in ("whole", "resumed")
     )
     common = whole.keys() & resumed.keys()
     assert len(common) >= 8 and all(whole[prompt] == resumed[prompt] for prompt in common)
