@@ -156,6 +156,11 @@ def test_a_tokenizer_of_another_model_is_refused(refused: Refused, tmp_path: Pat
 def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_path: Path) -> None:
     model = copied_model(tmp_path, "tokenizer.json", model={"type": "Unigram", "vocab": [["a", 0.0]]})
     assert "tokenizer.json: no tokenizer" in refused("run", model)
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}], "pair": []}
+    without_token = copied_model(tmp_path / "b", "tokenizer.json", post_processor={**template, "special_tokens": {}})
+    assert "tokenizer.json: no tokenizer (no entry found for key)" in refused("run", without_token), (
+        "the library panics"
+    )
     (tmp_path / "model" / "config.json").write_text("{")
     assert "config.json: not JSON" in refused("run", model)
 

@@ -114,6 +114,7 @@ def wait_for_self_test(parent: int) -> int:
     raise AssertionError("no self-test was started")
 
 
+@pytest.mark.slow
 def test_the_other_model_runner_fails_with_a_reason(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
     code, _ = run("--json", file, VLLM_USE_V2_MODEL_RUNNER="0")

@@ -69,7 +69,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     try:
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.encode("1 + 2 = \N{GREEK SMALL LETTER PI}")  # some cannot take what they do not know
-    except Exception as error:  # the library has no class of its own
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library has no class of its own, and its panics are no Exception
         raise ValueError(f"{file}: no tokenizer ({str(error)[:100]}); copy it again") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=0)

@@ -53,9 +53,9 @@ def few(number: int) -> Callable[[Any], Any]:
 
 
 def fuzz(number: int) -> Callable[[Any], Any]:
-    """Two tests of one body: `number` cases by default, twenty times as many marked slow."""
+    """Two tests of one body: `number` cases by default, thirty times as many marked slow."""
 
-    cases = [pytest.param(number, id="few"), pytest.param(20 * number, id="many", marks=pytest.mark.slow)]
+    cases = [pytest.param(number, id="few"), pytest.param(30 * number, id="many", marks=pytest.mark.slow)]
 
     def decorate(body: Any) -> Any:
         @pytest.mark.parametrize("num_cases", cases)
@@ -80,13 +80,13 @@ def checked(kind: str, tree: Any, *overrides: str) -> bool:
             assert files_below(Path(folder)) == before
 
 
-@fuzz(80)
+@fuzz(50)
 def test_configs(data: st.DataObject) -> None:
     tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
     checked("configs: values and keys", data.draw(mutated(tree)))
 
 
-@fuzz(60)
+@fuzz(40)
 def test_nemo_rl_configs(data: st.DataObject) -> None:
     """What is said of a NeMo-RL config, though NeMo-RL is not here."""
     with tempfile.TemporaryDirectory() as folder:
@@ -117,12 +117,12 @@ def test_scenarios(data: st.DataObject) -> None:
     assert_refused_or_fine("scenarios", "simulate", data.draw(st.sampled_from(["nope", "/dev/null", "list"])), override)
 
 
-@fuzz(60)
+@fuzz(40)
 def test_text_of_configs(data: st.DataObject) -> None:
     checked("configs: bytes of the file", flipped(QUICKSTART.read_bytes(), data))
 
 
-@fuzz(150)
+@fuzz(100)
 def test_overrides(data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(KEYS))
     value = data.draw(VALUES)
@@ -130,7 +130,7 @@ def test_overrides(data: st.DataObject) -> None:
     assert_refused_or_fine("overrides: values", "check", str(QUICKSTART), f"{key}={text}".replace("\0", ""))
 
 
-@fuzz(60)
+@fuzz(40)
 def test_keys_of_overrides(data: st.DataObject) -> None:
     override = data.draw(st.text(max_size=20) | st.from_regex(r"\+{0,3}[a-z.\[\] =]{0,20}=?.{0,6}", fullmatch=True))
     if not override.startswith("-"):
@@ -159,7 +159,7 @@ def changed_file(folder: Path, data: st.DataObject, names: list[str]) -> None:
         file.write_text(json.dumps(data.draw(mutated(json.loads(content)))))
 
 
-@fuzz(120)
+@fuzz(80)
 def test_model_folders(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
@@ -168,7 +168,7 @@ def test_model_folders(data: st.DataObject) -> None:
         assert_refused_or_fine("model folders", "check", str(QUICKSTART), f"policy.model_name={model}")
 
 
-@fuzz(120)
+@fuzz(80)
 def test_heads(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         head = linked(Path(folder, "head"), HEAD)
@@ -177,7 +177,7 @@ def test_heads(data: st.DataObject) -> None:
         assert_refused_or_fine("heads", "check", str(QUICKSTART), drafters)
 
 
-@fuzz(60)
+@fuzz(40)
 def test_draft_models(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
@@ -204,7 +204,7 @@ def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
         seal_folder(checkpoint)
 
 
-@fuzz(12)
+@fuzz(8)
 def test_run_directories(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
@@ -233,7 +233,7 @@ ARGUMENTS = st.sampled_from([
 ])  # fmt: skip
 
 
-@fuzz(80)
+@fuzz(50)
 def test_arguments(data: st.DataObject) -> None:
     """Commands that would start something are left out where all is well with their arguments."""
     command = data.draw(

@@ -18,7 +18,11 @@ from nemo_rl_scenarios import OFF, PLAIN
 
 NUM_STEPS, WARM_UP = 12, 2
 LOOPS = {"grpo": "base.yaml", "controller": "single_controller.yaml", "turns": "multi_turn.yaml", "ppo": "ppo.yaml"}
-VARIANTS = {"without the block": OFF, "block, no drafters": PLAIN, "block": ["policy.generation.specrollout.enabled=true"]}
+VARIANTS = {
+    "without the block": OFF,
+    "block, no drafters": PLAIN,
+    "block": ["policy.generation.specrollout.enabled=true"],
+}
 # Functions of ours that the driver calls in a step, none of which calls another of them.
 OURS = {"supervisor.py": ("begin_step", "end_step", "policy_is"), "generation.py": ("_with_seeds",),
         "logger.py": ("_watched", "_step_done")}  # fmt: skip
