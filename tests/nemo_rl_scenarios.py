@@ -58,6 +58,7 @@ DAPO = [
     "grpo.use_dynamic_sampling=true",
     "grpo.batch_multiplier=2",
     "grpo.dynamic_sampling_max_gen_batches=50",
+    "grpo.max_num_steps=2",  # which take most of the prompts
     "grpo.overlong_filtering=true",
     "policy.dynamic_batching.enabled=true",
 ]
