@@ -12,10 +12,10 @@ from nemo_specrollout.config.nemo_rl_traps import (
     VLLM_KWARGS,
     Finding,
     Tree,
-    asynchronous_block,
     at,
     generating_gpus,
     size_at,
+    stale_kv_field,
 )
 
 _TAIL = f"{BLOCK_PATH}.fastest_of_n"
@@ -84,13 +84,10 @@ def _sizes(tail: Mapping[str, Any], engines: int) -> Iterator[Finding]:
 
 
 def _in_flight(tree: Tree) -> Iterator[Finding]:
-    """The SingleController always updates weights while requests are under way."""
-    block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
-    if block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates")):
-        path = f"{block}.recompute_kv_cache_after_weight_updates"
-        if not at(tree, path):
-            text = (
-                "false with in-flight weight updates and fastest_of_n; after an update a request that moved would go on "
-                "from another KV cache than one that stayed: set it to true"
-            )
-            yield Finding(path, text, "error")
+    field = stale_kv_field(tree)
+    if field is not None:
+        text = (
+            "false with in-flight weight updates and fastest_of_n; after an update a request that moved would go on "
+            "from another KV cache than one that stayed: set it to true"
+        )
+        yield Finding(field, text, "error")

@@ -132,6 +132,17 @@ def asynchronous_block(tree: Tree) -> str | None:
     return next((path for path in ASYNC_BLOCKS if at(tree, f"{path}.enabled")), None)
 
 
+def stale_kv_field(tree: Tree) -> str | None:
+    """The path of the field whose absence leaves running requests with KV of older weights after an update; None if none.
+
+    The SingleController always updates weights while requests run.
+    """
+    block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
+    is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
+    field = f"{block}.recompute_kv_cache_after_weight_updates"
+    return field if is_in_flight and not at(tree, field) else None
+
+
 def _async(tree: Tree) -> bool:
     return asynchronous_block(tree) is not None
 
