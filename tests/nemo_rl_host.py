@@ -188,7 +188,7 @@ def run_all(host: Host, name: str, base: str, scenarios: Mapping[str, Any], scra
 
 @pytest.fixture(scope="session")
 def controller_runs(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Runs of the SingleController: some 15 minutes."""
+    """Runs of the SingleController: some 40 minutes."""
     scratch = tmp_path_factory.mktemp("controller")
     return run_all(host, "controller", "single_controller.yaml", CONTROLLER_SCENARIOS, scratch)
 

@@ -102,8 +102,7 @@ def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def sample_lines(ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Of the same replies, what is stamped on each sample: in the order of `seeds`, of all that ended if that is
-    None."""
+    """Returns the stamps of samples from the same replies, in the order of `seeds`; with None, the stamps of all samples."""
     stamps = dict[int, Mapping[str, Any]]()
     for seed, stamp in (pair for end in ends for pair in end["stamps"]):
         stamps[seed] = stamp if seed not in stamps else _of_both(stamps[seed], stamp)

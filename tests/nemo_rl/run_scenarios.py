@@ -30,7 +30,7 @@ from nemo_specrollout.cli.main import main
 
 @dataclass(frozen=True)
 class Killing:
-    """What is killed, and after how many steps, or prompt groups where they are recorded."""
+    """A process to kill, and when: after so many steps, or after so many prompt groups if the scenario records them."""
 
     after: int
     actor: str
