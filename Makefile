@@ -23,7 +23,7 @@ demo: setup
 
 # The real model of examples/configs/smollm2_cpu.yaml, below models/: fetched, converted, checked.
 smollm2: setup $(VENV)/.smollm2
-	$(BIN)/python -m nemo_specrollout.local.smollm2
+	$(BIN)/python -m benchmarks.policies.smollm2
 
 test: setup
 	@$(MAKE) --no-print-directory $(VENV)/.smollm2 || echo "tests of reasoning-gym will be skipped"
@@ -53,7 +53,7 @@ test-upstream: setup $(BETWEEN)/.installed
 
 # On a machine with a CUDA GPU and vLLM's own wheel; not in .venv, which is made for a CPU. GPU_CHECK=--quick is shorter.
 test-gpu:
-	$(PYTHON) -m nemo_specrollout.local.gpu_check --out results/gpu_check.json $(GPU_CHECK)
+	$(PYTHON) -m benchmarks.gpu.gpu_check --out results/gpu_check.json $(GPU_CHECK)
 
 bench: setup
 	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'

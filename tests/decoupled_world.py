@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from nemo_specrollout.decoupled.drafter_side import DrafterSide
-from nemo_specrollout.decoupled.messages import decode, encode
-from nemo_specrollout.decoupled.mirrors import Drafted
-from nemo_specrollout.decoupled.orders import DraftModel, MirrorClosing, MirrorOpening, Publication
-from nemo_specrollout.decoupled.peers import PolicyModel, Sampling
-from nemo_specrollout.decoupled.prefix_hash import of_text
-from nemo_specrollout.decoupled.stream import DraftStream
-from nemo_specrollout.decoupled.verifier_side import VerifierSide
+from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
+from nemo_specrollout.remote.protocol.messages import decode, encode
+from nemo_specrollout.remote.protocol.orders import DraftModel, MirrorClosing, MirrorOpening, Publication
+from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
+from nemo_specrollout.remote.protocol.prefix_hash import of_text
+from nemo_specrollout.remote.protocol.shadow_sequences import Drafted
+from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
+from nemo_specrollout.remote.verifier.stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
 VOCAB, MAX_LEN, LANES, MOST_AHEAD, MIRRORS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4

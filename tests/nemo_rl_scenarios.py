@@ -110,7 +110,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + REMOTE + TWELVE_STEPS,
         "kill_after": 2,
         "kill": "SpecrolloutDrafter",
-        "kill_its": "nemo_specrollout.generation.drafter_service",
+        "kill_its": "nemo_specrollout.remote.drafter.drafter_service",
     },
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
     "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},

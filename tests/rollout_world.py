@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.generation.rollout_worker import RolloutWorker
-from nemo_specrollout.generation.turns import Orders, Report
-from nemo_specrollout.scheduling.fastest_of_n import TailDecision, TailObservation
+from nemo_specrollout.racing.rollout_worker import RolloutWorker
+from nemo_specrollout.racing.turns import Orders, Report
+from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision, TailObservation
 
 
 class EnginesInTurn:

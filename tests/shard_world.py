@@ -11,13 +11,13 @@ from typing import Any
 
 from nemo_specrollout.generation.compat import RolloutSamplingParams
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
 from nemo_specrollout.generation.hosted_engine import HostedEngine, shard_request
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.shard_rollout import ShardRollout
-from nemo_specrollout.generation.tail_exchange import TailExchange
-from nemo_specrollout.generation.turns import Report
+from nemo_specrollout.racing.exchange import TailExchange
+from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Reply, Starts
+from nemo_specrollout.racing.shard_rollout import ShardRollout
+from nemo_specrollout.racing.turns import Report
 from nemo_specrollout.sampling.seeds import request_seed
 
 _ENGINES_TURN = threading.Lock()

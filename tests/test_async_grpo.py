@@ -16,13 +16,13 @@ from test_racing import noisy, spans_of
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.run import AsyncGrpoConfig
-from nemo_specrollout.generation.coordinator import Coordinator
+from nemo_specrollout.config.run_config import AsyncGrpoConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.local.rollout import StepPrompts
+from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
-from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
-from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
+from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 
 pytestmark = pytest.mark.integration
 

@@ -10,9 +10,9 @@ from conftest import QUICKSTART, ROOT
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.generation.drafter_pool import with_addresses
-from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
-from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
+from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 
 pytestmark = pytest.mark.unit
 

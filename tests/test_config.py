@@ -11,7 +11,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from nemo_specrollout.cli.prepare import prepare
 from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run import BenchConfig, RunConfig, read_run_config
+from nemo_specrollout.config.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import unsupported_version
 

@@ -7,8 +7,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from nemo_specrollout.generation.cpu_kernels import gumbel, logprobs, noise
-from nemo_specrollout.generation.cpu_kernels.floats import exp_of_negative, log, stored, value_of
+from vllm_v2_cpu.kernels import gumbel, logprobs, noise
+from vllm_v2_cpu.kernels.floats import exp_of_negative, log, stored, value_of
 
 pytestmark = pytest.mark.unit
 

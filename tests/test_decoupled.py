@@ -18,16 +18,16 @@ from conftest import STEP_ADDER
 from test_equality import assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.run import VllmConfig
+from nemo_specrollout.config.run_config import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.messages import MAX_FRAME_BYTES
-from nemo_specrollout.decoupled.peers import PeerState
-from nemo_specrollout.decoupled.publishing import publish
-from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter
-from nemo_specrollout.decoupled.transport import VerifierSocket
-from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
-from nemo_specrollout.local.rollout import MeasuredRollout
+from nemo_specrollout.local.step_rollout import MeasuredRollout
+from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
+from nemo_specrollout.remote.protocol.peers import PeerState
+from nemo_specrollout.remote.protocol.publishing import publish
+from nemo_specrollout.remote.protocol.transport import VerifierSocket
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
+from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 
 pytestmark = pytest.mark.integration
 
@@ -313,7 +313,7 @@ def test_drafters_may_move_and_be_nowhere(
 
 
 def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
-    from nemo_specrollout.decoupled.messages import PROTOCOL, Hello
+    from nemo_specrollout.remote.protocol.messages import PROTOCOL, Hello
 
     hello = Hello(PROTOCOL, 1, 96, "", [])
     wrong, right = (VerifierSocket(pool.addresses()[0], secret) for secret in (b"not the secret", b""))

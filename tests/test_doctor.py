@@ -18,7 +18,8 @@ from nemo_specrollout.doctor import machine
 from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.device import devices
 from nemo_specrollout.doctor.diagnosis import Diagnosis, State
-from nemo_specrollout.doctor.patch_points import diagnose_vllm, holds_of_nemo_rl
+from nemo_specrollout.doctor.installed_versions import NEEDED, diagnose_versions, found_versions
+from nemo_specrollout.doctor.patch_point_check import diagnose_vllm, holds_of_nemo_rl
 from nemo_specrollout.doctor.self_test import (
     CAUSES,
     diagnose_engine,
@@ -27,8 +28,7 @@ from nemo_specrollout.doctor.self_test import (
     platform_plugin,
 )
 from nemo_specrollout.doctor.self_test_child import compared
-from nemo_specrollout.doctor.versions import NEEDED, diagnose_versions, found_versions
-from nemo_specrollout.nemo_rl.holds import Hold, check_holds
+from nemo_specrollout.nemo_rl.patch_points import Hold, check_holds
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.draft_plan import (
+from nemo_specrollout.scheduling.speculation.draft_plan import (
     PLANNED_STEPS,
     AutoPlanner,
     DraftPlan,
@@ -22,10 +22,16 @@ from nemo_specrollout.scheduling.draft_plan import (
     RandomPlanner,
     build_planner,
 )
-from nemo_specrollout.scheduling.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.following import FIRST_WATCH_SHARE, GENERATIONS, HOPELESS_STEPS, WATCH_SHARE, Following
-from nemo_specrollout.scheduling.step_time import StepCosts
-from nemo_specrollout.scheduling.survival_spread import SurvivalSpread, bin_of
+from nemo_specrollout.scheduling.speculation.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.speculation.following import (
+    FIRST_WATCH_SHARE,
+    GENERATIONS,
+    HOPELESS_STEPS,
+    WATCH_SHARE,
+    Following,
+)
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread, bin_of
 
 pytestmark = pytest.mark.unit
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from nemo_specrollout.decoupled.prefix_hash import of_text
-from nemo_specrollout.decoupled.stream import BASE, COUNT, TOKENS, DraftStream
-from nemo_specrollout.decoupled.tails import TailBuffers
+from nemo_specrollout.remote.protocol.draft_buffers import TailBuffers
+from nemo_specrollout.remote.protocol.prefix_hash import of_text
+from nemo_specrollout.remote.verifier.stream import BASE, COUNT, TOKENS, DraftStream
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.decoupled.messages import (
+from nemo_specrollout.remote.drafter.drafter_service import DrafterService
+from nemo_specrollout.remote.protocol.messages import (
     PROTOCOL,
     Drafts,
     FrameError,
@@ -23,8 +24,8 @@ from nemo_specrollout.decoupled.messages import (
     decode,
     encode,
 )
-from nemo_specrollout.decoupled.transport import VerifierSocket
-from nemo_specrollout.generation.drafter_service import DrafterService, DrafterSpec
+from nemo_specrollout.remote.protocol.transport import VerifierSocket
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
 
 pytestmark = pytest.mark.integration
 

@@ -11,8 +11,8 @@ from conftest import STEP_ADDER
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.local.rollout import load_tokenizer
 from nemo_specrollout.local.statistics import count_equal
+from nemo_specrollout.local.step_rollout import load_tokenizer
 from nemo_specrollout.local.task import encode_prompt, make_problems
 
 pytestmark = pytest.mark.integration

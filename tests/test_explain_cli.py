@@ -15,11 +15,11 @@ from test_simulate_cli import NEMO_RL, written
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import known_traps
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_engine import drafter_types
-from nemo_specrollout.config.run import read_run_config
-from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.simulation.compare import RACING, compare
 from nemo_specrollout.simulation.configured import as_configured, drafted, onset
 from nemo_specrollout.simulation.from_config import of_local

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.scheduling.dispatch import in_shards, longest_first
-from nemo_specrollout.scheduling.fastest_of_n import FastestOfN, TailDecision, TailObservation, expected_first
-from nemo_specrollout.scheduling.ladder import ANY_TASK, Ladder, LadderFile, Rung
-from nemo_specrollout.scheduling.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.run_speeds import HALF_TOKENS, SPREAD, RunSpeeds
+from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder, LadderFile, Rung
+from nemo_specrollout.scheduling.racing.request_speeds import HALF_TOKENS, SPREAD, RunSpeeds
+from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import (
+    FastestOfN,
+    TailDecision,
+    TailObservation,
+    expected_first,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from nemo_specrollout.generation.drafting import NewRequest
 from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
 from nemo_specrollout.generation.identity import RequestIdentity
-from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.generation.speculator import NewRequest
+from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.unit
 

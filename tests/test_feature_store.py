@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.feature_store import FeatureReader, FeatureSource, FeatureStore, is_held_out
-from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, FeatureStore, is_held_out
+from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.unit
 

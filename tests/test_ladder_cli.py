@@ -14,14 +14,14 @@ from test_plan_cli import NEMO_RL, refused
 from nemo_specrollout.cli.ladder import ladder_table
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run import read_run_config
-from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.engine import RolloutRequest
-from nemo_specrollout.generation.turns import Progress, Report
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.ladder_bench import Stream, batches_up_to, methods_of
-from nemo_specrollout.scheduling.ladder import ANY_TASK, MEMORY_S, Ladder, LadderFile, Rung
+from nemo_specrollout.racing.turns import Progress, Report
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, MEMORY_S, Ladder, LadderFile, Rung
 
 BLOCK = "policy.generation.specrollout"
 

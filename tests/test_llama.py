@@ -19,7 +19,7 @@ SUFFIX, NGRAM = (DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"
 @pytest.fixture(scope="module")
 def head(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head as it is before training, with three auxiliary layers and half of the vocabulary."""
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("llama") / "head"
     save_head(create_head(tiny_llama, draft_token_ids=range(1, 96, 2)), folder)

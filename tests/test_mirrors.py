@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nemo_specrollout.decoupled.mirrors import Correction
-from nemo_specrollout.decoupled.orders import MirrorClosing, MirrorOpening
-from nemo_specrollout.generation.drafter_engine import DrafterEngine
+from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
+from nemo_specrollout.remote.protocol.orders import MirrorClosing, MirrorOpening
+from nemo_specrollout.remote.protocol.shadow_sequences import Correction
 
 pytestmark = pytest.mark.integration
 

@@ -16,11 +16,11 @@ from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.scheduling.draft_plan import DraftPlan, FixedPlanner
-from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
+from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
 
     Its LM head is not the policy's, which vLLM would let it share, in the policy's precision.
     """
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     untrained = create_head(STEP_ADDER)
@@ -56,7 +56,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
 
 @pytest.fixture(scope="module")
 def small_vocabulary_head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "small"
     save_head(create_head(STEP_ADDER, draft_token_ids=range(5, 60)), folder)
@@ -325,7 +325,7 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
     tmp_path: Path,
 ) -> None:
     """And the policy stays what it was, though vLLM lets a head share its LM head and embedding at first."""
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     other = create_head(STEP_ADDER, seed=5)
     other.model.lm_head.weight.data.mul_(0.5)
@@ -352,7 +352,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
 ) -> None:
     import torch
 
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
     broken = create_head(STEP_ADDER)
@@ -374,7 +374,7 @@ def test_features_are_the_same_from_the_rollout_a_megatron_policy_and_a_hugging_
 ) -> None:
     """And a refit cuts those of the rollout: each sequence has one version of the policy. A slow machine captures as many."""
     from nemo_specrollout.generation import engine_worker
-    from nemo_specrollout.training.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
     monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
 
@@ -403,7 +403,7 @@ def test_samples_that_share_the_kv_of_their_prompt_give_features_too(
 ) -> None:
     """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
     from nemo_specrollout.generation import engine_worker
-    from nemo_specrollout.training.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
     monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)
@@ -446,10 +446,10 @@ def megatron_features(texts: Sequence[tuple[list[int], int]], layer_ids: Sequenc
     """Those that a Megatron policy of the same weights has in its log-prob pass."""
     import torch
 
-    from nemo_specrollout.config.run import OptimizerConfig
+    from nemo_specrollout.config.run_config import OptimizerConfig
     from nemo_specrollout.local.megatron_model import TokenBatch, token_logprobs
     from nemo_specrollout.local.policy import MegatronPolicy
-    from nemo_specrollout.training.megatron_features import MegatronFeatureCapture, padded_rows
+    from nemo_specrollout.training.features.megatron_features import MegatronFeatureCapture, padded_rows
 
     policy = MegatronPolicy.from_pretrained(
         STEP_ADDER, optimizer=OptimizerConfig(lr=1e-3), tensor_model_parallel_size=1
@@ -664,7 +664,7 @@ def test_a_drafter_that_fails_in_long_contexts_only_is_told_apart(start_engine: 
 def test_a_head_with_another_rope_is_named_so_and_none_can_be_loaded_into_an_engine_of_another(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, tmp_path: Path
 ) -> None:
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path / "other"
     save_head(create_head(STEP_ADDER), folder)

@@ -13,12 +13,12 @@ from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.decoupled.supply import DraftSupply
-from nemo_specrollout.generation.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
-from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
+from nemo_specrollout.nemo_rl.drafter_stats_window import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews, RemoteDrafters
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
 
 pytestmark = pytest.mark.unit
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed
 from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.metrics import head_figures, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
-from nemo_specrollout.scheduling.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
-from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
-from nemo_specrollout.training.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.scheduling.heads.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 
 pytestmark = pytest.mark.unit
 

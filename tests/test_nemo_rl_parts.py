@@ -24,13 +24,13 @@ from nemo_specrollout.generation.trace import StepTrace
 from nemo_specrollout.nemo_rl.conversations import Conversations
 from nemo_specrollout.nemo_rl.gap_causes import gap_causes
 from nemo_specrollout.nemo_rl.gym_rows import with_seed
-from nemo_specrollout.nemo_rl.holds import ALL_HOLDS, EXTENSION_HOLDS, Hold
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Sample, Stream, current_sample
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
+from nemo_specrollout.nemo_rl.patch_points import ALL_HOLDS, EXTENSION_HOLDS, Hold
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, header_seed
 from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 
 pytestmark = pytest.mark.unit
 

@@ -25,7 +25,7 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport
 from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 from nemo_specrollout.nemo_rl.write_throttle import WriteThrottle
 from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of

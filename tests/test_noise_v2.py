@@ -21,7 +21,7 @@ import pytest
 from numba import njit
 from scipy import stats
 
-from nemo_specrollout.generation.cpu_kernels.noise import (
+from vllm_v2_cpu.kernels.noise import (
     DRAFT_SALT,
     gumbel_of,
     row_state,

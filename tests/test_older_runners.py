@@ -10,7 +10,7 @@ import torch
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.generation.host_budget import HostBudget
-from nemo_specrollout.scheduling.budget import build_budget
+from nemo_specrollout.scheduling.speculation.budget import build_budget
 
 pytestmark = pytest.mark.integration
 SLOTS = {"a": 2, "b": 0, "c": 1}

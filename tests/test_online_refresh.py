@@ -12,7 +12,7 @@ from test_run import finish, metrics, overrides, start
 
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.training.head_folder import NUM_KEPT
+from nemo_specrollout.training.head.head_folder import NUM_KEPT
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +32,7 @@ REFRESH = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)
@@ -79,8 +79,8 @@ def test_a_recorded_run_shows_what_refreshing_would_have_brought(head: Path, tmp
     """The policies are the same for each trigger, and so is the first step; then a head that learns is better."""
     from dataclasses import replace
 
-    from nemo_specrollout.local.drift import TRIGGERS, Recording, replay
-    from nemo_specrollout.training.head import load_head
+    from benchmarks.heads.drift import TRIGGERS, Recording, replay
+    from nemo_specrollout.training.head.head import load_head
 
     never = {"policy.generation.specrollout.draft_refresh.trigger": "never"}
     finish(start(tmp_path / "run", 4, **(with_head(head) | never)))
@@ -101,12 +101,12 @@ def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path:
     import torch
 
     from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
-    from nemo_specrollout.config.refresh import DraftRefreshConfig
-    from nemo_specrollout.scheduling.refresh_trigger import RefreshDecision
-    from nemo_specrollout.training.feature_store import FeatureStore
-    from nemo_specrollout.training.features import SequenceFeatures
-    from nemo_specrollout.training.head_folder import HeadFolder
-    from nemo_specrollout.training.online_refresh import OnlineRefresh
+    from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+    from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
+    from nemo_specrollout.training.features.feature_store import FeatureStore
+    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.training.head.head_folder import HeadFolder
+    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
     block = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model=str(head)),), draft_refresh=DraftRefreshConfig())
     online = OnlineRefresh(block, STEP_ADDER, HeadFolder(tmp_path / "heads"), configured_head=head, temperature=1.0)
@@ -133,9 +133,9 @@ def test_lm_heads_of_past_policies_are_kept_only_for_a_replay(trigger: str, head
     """The LM head of a real policy has a hundred megabytes a step."""
     import torch
 
-    from nemo_specrollout.config.run import read_run_config
-    from nemo_specrollout.local.draft_refresh import LocalRefresher
-    from nemo_specrollout.training.head import LM_HEAD
+    from nemo_specrollout.config.run_config import read_run_config
+    from nemo_specrollout.local.head_refresh_step import LocalRefresher
+    from nemo_specrollout.training.head.head import LM_HEAD
 
     more = with_head(head) | {"policy.generation.specrollout.draft_refresh.trigger": trigger}
     config, _ = read_run_config(load_config(QUICKSTART, overrides(tmp_path / "run", **more)))
@@ -151,8 +151,8 @@ def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:
     """Samples of one prompt count once, and a response of one token is no judge. The gate counts the same."""
     import torch
 
-    from nemo_specrollout.training.features import SequenceFeatures
-    from nemo_specrollout.training.refresh import num_prompts
+    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.training.refresh.refresh_round import num_prompts
 
     def sequence(prompt: list[int], response: int, cached: int = 0) -> SequenceFeatures:
         ids = torch.tensor([*prompt, *range(response)][cached:], dtype=torch.int32)

@@ -4,7 +4,14 @@
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.pacing import LOOKS, PATIENCE, REST_SHARE, Pacer, Pacing, build_pacer
+from nemo_specrollout.scheduling.speculation.drafting_pause import (
+    LOOKS,
+    PATIENCE,
+    REST_SHARE,
+    Pacer,
+    Pacing,
+    build_pacer,
+)
 
 pytestmark = pytest.mark.unit
 

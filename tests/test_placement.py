@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
-from nemo_specrollout.scheduling.pipeline import (
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
+from nemo_specrollout.scheduling.placement.pipeline import (
     coupled_tokens,
     lockstep_tokens,
     lockstep_tokens_as_transcribed,
     settle,
     streamed_rates,
 )
-from nemo_specrollout.scheduling.placement import (
+from nemo_specrollout.scheduling.placement.planner import (
     COUPLED,
     DECOUPLED,
     DRAFTER,

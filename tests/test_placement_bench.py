@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import STEP_ADDER
 
-from nemo_specrollout.local.placement_bench import (
+from benchmarks.rollouts.placement_bench import (
     COUPLED_KS,
     LONG_PROBLEM,
     PROMPT,

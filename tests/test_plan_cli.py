@@ -11,7 +11,7 @@ import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 
 POLICY = "examples/models/step_adder"
 REMOTE = f"policy.generation.specrollout.drafters=[{{type: remote, model: {POLICY}, workers: 1}}]"

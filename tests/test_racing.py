@@ -21,21 +21,21 @@ from safetensors.torch import load_file
 from test_equality import assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.generation import rollout_pool
-from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.private_ray import ray
-from nemo_specrollout.generation.responses import Response
-from nemo_specrollout.generation.rollout_pool import GONE, MOST_RESTARTS, RolloutPool
-from nemo_specrollout.generation.rollout_worker import RolloutWorker
-from nemo_specrollout.generation.timeline import BEATEN, DIED, MOVED, WON, Timeline
-from nemo_specrollout.generation.turns import Orders, Progress
-from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
-from nemo_specrollout.scheduling.ladder import Ladder
-from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+from nemo_specrollout.racing import rollout_pool
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.racing.private_ray import ray
+from nemo_specrollout.racing.responses import Response
+from nemo_specrollout.racing.rollout_pool import GONE, MOST_RESTARTS, RolloutPool
+from nemo_specrollout.racing.rollout_worker import RolloutWorker
+from nemo_specrollout.racing.timeline import BEATEN, DIED, MOVED, WON, Timeline
+from nemo_specrollout.racing.turns import Orders, Progress
+from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
+from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 pytestmark = pytest.mark.integration
 

@@ -10,12 +10,12 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; `ma
 
 from conftest import STEP_ADDER
 
-from nemo_specrollout.config.run import DataConfig, TaskConfig
+from benchmarks.policies.worked_solutions import DIRECT_RATE, worked_solution
+from nemo_specrollout.config.run_config import DataConfig, TaskConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.local.reasoning_gym_task import GymProblem, ReasoningGymTask, check_tasks
-from nemo_specrollout.local.rollout import load_tokenizer
+from nemo_specrollout.local.step_rollout import load_tokenizer
 from nemo_specrollout.local.tasks import build_task
-from nemo_specrollout.local.worked_solutions import DIRECT_RATE, worked_solution
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.refresh_draft_rollouts import task_prompts
-from nemo_specrollout.training.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
+from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
 
 pytestmark = pytest.mark.integration
 
@@ -35,8 +35,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def examples() -> list[tuple[list[int], int]]:
     """Texts as the shipped policy writes them: (ids, length of the prompt)."""
-    from nemo_specrollout.local.rollout import load_tokenizer
-    from nemo_specrollout.local.warm_start_data import _make_examples
+    from benchmarks.policies.warm_start_data import _make_examples
+    from nemo_specrollout.local.step_rollout import load_tokenizer
 
     return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=4, has_quick=False)[:96]
 
@@ -87,7 +87,7 @@ def card_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_head_from_scratch(head: Path) -> None:
-    from nemo_specrollout.training.head_facts import check_head
+    from nemo_specrollout.training.head.head_facts import check_head
 
     check_head(head, STEP_ADDER)
     card = card_of(head)
@@ -137,8 +137,8 @@ def test_a_worse_head_is_refused_and_the_old_one_stays(
 
 KILLED = """
 import os, signal, sys
-from nemo_specrollout.training import offline_refresh as work
-from nemo_specrollout.training.trainer import HeadTrainer
+from nemo_specrollout.training.refresh import offline_refresh as work
+from nemo_specrollout.training.head.trainer import HeadTrainer
 
 work.SAVE_EVERY_S, work.CHUNK_TEXTS, step = 0.0, 16, HeadTrainer._step
 
@@ -157,7 +157,7 @@ sys.exit(main(sys.argv[1:]))
 def test_an_interrupted_and_killed_refresh_goes_on_and_ends_the_same(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training import offline_refresh as work
+    from nemo_specrollout.training.refresh import offline_refresh as work
 
     monkeypatch.setattr(work, "CHUNK_TEXTS", 16)
     monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
@@ -194,7 +194,7 @@ def test_an_interrupted_and_killed_refresh_goes_on_and_ends_the_same(
 
 
 def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from nemo_specrollout.training.refresh_state import RefreshState
+    from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
     state = RefreshState(tmp_path / "head", replace=False)
     state.open({"steps": 1}, [], restart=False)
@@ -207,7 +207,7 @@ def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training import head as module
+    from nemo_specrollout.training.head.head import head as module
 
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed")
@@ -225,7 +225,7 @@ def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
 def test_a_kill_after_the_head_is_in_its_place_leaves_only_the_cleaning(
     head: Path, rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training.refresh_state import RefreshState
+    from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
     command = arguments(tmp_path / "head", rollouts, "--draft", str(head), "--steps", "12", "--tolerance", "9")
     with monkeypatch.context() as patched:
@@ -240,7 +240,7 @@ def test_a_kill_after_the_head_is_in_its_place_leaves_only_the_cleaning(
 
 
 def test_a_head_that_stepped_aside_comes_back(head: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.training.refresh_state import RefreshState
+    from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
     folder = tmp_path / "head"
     shutil.copytree(head, folder)
@@ -390,7 +390,7 @@ def edit_layer(folder: Path, **changes: int) -> None:
 
 
 def test_all_forms_of_rollouts_say_the_same(examples: list[tuple[list[int], int]], tmp_path: Path) -> None:
-    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.step_rollout import load_tokenizer
 
     ids, given = examples[0]
     tokenizer = load_tokenizer(STEP_ADDER)
@@ -447,7 +447,7 @@ def test_a_config_s_tasks_make_prompts(tmp_path: Path) -> None:
 
 
 def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:
-    from nemo_specrollout.training.feature_store import is_held_out
+    from nemo_specrollout.training.features.feature_store import is_held_out
 
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     share = held_out_share(prompts, 0.1)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
-from nemo_specrollout.scheduling.context_canary import ContextCanary, context_edges, count_by_context
-from nemo_specrollout.scheduling.publish_gate import PublishGate, student_quantile
-from nemo_specrollout.scheduling.refresh_rate import LEAST_SHARE, RefreshRate
-from nemo_specrollout.scheduling.refresh_schedule import HeadUse, RefreshSchedule, StepFacts
-from nemo_specrollout.scheduling.refresh_trigger import (
+from nemo_specrollout.scheduling.heads.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
+from nemo_specrollout.scheduling.heads.context_canary import ContextCanary, context_edges, count_by_context
+from nemo_specrollout.scheduling.heads.publish_gate import PublishGate, student_quantile
+from nemo_specrollout.scheduling.heads.refresh_rate import LEAST_SHARE, RefreshRate
+from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_trigger import (
     AutoTrigger,
     DecodeCosts,
     EveryStep,

@@ -17,7 +17,7 @@ from test_parallel import ENVIRONMENT
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
-from nemo_specrollout.training.feature_store import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def asked(start_engine: Callable[..., RolloutEngine], tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
     save_head(create_head(STEP_ADDER), folder)

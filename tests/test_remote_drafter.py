@@ -12,11 +12,11 @@ import pytest
 import torch
 from decoupled_world import MAX_LEN, MOST_AHEAD, VOCAB, FakeDrafter, policy_token
 
-from nemo_specrollout.decoupled.messages import decode, encode
-from nemo_specrollout.decoupled.peers import PeerState, PolicyModel, Sampling
-from nemo_specrollout.decoupled.remote_drafter import RemoteDrafter, StreamRequest
-from nemo_specrollout.decoupled.stream import DraftStream
-from nemo_specrollout.decoupled.transport import DrafterSocket
+from nemo_specrollout.remote.protocol.messages import decode, encode
+from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
+from nemo_specrollout.remote.protocol.transport import DrafterSocket
+from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter, StreamRequest
+from nemo_specrollout.remote.verifier.stream import DraftStream
 
 pytestmark = pytest.mark.unit
 

@@ -15,8 +15,8 @@ import pytest
 from matplotlib.image import imread
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.results import write_results
+from nemo_specrollout.local.run_report import write_report
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.head_panels import head_acceptance, head_summary
 

@@ -22,15 +22,16 @@ from scipy import stats
 from torch import Tensor, tensor
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
-from nemo_specrollout.generation import cpu_kernels
 from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.cpu_kernels.noise import gumbel
 from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, sample_with_margin, share_noise
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity, rollout_extra_args
 from nemo_specrollout.sampling import constants
 from nemo_specrollout.sampling.cpu_mix import mix64
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.seeds import combine, content_hash, mix64_int, request_seed
+from vllm_v2_cpu import kernels as cpu_kernels
+from vllm_v2_cpu.kernels import floats
+from vllm_v2_cpu.kernels.noise import gumbel
 
 pytestmark = pytest.mark.unit
 
@@ -308,7 +309,7 @@ def test_mix64_continues_the_published_generator() -> None:
 
 
 def test_constants_are_exact_in_float32() -> None:
-    for value in (constants.LN2, constants.SQRT_HALF, constants.LOG_SQRT_HALF, *constants.ATANH_SIXTH):
+    for value in (floats.LN2, floats.SQRT_HALF, floats.LOG_SQRT_HALF, *floats.ATANH_SIXTH):
         assert float(np.float32(value)) == pytest.approx(value, rel=1e-16, abs=0)
 
 

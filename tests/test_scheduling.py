@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.scheduling.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
-from nemo_specrollout.scheduling.counterfactual import plain_batch_sizes, plain_estimate_s
-from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable, non_decreasing
+from nemo_specrollout.scheduling.speculation.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
+from nemo_specrollout.scheduling.speculation.counterfactual import plain_batch_sizes, plain_estimate_s
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable, non_decreasing
 
 pytestmark = pytest.mark.unit
 

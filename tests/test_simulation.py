@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
-from nemo_specrollout.scheduling.dispatch import in_shards
-from nemo_specrollout.scheduling.pipeline import coupled_tokens
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
+from nemo_specrollout.scheduling.racing.dispatch import in_shards
+from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
 from nemo_specrollout.simulation.compare import compare
 from nemo_specrollout.simulation.costs import Costs, LinearCosts, RoundCosts
 from nemo_specrollout.simulation.devices import DEVICES
-from nemo_specrollout.simulation.fleet import AUTO, FIXED, PLAIN, Fleet
+from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN, Fleet
+from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
+from nemo_specrollout.simulation.gpu_usage import running_share
 from nemo_specrollout.simulation.lengths import LengthConfig, fitted
 from nemo_specrollout.simulation.rl import simulate_step
-from nemo_specrollout.simulation.rollout import Rollout, RolloutResult
 from nemo_specrollout.simulation.roofline import Calibration, Parallel, RooflineCosts
 from nemo_specrollout.simulation.scenario import Scenario, read_scenario, scenario_of, shipped
 from nemo_specrollout.simulation.setting import Setting, Variant
@@ -29,7 +30,6 @@ from nemo_specrollout.simulation.speculation import (
     NoSpeculation,
     Speculation,
 )
-from nemo_specrollout.simulation.timeline import running_share
 from nemo_specrollout.simulation.transformer import MODELS, eagle3_head, model_named
 from nemo_specrollout.simulation.worker import Worker
 from nemo_specrollout.simulation.workload import AcceptanceTerms, Workload, acceptance_for, workload

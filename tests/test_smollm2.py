@@ -13,11 +13,11 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.policies import smollm2
+from benchmarks.policies.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.model_folder import tensor_shapes
-from nemo_specrollout.local import smollm2
-from nemo_specrollout.local.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
-from nemo_specrollout.training.head_facts import check_values, read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
 MODEL = ROOT / "models" / "smollm2"
 unit = pytest.mark.unit
@@ -153,7 +153,7 @@ def test_the_shipped_start_changes_every_linear_layer_of_the_model() -> None:
     assert down == (16, 1536) and up == (576, 16)
     assert change.stat().st_size < 12_000_000
     card = json.loads((change.parent / "card.json").read_text())
-    assert card["command"].startswith("python -m nemo_specrollout.local.smollm2_start")
+    assert card["command"].startswith("python -m benchmarks.policies.smollm2_start")
 
 
 @unit
@@ -195,7 +195,7 @@ def test_the_real_model_decodes_greedily_as_transformers_does(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_real_model_s_weights_make_the_round_trip(real_model: Path) -> None:
-    from nemo_specrollout.config.run import OptimizerConfig
+    from nemo_specrollout.config.run_config import OptimizerConfig
     from nemo_specrollout.local.policy import MegatronPolicy
 
     policy = MegatronPolicy.from_pretrained(real_model, optimizer=OptimizerConfig(lr=1e-5))
@@ -214,8 +214,8 @@ def test_the_real_model_s_tokens_are_plain_decoding_s(
 ) -> None:
     from nemo_specrollout.generation.engine import RolloutRequest
     from nemo_specrollout.local.free_text import FreeText
-    from nemo_specrollout.local.rollout import load_tokenizer
     from nemo_specrollout.local.statistics import count_equal
+    from nemo_specrollout.local.step_rollout import load_tokenizer
 
     task = FreeText(load_tokenizer(real_model))
     requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from nemo_specrollout.generation import stamps as module
-from nemo_specrollout.generation.stamps import Stamp, Stamps
+from nemo_specrollout.generation import sample_stats as module
+from nemo_specrollout.generation.sample_stats import Stamp, Stamps
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutRequest
-from nemo_specrollout.local.step_profile import (
+from benchmarks.rollouts.step_profile import (
     HEAD,
     HEAD_SAMPLING,
     LM_HEAD,
@@ -25,6 +23,8 @@ from nemo_specrollout.local.step_profile import (
     profile,
     watch,
 )
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.generation.engine import RolloutRequest
 
 
 @pytest.mark.unit

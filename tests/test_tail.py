@@ -19,15 +19,15 @@ from test_report import COLUMNS, Page, metrics, trace, write_run
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.generation.engine import RolloutRequest
-from nemo_specrollout.generation.responses import Response, Run
-from nemo_specrollout.generation.savings import Savings
-from nemo_specrollout.generation.timeline import Span, SpanLog, Timeline, in_words
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.report import write_report
+from nemo_specrollout.local.run_report import write_report
+from nemo_specrollout.racing.responses import Response, Run
+from nemo_specrollout.racing.savings import Savings
+from nemo_specrollout.racing.timeline import Span, SpanLog, Timeline, in_words
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.tail_panels import MOST_LANES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
-from nemo_specrollout.scheduling.drain import Held, drain, undisturbed_end_s
-from nemo_specrollout.scheduling.fastest_of_n import TailDecision
+from nemo_specrollout.scheduling.racing.drain import Held, drain, undisturbed_end_s
+from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
 pytestmark = pytest.mark.unit
 

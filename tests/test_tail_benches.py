@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run import read_run_config
-from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.local.loop_bench import WARM_UP, WAYS, idle_share, row_of, step_s
-from nemo_specrollout.local.simulation_bench import (
+from benchmarks.rollouts.loop_bench import WARM_UP, WAYS, idle_share, row_of, step_s
+from benchmarks.rollouts.simulation_bench import (
     FEW,
     MANY,
     MOVING,
@@ -22,8 +19,11 @@ from nemo_specrollout.local.simulation_bench import (
     predicted_s,
     rows_of,
 )
-from nemo_specrollout.scheduling.cost_tables import CostCurve
-from nemo_specrollout.simulation.fleet import AUTO, FIXED, PLAIN
+from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.run_config import read_run_config
+from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve
+from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN
 
 pytestmark = pytest.mark.unit
 CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml", []))[0]

@@ -14,19 +14,19 @@ from test_equality import assert_equal, requests
 from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.generation import coordinator
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portable
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.exchange_messages import ExchangeFailed
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
-from nemo_specrollout.generation.private_ray import OwnRay, ray
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.shard_rollout import ShardRollout, _Known
-from nemo_specrollout.generation.tail_exchange import TailExchange
-from nemo_specrollout.generation.turns import Orders, Progress, Report
 from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
 from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
+from nemo_specrollout.racing import coordinator
+from nemo_specrollout.racing.exchange import TailExchange
+from nemo_specrollout.racing.exchange_messages import ExchangeFailed
+from nemo_specrollout.racing.private_ray import OwnRay, ray
+from nemo_specrollout.racing.shard_rollout import ShardRollout, _Known
+from nemo_specrollout.racing.turns import Orders, Progress, Report
 
 pytestmark = pytest.mark.integration
 

@@ -16,18 +16,18 @@ from test_equality import count_equal
 from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, noisy, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.generation import coordinator
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.generation.compat import REFUSALS, RolloutSamplingParams
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest, rollout_of
-from nemo_specrollout.generation.exchange_messages import Starts
 from nemo_specrollout.generation.hosted_engine import shard_request
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.stream_shard import StreamShard
-from nemo_specrollout.generation.stream_worker import StreamWorker
-from nemo_specrollout.generation.tail_exchange import TailExchange
-from nemo_specrollout.generation.turns import Orders
+from nemo_specrollout.racing import coordinator
+from nemo_specrollout.racing.exchange import TailExchange
+from nemo_specrollout.racing.exchange_messages import Starts
+from nemo_specrollout.racing.stream_shard import StreamShard
+from nemo_specrollout.racing.stream_worker import StreamWorker
+from nemo_specrollout.racing.turns import Orders
 
 pytestmark = pytest.mark.integration
 

@@ -165,8 +165,8 @@ def test_shipped_checkpoint_fits_the_task():
 def test_shipped_checkpoint_answers():
     import torch
 
-    from nemo_specrollout.local.warm_start import load
-    from nemo_specrollout.local.warm_start_evaluation import sample
+    from benchmarks.policies.warm_start import load
+    from benchmarks.policies.warm_start_evaluation import sample
 
     model, tokenizer = load(CHECKPOINT)
     problems = [Problem((12, 5)), Problem((40, 31, 8))] * 16
@@ -178,8 +178,8 @@ def test_shipped_checkpoint_answers():
 
 
 def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(tmp_path):
-    from nemo_specrollout.local.warm_start import PolicyShape, load, run
-    from nemo_specrollout.local.warm_start_data import WarmStart
+    from benchmarks.policies.warm_start import PolicyShape, load, run
+    from benchmarks.policies.warm_start_data import WarmStart
 
     for name in ("one", "two"):
         run(WarmStart(steps=2), tmp_path / name, num_samples=2)

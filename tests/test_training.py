@@ -13,9 +13,9 @@ import torch
 from conftest import STEP_ADDER
 from safetensors.torch import load_file, save_file
 
-from nemo_specrollout.training.features import SequenceFeatures, default_layer_ids
-from nemo_specrollout.training.head_facts import LAYER_IDS_FIELD, check_head
-from nemo_specrollout.training.packing import PADDING, Piece, pack, plan_batches, waste_rate
+from nemo_specrollout.training.features.features import SequenceFeatures, default_layer_ids
+from nemo_specrollout.training.head.head_facts import LAYER_IDS_FIELD, check_head
+from nemo_specrollout.training.head.packing import PADDING, Piece, pack, plan_batches, waste_rate
 
 pytestmark = pytest.mark.integration
 
@@ -32,22 +32,22 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[list[int], int]]:
     """Texts of the shipped policy's task: (ids, length of the prompt)."""
-    from nemo_specrollout.local.rollout import load_tokenizer
-    from nemo_specrollout.local.warm_start_data import _make_examples
+    from benchmarks.policies.warm_start_data import _make_examples
+    from nemo_specrollout.local.step_rollout import load_tokenizer
 
     return _make_examples(load_tokenizer(STEP_ADDER), seed=1, start=0, max_terms=6, has_quick=False)
 
 
 @pytest.fixture(scope="module")
 def sequences(texts: list[tuple[list[int], int]]) -> list[SequenceFeatures]:
-    from nemo_specrollout.training.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
     return hf_features(load_policy(STEP_ADDER), texts, LAYER_IDS, max_tokens=2048)
 
 
 @pytest.fixture(scope="module")
 def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "head"
     save_head(create_head(STEP_ADDER, LAYER_IDS), folder)
@@ -57,7 +57,7 @@ def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small_head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head that drafts only the even token ids."""
-    from nemo_specrollout.training.head import create_head, save_head
+    from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "small"
     save_head(create_head(STEP_ADDER, LAYER_IDS, draft_token_ids=range(0, VOCAB, 2)), folder)
@@ -65,7 +65,7 @@ def small_head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_settings(**changes: object):
-    from nemo_specrollout.training.trainer import TrainingSettings
+    from nemo_specrollout.training.head.trainer import TrainingSettings
 
     values = {"ttt_steps": TTT_STEPS, "batch_tokens": 128, "warmup_steps": 2, "learning_rate": 3e-3}
     return TrainingSettings(**{**values, **changes})
@@ -93,7 +93,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict], object]) -> None:
 def test_a_saved_head_is_loaded_again_by_us_and_by_speculators(head_folder: Path, small_head_folder: Path) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel
 
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.head import load_head
 
     for folder in (head_folder, small_head_folder):
         ours = load_head(folder, STEP_ADDER).model.state_dict()
@@ -113,7 +113,7 @@ def test_the_layer_ids_and_the_policys_context_are_always_written(head_folder: P
 
 
 def test_saving_replaces_a_head_and_leaves_nothing_else(head_folder: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.training.head import load_head, save_head
+    from nemo_specrollout.training.head.head import load_head, save_head
 
     head = load_head(head_folder, STEP_ADDER)
     save_head(head, tmp_path / "head")
@@ -127,7 +127,7 @@ def test_saving_replaces_a_head_and_leaves_nothing_else(head_folder: Path, tmp_p
 def test_a_save_that_fails_leaves_the_old_head(
     head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_specrollout.training import head as module
+    from nemo_specrollout.training.head.head import head as module
 
     head = module.load_head(head_folder, STEP_ADDER)
     module.save_head(head, tmp_path / "head")
@@ -139,7 +139,7 @@ def test_a_save_that_fails_leaves_the_old_head(
 
 
 def test_the_same_seed_makes_the_same_head() -> None:
-    from nemo_specrollout.training.head import create_head
+    from nemo_specrollout.training.head.head import create_head
 
     weights = [create_head(STEP_ADDER, LAYER_IDS, seed=seed).model.fc.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
@@ -160,7 +160,7 @@ def flatten(folder: Path) -> None:
 
 
 def test_a_head_in_the_flat_layout_is_loaded(small_head_folder: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.training.head import load_head, save_head
+    from nemo_specrollout.training.head.head import load_head, save_head
 
     folder = copied(small_head_folder, tmp_path)
     flatten(folder)
@@ -245,7 +245,7 @@ def test_a_truncated_file_and_folders_that_are_no_heads_are_refused(head_folder:
 
 
 def test_new_heads_refuse_what_the_policy_has_not() -> None:
-    from nemo_specrollout.training.head import create_head
+    from nemo_specrollout.training.head.head import create_head
 
     with pytest.raises(ValueError, match="name distinct layers of the policy"):
         create_head(STEP_ADDER, (1, 2, 9))
@@ -254,7 +254,7 @@ def test_new_heads_refuse_what_the_policy_has_not() -> None:
 
 
 def test_the_teacher_and_the_embedding_follow_the_policy(small_head_folder: Path) -> None:
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.head import load_head
 
     head = load_head(small_head_folder, STEP_ADDER)
     learned = {name: tensor.clone() for name, tensor in head.learned().items()}
@@ -270,7 +270,7 @@ def test_the_teacher_and_the_embedding_follow_the_policy(small_head_folder: Path
 
 
 def test_a_tied_policys_embedding_is_the_teacher(tmp_path: Path) -> None:
-    from nemo_specrollout.training.head import create_head
+    from nemo_specrollout.training.head.head import create_head
 
     folder = copied(STEP_ADDER, tmp_path)
     edit_config(folder, lambda c: c.update(tie_word_embeddings=True))
@@ -303,7 +303,7 @@ def test_features_are_the_policys(texts: list[tuple[list[int], int]], sequences:
 
 
 def test_features_refuse_layers_and_texts_that_are_not_there() -> None:
-    from nemo_specrollout.training.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
     policy = load_policy(STEP_ADDER)
     with pytest.raises(ValueError, match="the policy has layers 0 to 3"):
@@ -367,8 +367,8 @@ def test_the_loss_on_a_cpu_is_that_of_speculators(
 ) -> None:
     from speculators.losses.utils import resolve_loss_config
 
-    from nemo_specrollout.training.draft_forward import row_loss, training_loss
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.draft_forward import row_loss, training_loss
+    from nemo_specrollout.training.head.head import load_head
 
     model, config = load_head(head_folder, STEP_ADDER).model, resolve_loss_config(loss, "eager")
     pieces = [
@@ -392,8 +392,8 @@ def test_the_loss_on_a_cpu_is_that_of_speculators(
 def test_a_batch_without_responses_has_no_loss(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
     from speculators.losses.utils import resolve_loss_config
 
-    from nemo_specrollout.training.draft_forward import row_loss, training_loss
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.draft_forward import row_loss, training_loss
+    from nemo_specrollout.training.head.head import load_head
 
     model = load_head(head_folder, STEP_ADDER).model
     batch = pack(sequences, [Piece(0, 0, 4)], TTT_STEPS)
@@ -408,7 +408,7 @@ def test_packed_sequences_have_the_losses_that_they_have_alone(
 ) -> None:
     from speculators.losses.utils import resolve_loss_config
 
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.head import load_head
 
     model = load_head(head_folder, STEP_ADDER).model
     # The second begins amid its response: its first targets must not be compared with drafts of the first.
@@ -437,7 +437,7 @@ def test_packed_sequences_have_the_losses_that_they_have_alone(
 
 
 def test_gumbel_acceptance_is_what_shared_noise_gives() -> None:
-    from nemo_specrollout.training.acceptance import gumbel_acceptance
+    from nemo_specrollout.training.head.acceptance import gumbel_acceptance
 
     torch.manual_seed(0)
     p_RV, q_RV = (torch.softmax(2 * torch.randn(4, 12), -1) for _ in range(2))
@@ -455,7 +455,7 @@ def test_gumbel_acceptance_is_what_shared_noise_gives() -> None:
 
 
 def test_overlap_counts_what_the_head_cannot_draft_as_lost() -> None:
-    from nemo_specrollout.training.acceptance import overlap, probabilities
+    from nemo_specrollout.training.head.acceptance import overlap, probabilities
 
     def share(teacher_RV: torch.Tensor, head_RD: torch.Tensor, ids: list[int], temperature: float) -> float:
         return overlap(probabilities(teacher_RV, temperature)[:, ids], probabilities(head_RD, temperature)).item()
@@ -473,8 +473,8 @@ def test_overlap_counts_what_the_head_cannot_draft_as_lost() -> None:
 def test_drafts_are_those_of_the_training_forward_in_chunks_of_any_size(
     head_folder: Path, sequences: list[SequenceFeatures]
 ) -> None:
-    from nemo_specrollout.training.acceptance import draft_logits
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.acceptance import draft_logits
+    from nemo_specrollout.training.head.head import load_head
 
     head, features, num_drafts = load_head(head_folder, STEP_ADDER), sequences[3], 4
     steps: list[torch.Tensor] = []
@@ -500,9 +500,8 @@ def test_acceptance_of_a_sequence_is_the_sum_over_its_starts(
     chunk_elements: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from nemo_specrollout.training import acceptance
-    from nemo_specrollout.training.acceptance import draft_logits, expected_length, measure_acceptance
-    from nemo_specrollout.training.head import load_head
+    from nemo_specrollout.training.head.acceptance import draft_logits, expected_length, measure_acceptance
+    from nemo_specrollout.training.head.head import acceptance, load_head
 
     monkeypatch.setattr(acceptance, "CHUNK_ELEMENTS", chunk_elements)
     head, features, num_drafts = load_head(small_head_folder, STEP_ADDER), sequences[4], 3
@@ -545,8 +544,8 @@ def learned_of(trainer: object) -> dict[str, torch.Tensor]:
 
 
 def new_trainer(folder: Path, **changes: object):
-    from nemo_specrollout.training.head import load_head
-    from nemo_specrollout.training.trainer import HeadTrainer
+    from nemo_specrollout.training.head.head import load_head
+    from nemo_specrollout.training.head.trainer import HeadTrainer
 
     return HeadTrainer(load_head(folder, STEP_ADDER), small_settings(**changes))
 
@@ -554,8 +553,8 @@ def new_trainer(folder: Path, **changes: object):
 def test_a_little_training_raises_the_acceptance_on_texts_not_seen(
     head_folder: Path, sequences: list[SequenceFeatures]
 ) -> None:
-    from nemo_specrollout.training.acceptance import measure_acceptance
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.acceptance import measure_acceptance
+    from nemo_specrollout.training.head.trainer import Budget
 
     trainer = new_trainer(head_folder, loss="kl_div")
     held_out = sequences[:20]
@@ -569,7 +568,7 @@ def test_a_little_training_raises_the_acceptance_on_texts_not_seen(
 
 
 def test_the_policys_tensors_never_change(small_head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     trainer = new_trainer(small_head_folder)
     model = trainer.head.model
@@ -585,7 +584,7 @@ def test_the_policys_tensors_never_change(small_head_folder: Path, sequences: li
 
 
 def test_an_lm_head_that_is_not_trained_stays(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     trainer = new_trainer(head_folder, train_lm_head=False)
     trainer.train(sequences, Budget(steps=2))
@@ -596,7 +595,7 @@ def test_an_lm_head_that_is_not_trained_stays(head_folder: Path, sequences: list
 def test_killed_and_resumed_is_the_same_as_never_killed(
     head_folder: Path, sequences: list[SequenceFeatures], tmp_path: Path, killed_at: int
 ) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     few, budget, state = sequences[:8], Budget(steps=8), tmp_path / "state.pt"
     losses: list[list[float]] = [[], []]
@@ -625,7 +624,7 @@ def test_killed_and_resumed_is_the_same_as_never_killed(
 
 
 def test_a_second_run_starts_anew_but_keeps_the_optimizer(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     trainer = new_trainer(head_folder)
     trainer.train(sequences[:8], Budget(steps=2))
@@ -641,7 +640,7 @@ def test_a_state_of_other_settings_is_refused(head_folder: Path, tmp_path: Path)
 
 
 def test_a_step_that_is_not_finite_is_not_taken(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     trainer = new_trainer(head_folder)
     trainer.train(sequences[:4], Budget(steps=1))
@@ -656,7 +655,7 @@ def test_a_step_that_is_not_finite_is_not_taken(head_folder: Path, sequences: li
 
 @pytest.mark.parametrize("loss", ["kl_div", "tv", "nla", "lk_hybrid", '{"kl_div": 0.5, "tv": 0.5}'])
 def test_every_loss_falls(head_folder: Path, sequences: list[SequenceFeatures], loss: str) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     losses: list[float] = []
     new_trainer(head_folder, loss=loss).train(sequences[:3], Budget(steps=8), lambda s, n, value: losses.append(value))
@@ -664,7 +663,7 @@ def test_every_loss_falls(head_folder: Path, sequences: list[SequenceFeatures], 
 
 
 def test_a_run_may_end_with_total_variation_alone(head_folder: Path, sequences: list[SequenceFeatures]) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     def losses(**changes: object) -> list[float]:
         found: list[float] = []
@@ -678,7 +677,7 @@ def test_a_run_may_end_with_total_variation_alone(head_folder: Path, sequences: 
 
 
 def test_settings_and_budgets_that_cannot_be_are_refused(head_folder: Path) -> None:
-    from nemo_specrollout.training.trainer import Budget
+    from nemo_specrollout.training.head.trainer import Budget
 
     for changes, message in [
         ({"loss": "mse"}, "Unknown loss"),

@@ -31,15 +31,20 @@ from test_megatron import write_model as write_random_model
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from nemo_specrollout.config.run import OptimizerConfig
+from nemo_specrollout.config.run_config import OptimizerConfig
 from nemo_specrollout.local import megatron_host, megatron_model
 from nemo_specrollout.local.megatron_model import TokenBatch, token_logprobs
 from nemo_specrollout.local.policy import MegatronPolicy
-from nemo_specrollout.training.features import SequenceFeatures
-from nemo_specrollout.training.megatron_features import KeptRow, MegatronFeatureCapture, packed_rows, padded_rows
-from nemo_specrollout.training.policy_shape import PolicyShape
-from nemo_specrollout.training.policy_source import find_policy, policy_folder
-from nemo_specrollout.training.weight_map import FusedQkv, weights_of_shape
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
+from nemo_specrollout.training.checkpoints.weight_map import FusedQkv, weights_of_shape
+from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.training.features.megatron_features import (
+    KeptRow,
+    MegatronFeatureCapture,
+    packed_rows,
+    padded_rows,
+)
 
 pytestmark = pytest.mark.integration
 

@@ -20,10 +20,11 @@ from nemo_specrollout.config.addresses import is_loopback
 from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.engine_words import engine_in_words
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, check_nemo_rl, effective_block, malformed
+from nemo_specrollout.config.nemo_rl_fastest_of_n import num_engines
 from nemo_specrollout.config.nemo_rl_scripts import script_of
-from nemo_specrollout.config.nemo_rl_tail import num_engines
 from nemo_specrollout.config.nemo_rl_traps import (
     GENERATION,
     SPECULATIVE_CONFIG,
@@ -36,12 +37,11 @@ from nemo_specrollout.config.nemo_rl_traps import (
     native_drafts,
     size_at,
 )
-from nemo_specrollout.config.run import DataConfig
+from nemo_specrollout.config.run_config import DataConfig
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.config.tail import FastestOfNConfig
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
-from nemo_specrollout.training.head_facts import misfit
+from nemo_specrollout.training.head.head_facts import misfit
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 

@@ -27,7 +27,7 @@ from nemo_specrollout.config.nemo_rl_traps import Tree
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor import device, machine, patch_points, self_test, versions
+from nemo_specrollout.doctor import device, installed_versions, machine, patch_point_check, self_test
 from nemo_specrollout.doctor.child import in_one_line
 from nemo_specrollout.doctor.diagnosis import Diagnosis, State
 
@@ -60,10 +60,10 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Console) -> Iterator[tuple[str, Source]]:
     """The sections' names and what makes their diagnoses, in the order in which they are printed."""
-    yield versions.SECTION, lambda: versions.diagnose_versions(versions.found_versions())
+    yield installed_versions.SECTION, lambda: installed_versions.diagnose_versions(installed_versions.found_versions())
     yield device.SECTION, device.diagnose_device
     yield machine.SECTION, lambda: limits
-    yield patch_points.SECTION, lambda: [*patch_points.diagnose_nemo_rl(), *patch_points.diagnose_vllm()]
+    yield patch_point_check.SECTION, lambda: [*patch_point_check.diagnose_nemo_rl(), *patch_point_check.diagnose_vllm()]
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
     why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""

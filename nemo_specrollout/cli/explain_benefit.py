@@ -12,10 +12,10 @@ from rich.table import Table
 from nemo_specrollout.cli.simulate import comparison_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_traps import Tree, at
-from nemo_specrollout.scheduling.ladder import ANY_TASK, PLAIN, LadderFile, methods_of
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import Drafted, drafted
-from nemo_specrollout.simulation.fleet import Fleet
+from nemo_specrollout.simulation.engine_setup import Fleet
 from nemo_specrollout.simulation.scenario import Scenario
 
 

@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.scheduling.fastest_of_n import LEAST_CHANCE, RACE_PREMIUM
-from nemo_specrollout.scheduling.ladder import methods_of
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.scheduling.racing.draft_ladder import methods_of
+from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 from nemo_specrollout.simulation.compare import Comparison
 from nemo_specrollout.simulation.configured import TAIL, onset
 

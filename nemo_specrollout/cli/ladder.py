@@ -13,10 +13,10 @@ from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import check_out, prepare, use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError, nearest
-from nemo_specrollout.generation.cost_profile import check_model
-from nemo_specrollout.scheduling.ladder import ANY_TASK, LadderFile, Rung
+from nemo_specrollout.remote.drafter.cost_profile import check_model
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, LadderFile, Rung
 
 
 def ladder(parsed: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def _check(block: SpecrolloutConfig, parsed: argparse.Namespace) -> None:
 
 def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: Console) -> LadderFile:
     from nemo_specrollout.local.ladder_bench import WARM_UP_ROUNDS, LadderBench, batches_up_to, methods_of
-    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.local.step_rollout import load_tokenizer
     from nemo_specrollout.local.tasks import build_task
 
     methods, batches = methods_of(config.policy.generation.specrollout), batches_up_to(config.most_in_flight)

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 import nemo_specrollout
+import vllm_v2_cpu
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
 
@@ -73,9 +74,9 @@ class LaunchDirectory:
             )
 
     def _copy_code(self) -> None:
-        assert nemo_specrollout.__file__ is not None
         temporary, addon = self.path / f".addon.{os.getpid()}", self.path / "addon"
-        source = Path(nemo_specrollout.__file__).parent
-        shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        for package in (nemo_specrollout, vllm_v2_cpu):
+            source = Path(package.__file__ or "").parent
+            shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.rmtree(addon, ignore_errors=True)
         os.replace(temporary, addon)

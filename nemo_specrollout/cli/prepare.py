@@ -16,16 +16,16 @@ from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 from nemo_specrollout.config.nemo_rl_engine import runner_findings
-from nemo_specrollout.config.run import PROCESSED_LOGPROBS, DataConfig, RunConfig, check_prompt, read_run_config
+from nemo_specrollout.config.run_config import PROCESSED_LOGPROBS, DataConfig, RunConfig, check_prompt, read_run_config
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.scheduling.auto_placement import Machine, choose, placed
-from nemo_specrollout.scheduling.cost_tables import CostTables
-from nemo_specrollout.scheduling.ladder import LadderFile
-from nemo_specrollout.training.head_facts import check_head
-from nemo_specrollout.training.policy_folder import check_model_folder, check_trainable, has_mtp_layers
+from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
+from nemo_specrollout.scheduling.placement.cost_tables import CostTables
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
+from nemo_specrollout.training.head.head_facts import check_head
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 # Bytes: of a name, and of a path with the names of our own files behind it.

@@ -13,9 +13,9 @@ from nemo_specrollout.cli.prepare import check_out, prepare
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.generation.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, draft_model_of
-from nemo_specrollout.generation.json_child import JsonChild
-from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables
+from nemo_specrollout.remote.drafter.cost_profile import BATCHES, MEASUREMENTS, ProfileSpec, draft_model_of
+from nemo_specrollout.remote.verifier.json_child import JsonChild
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 
 Measured = Mapping[str, Sequence[float]]
 
@@ -72,7 +72,7 @@ def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> d
 def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
     """What a process of `num_threads` threads measures. Raises ConfigError with its last words if it fails."""
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
-    child = JsonChild("nemo_specrollout.generation.cost_profile", spec.wire(), environment)
+    child = JsonChild("nemo_specrollout.remote.drafter.cost_profile", spec.wire(), environment)
     try:
         measured = _listen(child, on_done)
     finally:

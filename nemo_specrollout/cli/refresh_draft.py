@@ -20,7 +20,7 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from nemo_specrollout.cli.refresh_draft_run import DraftRefresh
-        from nemo_specrollout.training.refresh_state import RefreshState
+        from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
         state = RefreshState(options.out_path, options.replace)
         with Interrupts() as interrupts:

@@ -14,12 +14,12 @@ from nemo_specrollout.cli.refresh_draft_view import RefreshView
 if TYPE_CHECKING:
     import torch
 
-    from nemo_specrollout.training.feature_store import FeatureIndex, FeatureReader
-    from nemo_specrollout.training.features import SequenceFeatures
-    from nemo_specrollout.training.head import DraftHead
-    from nemo_specrollout.training.head_facts import PolicyFacts
-    from nemo_specrollout.training.refresh_state import RefreshState
-    from nemo_specrollout.training.rollout_files import RolloutText
+    from nemo_specrollout.training.features.feature_store import FeatureIndex, FeatureReader
+    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.training.features.rollout_files import RolloutText
+    from nemo_specrollout.training.head.head import DraftHead
+    from nemo_specrollout.training.head.head_facts import PolicyFacts
+    from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 HELD_OUT_TOKENS = 60_000
 """Of held-out sequences, by which the heads are judged, at most."""
@@ -54,7 +54,7 @@ class DataSource:
 
     def data_and_head(self) -> tuple[Data, "DraftHead"]:
         """From a feature store as it is, or by features of rollouts."""
-        from nemo_specrollout.training.rollout_files import is_feature_store
+        from nemo_specrollout.training.features.rollout_files import is_feature_store
 
         stores = [Path(p) for p in self._options.rollouts if is_feature_store(Path(p))]
         if stores and len(self._options.rollouts) > 1:
@@ -68,7 +68,7 @@ class DataSource:
         return min(self._options.max_length or self._facts.max_position_embeddings, self._facts.max_position_embeddings)
 
     def _texts(self) -> list["RolloutText"]:
-        from nemo_specrollout.training.rollout_files import read_rollouts
+        from nemo_specrollout.training.features.rollout_files import read_rollouts
 
         paths = [Path(p) for p in self._options.rollouts]
         if self._options.prompts is not None:
@@ -86,7 +86,7 @@ class DataSource:
         return list(read.texts)
 
     def _generate(self, file: Path) -> None:
-        from nemo_specrollout.training.rollout_files import held_out_share, read_prompts
+        from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts
 
         if file.suffix in CONFIG_SUFFIXES:
             found = task_prompts(file, self._options.num_prompts, self._options.seed)
@@ -105,9 +105,9 @@ class DataSource:
 
     def _captured(self, texts: list["RolloutText"]) -> tuple[Data, "DraftHead"]:
         """Features of `texts`, of as many as there is room for."""
-        from nemo_specrollout.training import offline_refresh as work
-        from nemo_specrollout.training.feature_store import FeatureStore
-        from nemo_specrollout.training.rollout_files import held_out_share, tokenizer_hash
+        from nemo_specrollout.training.features.feature_store import FeatureStore
+        from nemo_specrollout.training.features.rollout_files import held_out_share, tokenizer_hash
+        from nemo_specrollout.training.refresh import offline_refresh as work
 
         options, dtype = self._options, work.feature_dtype(self._device)
         num_layers = self._num_aux_layers()
@@ -142,10 +142,10 @@ class DataSource:
 
     def _stored(self, folder: Path) -> tuple[Data, "DraftHead"]:
         """The features of a store, checked against the policy."""
-        from nemo_specrollout.training import offline_refresh as work
-        from nemo_specrollout.training.feature_store import FeatureReader
-        from nemo_specrollout.training.rollout_checks import check_surprise, measure_surprise
-        from nemo_specrollout.training.rollout_files import tokenizer_hash
+        from nemo_specrollout.training.features.feature_store import FeatureReader
+        from nemo_specrollout.training.features.rollout_checks import check_surprise, measure_surprise
+        from nemo_specrollout.training.features.rollout_files import tokenizer_hash
+        from nemo_specrollout.training.refresh import offline_refresh as work
 
         reader = FeatureReader(folder)
         index = reader.index()
@@ -165,9 +165,9 @@ class DataSource:
 
     def _compare(self, data: Data, layer_ids: Sequence[int]) -> str | None:
         """Whether stored features are those of the policy as it is now."""
-        from nemo_specrollout.training.hf_features import hf_features, load_policy
-        from nemo_specrollout.training.offline_refresh import feature_dtype
-        from nemo_specrollout.training.rollout_checks import check_stored
+        from nemo_specrollout.training.features.hf_features import hf_features, load_policy
+        from nemo_specrollout.training.features.rollout_checks import check_stored
+        from nemo_specrollout.training.refresh.offline_refresh import feature_dtype
 
         whole = [f for f in data.held_out if f.first_position == 0 and 0 < f.prompt_length < f.num_tokens]
         texts = [(f.token_ids_T.tolist(), f.prompt_length) for f in whole[:COMPARED_SEQUENCES]]
@@ -177,8 +177,8 @@ class DataSource:
         return check_stored(whole[:COMPARED_SEQUENCES], hf_features(policy, texts, layer_ids))
 
     def _data(self, reader: "FeatureReader", index: "FeatureIndex") -> Data:
-        from nemo_specrollout.training.offline_refresh import stored_sequences
-        from nemo_specrollout.training.rollout_files import MIN_HELD_OUT_PROMPTS
+        from nemo_specrollout.training.features.rollout_files import MIN_HELD_OUT_PROMPTS
+        from nemo_specrollout.training.refresh.offline_refresh import stored_sequences
 
         training = stored_sequences(reader, held_out=False)
         held_out = stored_sequences(reader, held_out=True, max_tokens=HELD_OUT_TOKENS)
@@ -200,7 +200,7 @@ class DataSource:
         return Data(training, held_out, facts)
 
     def _num_aux_layers(self) -> int:
-        from nemo_specrollout.training.head_facts import read_head_facts
+        from nemo_specrollout.training.head.head_facts import read_head_facts
 
         if self._options.draft is not None:
             return len(read_head_facts(Path(self._options.draft)).layer_ids)
@@ -208,8 +208,8 @@ class DataSource:
 
     def _head(self, texts: Sequence[tuple[Sequence[int], int]], layer_ids: tuple[int, ...] = ()) -> "DraftHead":
         """The head that training begins with: --draft, or a new one for these texts."""
-        from nemo_specrollout.training.head import create_head, load_head
-        from nemo_specrollout.training.offline_refresh import most_frequent_tokens
+        from nemo_specrollout.training.head.head import create_head, load_head
+        from nemo_specrollout.training.refresh.offline_refresh import most_frequent_tokens
 
         options = self._options
         if options.draft is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.refresh import MIXED_LOSS
+from nemo_specrollout.config.draft_refresh import MIXED_LOSS
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
 DEFAULT_MINUTES = 10.0

@@ -27,8 +27,8 @@ def task_prompts(config_file: Path, num: int, seed: int) -> list[list[int]]:
     """
     from nemo_specrollout.cli.prepare import check_task
     from nemo_specrollout.config.load import load_config
-    from nemo_specrollout.config.run import read_run_config
-    from nemo_specrollout.local.rollout import load_tokenizer
+    from nemo_specrollout.config.run_config import read_run_config
+    from nemo_specrollout.local.step_rollout import load_tokenizer
     from nemo_specrollout.local.tasks import build_task
 
     config, _ = read_run_config(load_config(config_file, []))  # its head may be the one that is to be made
@@ -58,7 +58,7 @@ def generate_rollouts(
         return
     _check_vllm()
     from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
-    from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     longest = min(max_length, max(map(len, prompts)) + options.max_new_tokens)

@@ -13,10 +13,10 @@ from nemo_specrollout.cli.refresh_draft_view import RefreshView
 if TYPE_CHECKING:
     import torch
 
-    from nemo_specrollout.training.features import SequenceFeatures
-    from nemo_specrollout.training.head import DraftHead
-    from nemo_specrollout.training.refresh_state import RefreshState
-    from nemo_specrollout.training.trainer import Budget, HeadTrainer, TrainingResult, TrainingSettings
+    from nemo_specrollout.training.features.features import SequenceFeatures
+    from nemo_specrollout.training.head.head import DraftHead
+    from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult, TrainingSettings
+    from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 MEASURE_EVERY_S = 20.0
 LIVE_TOKENS = 1_000
@@ -63,7 +63,7 @@ class DraftRefresh:
             raise
 
     def _run(self) -> bool:
-        from nemo_specrollout.training.head_facts import read_policy_facts
+        from nemo_specrollout.training.head.head_facts import read_policy_facts
 
         _silence_transformers()
         options = self._options
@@ -79,7 +79,7 @@ class DraftRefresh:
 
     def _policy_folder(self) -> Path:
         """The policy as a Hugging Face folder; a checkpoint is converted once."""
-        from nemo_specrollout.training.policy_source import find_policy, policy_folder
+        from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
 
         checkpoint, hf_config = Path(self._options.policy), self._options.hf_config
         if self._state.policy.is_dir():
@@ -90,15 +90,15 @@ class DraftRefresh:
             return policy_folder(checkpoint, self._state.policy, hf_config)
 
     def _check_draft(self) -> None:
-        from nemo_specrollout.training.head_facts import check_head
+        from nemo_specrollout.training.head.head_facts import check_head
 
         if self._options.draft is not None:
             check_head(Path(self._options.draft), self._policy)
 
     def _train(self, head: "DraftHead", data: Data) -> tuple["HeadTrainer", "TrainingResult | None", str, float]:
         """Trains `head`, unless an earlier process has; the trainer, what training took, why it failed, seconds."""
-        from nemo_specrollout.training import offline_refresh as work
-        from nemo_specrollout.training.trainer import HeadTrainer
+        from nemo_specrollout.training.head.trainer import HeadTrainer
+        from nemo_specrollout.training.refresh import offline_refresh as work
 
         if (done := work.trained_already(self._state, self._policy, self._device)) is not None:
             return HeadTrainer(done[0], self._settings()), done[1], "", done[1].seconds
@@ -118,7 +118,7 @@ class DraftRefresh:
         self, head: "DraftHead", data: Data, move: Callable[[int, int, str], None]
     ) -> Callable[[int, int, float, int], None]:
         """Moves the bar, and now and then measures acceptance on some held-out sequences."""
-        from nemo_specrollout.training.acceptance import measure_acceptance
+        from nemo_specrollout.training.head.acceptance import measure_acceptance
 
         sample, acceptance = _first_tokens(data.held_out, LIVE_TOKENS), ""
         due = time.monotonic() + MEASURE_EVERY_S
@@ -141,9 +141,9 @@ class DraftRefresh:
         self, trainer: "HeadTrainer", result: "TrainingResult | None", failure: str, seconds: float, data: Data
     ) -> bool:
         """Judges the candidate, and puts it where it belongs."""
-        from nemo_specrollout.training.head import load_head
-        from nemo_specrollout.training.offline_refresh import conclude
-        from nemo_specrollout.training.refresh import Refresh, judge
+        from nemo_specrollout.training.head.head import load_head
+        from nemo_specrollout.training.refresh.offline_refresh import conclude
+        from nemo_specrollout.training.refresh.refresh_round import Refresh, judge
 
         options, state = self._options, self._state
         refresh = Refresh(trainer.head, None, None, failure, seconds)
@@ -173,12 +173,12 @@ class DraftRefresh:
             say(f"features {state.kept_features}; use them again by --rollouts {state.kept_features}")
 
     def _gate(self) -> Any:
-        from nemo_specrollout.scheduling.publish_gate import PublishGate
+        from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 
         return PublishGate(self._options.confidence, self._options.tolerance)
 
     def _settings(self) -> "TrainingSettings":
-        from nemo_specrollout.training.trainer import BATCH_TOKENS, TrainingSettings, default_learning_rate
+        from nemo_specrollout.training.head.trainer import BATCH_TOKENS, TrainingSettings, default_learning_rate
 
         options = self._options
         return TrainingSettings(
@@ -197,7 +197,7 @@ class DraftRefresh:
         return torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
 
     def _budget(self) -> "Budget":
-        from nemo_specrollout.training.trainer import Budget
+        from nemo_specrollout.training.head.trainer import Budget
 
         options = self._options
         if options.steps is not None:
@@ -223,7 +223,7 @@ def _device(name: str) -> "torch.device":
 
 def _named_files(options: RefreshOptions) -> list[Path]:
     """What was named and must not change while a refresh is unfinished. Raises ValueError for what is not there."""
-    from nemo_specrollout.training.rollout_files import is_feature_store, rollout_files
+    from nemo_specrollout.training.features.rollout_files import is_feature_store, rollout_files
 
     policy = Path(options.policy)
     if not policy.is_dir():

@@ -11,11 +11,11 @@ from nemo_specrollout.config.addresses import check_address, shared_secret
 from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG, at
-from nemo_specrollout.config.run import VllmConfig
+from nemo_specrollout.config.run_config import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
 
 if TYPE_CHECKING:
-    from nemo_specrollout.generation.drafter_service import Status
+    from nemo_specrollout.remote.verifier.drafter_process import Status
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 
@@ -36,8 +36,8 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
         use_threads()
     from rich.console import Console
 
-    from nemo_specrollout.generation.drafter_pool import drafter_spec
-    from nemo_specrollout.generation.drafter_service import DrafterService
+    from nemo_specrollout.remote.drafter.drafter_service import DrafterService
+    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec
 
     spec = drafter_spec(drafter, engine, parsed.address, on_cpu=on_cpu)
     console = Console(highlight=False)
@@ -60,7 +60,7 @@ def remote_of(tree: Mapping[str, Any]) -> tuple[DrafterConfig, VllmConfig]:
     block = build(SpecrolloutConfig, at(tree, BLOCK_PATH) or {}, BLOCK_PATH)
     if block.remote is None:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none of type remote; name one, with the folder of its model")
-    from nemo_specrollout.generation.drafter_pool import engine_facts
+    from nemo_specrollout.remote.verifier.drafter_pool import engine_facts
 
     return block.remote, engine_facts(at(tree, VLLM_CFG) or {})
 

@@ -15,17 +15,17 @@ from rich.table import Table
 from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.run import read_run_config
+from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
 from nemo_specrollout.simulation.devices import DEVICES, device_named
 from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
+from nemo_specrollout.simulation.gpu_usage import running_share
 from nemo_specrollout.simulation.lengths import fitted
 from nemo_specrollout.simulation.papers import account
 from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
-from nemo_specrollout.simulation.timeline import running_share
 from nemo_specrollout.simulation.traces import read_trace
 
 LIST, PAPERS = "list", "papers"

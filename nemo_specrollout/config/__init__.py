@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may ask for, without torch."""
+"""Defines what a user may ask for: the strict block, the schema of a run, YAML, versions. Imports no torch."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import check_address
-from nemo_specrollout.config.refresh import DraftRefreshConfig
+from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, choice, nearest
-from nemo_specrollout.config.tail import FastestOfNConfig
 
 BLOCK_PATH = "policy.generation.specrollout"
 TEXT_DRAFTERS = ("ngram", "suffix", "random")
@@ -75,7 +75,7 @@ class DrafterConfig:
 
     placement: str = choice(*PLACEMENTS, default="as_written")
     """Of `remote` with `workers`: `as_written`, or `auto`: beside the policy's engine, in it, or not at all, whatever promises
-    most by the times in `profile` (`scheduling/auto_placement.py`)."""
+    most by the times in `profile` (`scheduling/placement/auto_placement.py`)."""
 
     profile: str | None = None
     """Of `placement: auto`: the file that `nemo-specrollout profile` wrote on this machine."""

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_controller import controller_findings
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, engine_findings
-from nemo_specrollout.config.nemo_rl_tail import tail_findings
+from nemo_specrollout.config.nemo_rl_fastest_of_n import tail_findings
 from nemo_specrollout.config.nemo_rl_traps import (
     ASYNC_BLOCKS,
     SPECULATIVE_CONFIG,

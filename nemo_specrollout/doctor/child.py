@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.generation.json_child import PARENT, end_with_parent
+from nemo_specrollout.remote.verifier.json_child import PARENT, end_with_parent
 
 _ORDER, _TOLD, _LOG, _ERROR = "order.json", "told.json", "log", "error"
 _LOG_LINES = 60

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.doctor.child import Tell, answer
 from nemo_specrollout.doctor.tiny_model import LONGEST_TEXT, VOCABULARY, make_tiny_model
 

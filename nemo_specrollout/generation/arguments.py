@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
+from vllm_v2_cpu.plugin import V2_ON_CPU
 
 WORKER_CLASSES = {
     "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",

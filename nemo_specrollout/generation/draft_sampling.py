@@ -16,7 +16,7 @@ from numba import njit
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.cpu_kernels.floats import (
+from vllm_v2_cpu.kernels.floats import (
     F32,
     LOWEST_KEY,
     U32,
@@ -25,8 +25,8 @@ from nemo_specrollout.generation.cpu_kernels.floats import (
     value_of,
     value_of_key,
 )
-from nemo_specrollout.generation.cpu_kernels.launch import view
-from nemo_specrollout.generation.cpu_kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
+from vllm_v2_cpu.kernels.kernel_launch import view
+from vllm_v2_cpu.kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
 
 MARGIN_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
 """Margins, in nats, at which the next evidence level begins: wide, because most drafts of a good head are nearly sure."""

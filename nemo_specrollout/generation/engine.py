@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
-from nemo_specrollout.config.run import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
+from nemo_specrollout.config.run_config import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args
 from nemo_specrollout.sampling.seeds import request_seed
 
 if TYPE_CHECKING:
-    from nemo_specrollout.generation.drafter_pool import DrafterPool
-    from nemo_specrollout.training.features import SequenceFeatures
+    from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
+    from nemo_specrollout.training.features.features import SequenceFeatures
 
 
 _DEFAULTS = {
@@ -95,7 +95,7 @@ class RolloutEngine:
         block = generation.specrollout
         if not block.enabled or block.remote is None or not block.remote.workers:
             return None
-        from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec
+        from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
 
         return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg)] * block.remote.workers)
 
@@ -106,7 +106,7 @@ class RolloutEngine:
 
         block = generation.specrollout
         if self.drafters is not None:
-            from nemo_specrollout.generation.drafter_pool import with_addresses
+            from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
 
             block = with_addresses(block, self.drafters.addresses())
         arguments = {**_DEFAULTS, **generation.vllm_kwargs, **overrides}

@@ -18,21 +18,21 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.drafting import Drafting, NewRequest
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import load_head, own_lm_head
 from nemo_specrollout.generation.head_watch import HeadWatch
 from nemo_specrollout.generation.host_budget import HostBudget
 from nemo_specrollout.generation.older_runners import allow_text_drafters, mend_bad_words
-from nemo_specrollout.generation.remote_drafting import ToldOutput
+from nemo_specrollout.generation.remote_drafts import ToldOutput
 from nemo_specrollout.generation.resting_scheduler import say_that_drafting_rests
 from nemo_specrollout.generation.runner_binding import bind
-from nemo_specrollout.generation.stamps import Stamps
+from nemo_specrollout.generation.sample_stats import Stamps
+from nemo_specrollout.generation.speculator import Drafting, NewRequest
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier
-from nemo_specrollout.scheduling.budget import build_budget
-from nemo_specrollout.training.feature_store import FeatureSource, FeatureStore
-from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.scheduling.speculation.budget import build_budget
+from nemo_specrollout.training.features.feature_store import FeatureSource, FeatureStore
+from nemo_specrollout.training.features.features import SequenceFeatures
 
 # Features on their way to a head's training: room on the device, the most of the engine's time, room on the host.
 CAPTURE_BYTES, CAPTURE_TIME_SHARE, OUTBOX_BYTES = 64 << 20, 0.02, 512 << 20

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from nemo_specrollout.generation.compat import to_device
-from nemo_specrollout.generation.drafting import NewRequest
+from nemo_specrollout.generation.speculator import NewRequest
 from nemo_specrollout.sampling.seeds import combine
-from nemo_specrollout.training.features import SequenceFeatures
+from nemo_specrollout.training.features.features import SequenceFeatures
 
 SHORTEST = 8
 """Tokens of a sequence below which nothing is learned from it."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.head_loading import head_health
 from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.generation.stamps import Stamps
-from nemo_specrollout.scheduling.canary import WEIGHT_CAUSES, Canary, HeadHealth
-from nemo_specrollout.scheduling.context_canary import ContextCanary
+from nemo_specrollout.generation.sample_stats import Stamps
+from nemo_specrollout.generation.speculator import Drafting
+from nemo_specrollout.scheduling.heads.canary import WEIGHT_CAUSES, Canary, HeadHealth
+from nemo_specrollout.scheduling.heads.context_canary import ContextCanary
 
 logger = logging.getLogger(__name__)
 STEPS = 8

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from nemo_specrollout.generation.compat import agreed
-from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.scheduling.budget import BudgetObservation, BudgetPolicy
-from nemo_specrollout.scheduling.step_time import StepCosts
+from nemo_specrollout.generation.speculator import Drafting
+from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, BudgetPolicy
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 
 
 class HostBudget:

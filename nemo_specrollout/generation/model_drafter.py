@@ -22,10 +22,10 @@ from nemo_specrollout.generation.compat import agreed, to_device
 from nemo_specrollout.generation.draft_sampling import share_noise
 from nemo_specrollout.generation.host_copy import HostCopy
 from nemo_specrollout.generation.stage_timer import StageTimer
-from nemo_specrollout.scheduling.draft_plan import DraftPlan, PlanObservation, build_planner
-from nemo_specrollout.scheduling.draft_time import DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.step_time import StepCosts
-from nemo_specrollout.scheduling.survival_spread import SurvivalSpread
+from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, PlanObservation, build_planner
+from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts, DraftTimes
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread
 
 
 class ModelDrafter:

@@ -7,8 +7,8 @@ Stands in for three methods of one runner object: `add_requests`, `finish_reques
 import copy
 from typing import Any, Protocol
 
-from nemo_specrollout.generation.drafting import NewRequest
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity
+from nemo_specrollout.generation.speculator import NewRequest
 
 
 class StepListener(Protocol):

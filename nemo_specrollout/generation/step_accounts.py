@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.generation.compat import agreed
-from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.speculator import Drafting
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
-from nemo_specrollout.scheduling.draft_time import DraftCosts
-from nemo_specrollout.scheduling.step_time import StepCosts, StepTimeTable
+from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable
 
 AGREED_STEPS = 32
 """Steps after which tensor-parallel ranks agree on costs and on the time again."""

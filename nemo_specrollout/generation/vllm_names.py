@@ -121,13 +121,13 @@ def _state(source: VllmSource, name: str, use: Use, is_there: bool) -> VllmName:
 
 
 def _imported(source: VllmSource) -> Iterator[VllmName]:
-    for name in {name for file in _our_files(".") for name in imported_names(tree_of(file)).values()}:
+    for name in {name for file in _our_files(".", "../vllm_v2_cpu") for name in imported_names(tree_of(file)).values()}:
         yield _state(source, name, Use.IMPORTED, source.find(name) is not None)
 
 
 def _of_modules(source: VllmSource) -> Iterator[VllmName]:
     """As `gumbel.gumbel_sample`; a module's name asked for by `hasattr` or `getattr` may be missing."""
-    for file in _our_files("."):
+    for file in _our_files(".", "../vllm_v2_cpu"):
         names = imported_names(tree_of(file))
         modules = {as_: n for as_, n in names.items() if source.file_of(n) is not None}
         for node in ast.walk(tree_of(file)):
@@ -140,14 +140,13 @@ def _of_modules(source: VllmSource) -> Iterator[VllmName]:
 def _of_objects(source: VllmSource) -> Iterator[VllmName]:
     asked = {
         (OBJECTS[node.value.id], node.attr)
-        for file in _our_files("generation", "nemo_rl")
+        for file in _our_files("generation", "remote/drafter", "nemo_rl")
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
         and node.value.id in OBJECTS
         and not imported_names(tree_of(file)).get(node.value.id)
-        and "cpu_kernels" not in file.parts
     }
     asked |= {(name, attribute) for name, attributes in ATTRIBUTES.items() for attribute in attributes.split()}
     members = {class_name: source.members(class_name) for class_name, _ in asked}
@@ -158,7 +157,7 @@ def _of_objects(source: VllmSource) -> Iterator[VllmName]:
 
 def _overridden(source: VllmSource) -> Iterator[VllmName]:
     """Where a class of ours calls `super().method`, a base of vLLM's has it."""
-    for file in _our_files("generation", "nemo_rl"):
+    for file in _our_files("generation", "remote/drafter", "nemo_rl"):
         names = imported_names(tree_of(file)) | MIXINS
         for node in ast.walk(tree_of(file)):
             bases = [ast.unparse(b) for b in node.bases] + [node.name] if isinstance(node, ast.ClassDef) else []

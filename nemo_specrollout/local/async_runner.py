@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.config.run import RunConfig
-from nemo_specrollout.generation.responses import Response
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.rollout import StepRollout
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.runner import GrpoRunner
 from nemo_specrollout.local.statistics import stock_stats
+from nemo_specrollout.local.step_rollout import StepRollout
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
+from nemo_specrollout.racing.responses import Response
 
 if TYPE_CHECKING:
-    from nemo_specrollout.training.features import SequenceFeatures
+    from nemo_specrollout.training.features.features import SequenceFeatures
 
 
 class AsyncGrpoRunner(GrpoRunner):

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.run import RunConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.generation.coordinator import Coordinator
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
-from nemo_specrollout.generation.rollout_pool import GONE, RolloutPool
-from nemo_specrollout.generation.timeline import WON, Span, Timeline
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
-from nemo_specrollout.scheduling.dispatch import in_shards
-from nemo_specrollout.scheduling.fastest_of_n import FastestOfN
-from nemo_specrollout.scheduling.ladder import Ladder, LadderFile
-from nemo_specrollout.scheduling.response_lengths import LengthEstimator
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.racing.rollout_pool import GONE, RolloutPool
+from nemo_specrollout.racing.timeline import WON, Span, Timeline
+from nemo_specrollout.scheduling.racing.dispatch import in_shards
+from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
+from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 if TYPE_CHECKING:
-    from nemo_specrollout.training.features import SequenceFeatures
+    from nemo_specrollout.training.features.features import SequenceFeatures
 
 
 class RolloutFleet:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import MODEL_DRAFTERS, SpecrolloutConfig
-from nemo_specrollout.config.run import RunConfig
-from nemo_specrollout.config.tail import FastestOfNConfig
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.engine import RolloutRequest
-from nemo_specrollout.generation.rollout_pool import RolloutPool
-from nemo_specrollout.generation.rollout_worker import FEW_RUNS
-from nemo_specrollout.generation.turns import Orders, Report, Work
 from nemo_specrollout.local.statistics import draft_counts
 from nemo_specrollout.local.tasks import Task
-from nemo_specrollout.scheduling.ladder import ANY_TASK, SIZES, LadderFile, Rung
+from nemo_specrollout.racing.rollout_pool import RolloutPool
+from nemo_specrollout.racing.rollout_worker import FEW_RUNS
+from nemo_specrollout.racing.turns import Orders, Report, Work
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, SIZES, LadderFile, Rung
 
 WARM_UP_ROUNDS = 1
 """Rounds that do not count: kernels compile, draft boards learn."""

@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_specrollout.training.policy_shape import PolicyShape
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 
 NO_FUSIONS = {
     "gradient_accumulation_fusion": False,

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
-from nemo_specrollout.config.run import LossConfig, OptimizerConfig
+from nemo_specrollout.config.run_config import LossConfig, OptimizerConfig
 from nemo_specrollout.local import megatron_host
 from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
 from nemo_specrollout.local.megatron_model import TokenBatch, build_model, token_logprobs
-from nemo_specrollout.local.weight_map import export_hf, load_hf, weights_of
-from nemo_specrollout.training.weight_map import Replicated
+from nemo_specrollout.local.megatron_weights import export_hf, load_hf, weights_of
+from nemo_specrollout.training.checkpoints.weight_map import Replicated
 
 MICRO_BATCH_TOKENS = 2048
 """Padded tokens in one forward; small enough to stay in a CPU's cache, large enough to hide the call overhead."""

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from nemo_specrollout.decoupled.supply import in_words
-from nemo_specrollout.generation.timeline import in_words as tail_in_words
+from nemo_specrollout.racing.timeline import in_words as tail_in_words
+from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _COLUMNS = {
     "step": 5, "reward": 7, "length": 7, "rollout": 9, "speedup": 8, "tok/step": 8, "equal": 11, "train": 7, "gap": 8

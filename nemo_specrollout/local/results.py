@@ -11,8 +11,8 @@ import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import read_object
-from nemo_specrollout.local.report import write_report
 from nemo_specrollout.local.run_directory import PAGES, SUMMARY
+from nemo_specrollout.local.run_report import write_report
 from nemo_specrollout.reports.charts import run_picture
 from nemo_specrollout.reports.head_panels import head_summary
 from nemo_specrollout.reports.records import naming_damage, overall_speedup, read_lines, reward_window, series

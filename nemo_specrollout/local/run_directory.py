@@ -17,7 +17,7 @@ from nemo_specrollout.config.versions import checkout_commit, installed_versions
 from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
 from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
 from nemo_specrollout.reports.records import read_lines
-from nemo_specrollout.scheduling.ladder import LadderFile
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 LADDER = "ladder.json"
 # What may change when a run goes on: how far it goes, and the name of its folder.

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.grpo import group_normalized_advantages
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.run_directory import RunDirectory
+from nemo_specrollout.local.step_rollout import StepPrompts, StepRollout, load_tokenizer, roll_out, step_prompts
 from nemo_specrollout.local.tasks import build_task
 
 if TYPE_CHECKING:
-    from nemo_specrollout.local.draft_refresh import LocalRefresher
+    from nemo_specrollout.local.head_refresh_step import LocalRefresher
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class GrpoRunner:
     def _build_refresher(self) -> "LocalRefresher | None":
         if self.config.policy.generation.specrollout.draft_refresh is None:
             return None
-        from nemo_specrollout.local.draft_refresh import LocalRefresher
+        from nemo_specrollout.local.head_refresh_step import LocalRefresher
 
         with self.progress.phase("loading the draft head"):
             return LocalRefresher(self.config, self.engine, self.directory.path)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.decoupled.supply import DraftSupply
 from nemo_specrollout.generation.engine import Rollout
 from nemo_specrollout.generation.totals import totals_of
-from nemo_specrollout.scheduling.counterfactual import plain_estimate_s
+from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from nemo_specrollout.config.run import AsyncGrpoConfig
-from nemo_specrollout.generation.coordinator import Coordinator
-from nemo_specrollout.generation.responses import Response
-from nemo_specrollout.generation.timeline import Timeline
-from nemo_specrollout.local.rollout import StepPrompts
+from nemo_specrollout.config.run_config import AsyncGrpoConfig
+from nemo_specrollout.local.step_rollout import StepPrompts
+from nemo_specrollout.racing.coordinator import Coordinator
+from nemo_specrollout.racing.responses import Response
+from nemo_specrollout.racing.timeline import Timeline
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import ray
 
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port
 from nemo_specrollout.config.block import DrafterConfig
-from nemo_specrollout.generation.drafter_pool import DrafterPool, drafter_spec, engine_facts
-from nemo_specrollout.generation.drafter_service import DrafterSpec
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, engine_facts
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
 
 LOOPBACK = "127.0.0.1"
 

@@ -10,7 +10,7 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.older_runners import allow_text_drafters
-from nemo_specrollout.generation.worker_blocks import block_of_worker
+from nemo_specrollout.racing.worker_blocks import block_of_worker
 
 _CPU, _GPU = "nemo_specrollout.nemo_rl.cpu_engine_worker.", "nemo_specrollout.nemo_rl.gpu_engine_workers."
 _WORKER_OF = {

@@ -14,7 +14,7 @@ import torch
 
 from nemo_specrollout.generation.shared_tensors import part_from_target
 from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER
-from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, check_holds
+from nemo_specrollout.nemo_rl.patch_points import EXTENSION_HOLDS, check_holds
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from nemo_specrollout.nemo_rl.conversations import Conversations
 from nemo_specrollout.nemo_rl.gym_rows import seeding
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Stream, current_sample
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 from nemo_specrollout.nemo_rl.supervisor import Supervisor, call_all_engines
 
 SEEDS_KEY, ROOTS_KEY = "specrollout_seeds", "specrollout_prompt_lengths"

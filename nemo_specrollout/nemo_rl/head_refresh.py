@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
-from nemo_specrollout.scheduling.refresh_schedule import StepFacts
-from nemo_specrollout.training.head_folder import HeadFolder, PublishedHead, RefreshRecord
+from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
+from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MOST_RESTARTS = 1
 CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]

@@ -12,9 +12,9 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.head_refresh import TrainerFailed
-from nemo_specrollout.scheduling.refresh_schedule import StepFacts
-from nemo_specrollout.training.feature_store import FeatureReader
-from nemo_specrollout.training.head_folder import HeadFolder, RefreshRecord
+from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
+from nemo_specrollout.training.features.feature_store import FeatureReader
+from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HeadTrainerImpl:
     """Owns the head in service and the schedule of its refreshes; one call at a time. Imports torch when it is started."""
 
     def __init__(self, order: TrainerOrder) -> None:
-        from nemo_specrollout.training.online_refresh import OnlineRefresh
+        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
         block = build(SpecrolloutConfig, order.block, BLOCK_PATH)
         assert block.draft_refresh is not None and block.head is not None

@@ -14,12 +14,19 @@ from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, 
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.platform_plugin import V2_ON_CPU
-from nemo_specrollout.nemo_rl.holds import CONTROLLER_HOLDS, DATA_PLANE_HOLDS, GYM_HOLDS, HOLDS, Hold, check_holds
+from nemo_specrollout.nemo_rl.patch_points import (
+    CONTROLLER_HOLDS,
+    DATA_PLANE_HOLDS,
+    GYM_HOLDS,
+    HOLDS,
+    Hold,
+    check_holds,
+)
 from nemo_specrollout.nemo_rl.run_facts import RUN_SEED, RunFacts
-from nemo_specrollout.scheduling.ladder import LadderFile
-from nemo_specrollout.training.head_facts import misfit
-from nemo_specrollout.training.head_folder import HeadFolder
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.training.head.head_facts import misfit
+from nemo_specrollout.training.head.head_folder import HeadFolder
+from vllm_v2_cpu.plugin import V2_ON_CPU
 
 if TYPE_CHECKING:
     from nemo_specrollout.nemo_rl.logger import Watch
@@ -88,7 +95,7 @@ def _replace_names(config: Any) -> None:
     from nemo_specrollout.nemo_rl.gap_causes import gap_causes
     from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration, seed_gym_rows
     from nemo_specrollout.nemo_rl.logger import Watch
-    from nemo_specrollout.nemo_rl.step_notes import StepNotes
+    from nemo_specrollout.nemo_rl.step_log import StepNotes
 
     first, notes = _newest_step(config.checkpointing), StepNotes()
     heads, algorithm = _head_folder(config, first), algorithm_of(config)
@@ -215,7 +222,7 @@ def _check_heads(block: dict[str, Any], policy: str) -> None:
 
 def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:
     """What Ray is to start must be there, as far as it can be seen from here. Its folder gets its whole path."""
-    from nemo_specrollout.generation.drafter_pool import drafter_spec, engine_facts
+    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, engine_facts
 
     for drafter in block["drafters"]:
         if drafter["type"] == REMOTE_DRAFTER and drafter["workers"]:

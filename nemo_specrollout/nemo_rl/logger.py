@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_specrollout.decoupled.supply import in_words
 from nemo_specrollout.nemo_rl.live_report import LiveReport
 from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.remote.protocol.drafter_stats import in_words
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.reports.policy_lag import policy_lag
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
-from nemo_specrollout.scheduling.refresh_schedule import HeadUse, StepFacts
-from nemo_specrollout.scheduling.refresh_trigger import DecodeCosts
+from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 
 CallAll = Callable[[str, Sequence[Any]], list[Any]]
 """Calls a method of all engines' workers, with the same arguments. What each returned."""

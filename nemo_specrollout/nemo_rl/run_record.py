@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 from nemo_specrollout.reports.nemo_rl_run import FOLDER, METRICS, PREFIX
 from nemo_specrollout.reports.records import read_lines
 

@@ -17,8 +17,7 @@ from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
-from nemo_specrollout.generation.worker_blocks import worker_blocks
-from nemo_specrollout.nemo_rl.draft_supply import SupplyWindow, logged
+from nemo_specrollout.nemo_rl.drafter_stats_window import SupplyWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -30,9 +29,10 @@ from nemo_specrollout.nemo_rl.metrics import (
 )
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.racing.worker_blocks import worker_blocks
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
-from nemo_specrollout.training.head_folder import HeadFolder
+from nemo_specrollout.training.head.head_folder import HeadFolder
 
 
 class Supervisor:

@@ -9,12 +9,12 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.generation.exchange_messages import ExchangeFailed
-from nemo_specrollout.generation.worker_blocks import method_name, worker_blocks
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 from nemo_specrollout.nemo_rl.tail_link import THREADS_OF_ENGINE, SpecrolloutTail, answer_of
-from nemo_specrollout.scheduling.ladder import LadderFile
+from nemo_specrollout.racing.exchange_messages import ExchangeFailed
+from nemo_specrollout.racing.worker_blocks import method_name, worker_blocks
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 
 class TailDriver:

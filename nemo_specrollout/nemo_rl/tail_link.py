@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from nemo_specrollout.generation.exchange_messages import ExchangeFailed, Reply, Starts
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.generation.tail_exchange import TailExchange
-from nemo_specrollout.generation.turns import Report
+from nemo_specrollout.racing.exchange import TailExchange
+from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Reply, Starts
+from nemo_specrollout.racing.turns import Report
 
 # An answer that takes longer is none.
 PATIENCE_S = 300.0

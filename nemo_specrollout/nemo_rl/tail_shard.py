@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_specrollout.generation.hosted_engine import HostedEngine, as_vllm_returns, shard_requests
-from nemo_specrollout.generation.shard_rollout import ShardRollout
 from nemo_specrollout.nemo_rl.tail_link import TailLink
+from nemo_specrollout.racing.shard_rollout import ShardRollout
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 
 from typing import Any
 
-from nemo_specrollout.generation.stream_shard import StreamShard
-from nemo_specrollout.generation.stream_worker import Generate, StreamWorker
 from nemo_specrollout.nemo_rl.tail_link import TailStreamLink
+from nemo_specrollout.racing.stream_shard import StreamShard
+from nemo_specrollout.racing.stream_worker import Generate, StreamWorker
 
 
 async def stream_tail(llm: Any, generate: Generate, actor: Any, worker: int) -> StreamShard:

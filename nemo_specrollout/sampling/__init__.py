@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Defines which token is correct: request seeds and acceptance of drafts by equality."""

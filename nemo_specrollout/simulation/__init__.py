@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to expect: cost models, length distributions, and an event simulator that runs the scheduling room's own policies."""
+"""Predicts what a step would take: cost models and an event simulator around the production policies."""

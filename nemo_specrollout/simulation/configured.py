@@ -7,7 +7,7 @@ import numpy as np
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.simulation.compare import Comparison
-from nemo_specrollout.simulation.fleet import APART, AUTO, FIXED, PLAIN, Fleet
+from nemo_specrollout.simulation.engine_setup import APART, AUTO, FIXED, PLAIN, Fleet
 from nemo_specrollout.simulation.rl import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import Setting, Variant

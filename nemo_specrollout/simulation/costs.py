@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.strict import ConfigError, bounded, check_rising
-from nemo_specrollout.scheduling.cost_tables import CostCurve, CostTables, sizes_of
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables, sizes_of
 
 Rows = np.ndarray | float
 

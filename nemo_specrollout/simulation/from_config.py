@@ -12,9 +12,9 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
 from nemo_specrollout.config.nemo_rl_config import effective_block
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
-from nemo_specrollout.config.run import RunConfig
+from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.cost_tables import CostTables, sizes_of
+from nemo_specrollout.scheduling.placement.cost_tables import CostTables, sizes_of
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.scheduling.dispatch import in_shards
-from nemo_specrollout.simulation.rollout import RolloutResult
+from nemo_specrollout.scheduling.racing.dispatch import in_shards
+from nemo_specrollout.simulation.event_loop import RolloutResult
 from nemo_specrollout.simulation.setting import Setting
 
 

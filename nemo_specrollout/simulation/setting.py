@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.config.tail import FastestOfNConfig
-from nemo_specrollout.scheduling.response_lengths import LengthEstimator
-from nemo_specrollout.simulation.fleet import PLAIN, Fleet
-from nemo_specrollout.simulation.rollout import Rollout
-from nemo_specrollout.simulation.tail import MethodPaces, Tail
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.simulation.engine_setup import PLAIN, Fleet
+from nemo_specrollout.simulation.event_loop import Rollout
+from nemo_specrollout.simulation.stragglers import MethodPaces, Tail
 from nemo_specrollout.simulation.worker import Worker
 from nemo_specrollout.simulation.workload import Workload, workload
 

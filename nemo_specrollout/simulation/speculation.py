@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.budget import BudgetObservation, build_budget
-from nemo_specrollout.scheduling.draft_plan import PlanObservation, build_planner
-from nemo_specrollout.scheduling.draft_time import DraftCosts
-from nemo_specrollout.scheduling.pipeline import SettledStep, coupled_tokens, settle
-from nemo_specrollout.scheduling.step_time import StepCosts
+from nemo_specrollout.scheduling.placement.pipeline import SettledStep, coupled_tokens, settle
+from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, build_budget
+from nemo_specrollout.scheduling.speculation.draft_plan import PlanObservation, build_planner
+from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 from nemo_specrollout.simulation.costs import Costs
 
 # Decisions are remembered by size of batch, context and acceptance: exact up to the first number, then in such steps.

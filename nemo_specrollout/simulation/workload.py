@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from nemo_specrollout.scheduling.pipeline import coupled_tokens
+from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
 
 _SURE = 1.0 - 1e-6
 # Tokens of a block of vLLM's KV cache, by default; samples of a prompt share blocks that are full of it.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a draft head learns: features, their store, the head, its trainer, and what it would be accepted for."""
+"""Trains draft heads: features, the head and its trainer, policy checkpoints, and refreshes."""

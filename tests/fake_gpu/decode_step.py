@@ -12,12 +12,12 @@ import torch
 from device import GPU
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.generation.drafting import Drafting, NewRequest
 from nemo_specrollout.generation.identity import RequestIdentity
+from nemo_specrollout.generation.speculator import Drafting, NewRequest
 from nemo_specrollout.generation.verification import sample_and_compare
 from nemo_specrollout.generation.verification_budget import VerificationBudget
-from nemo_specrollout.scheduling.budget import build_budget
-from nemo_specrollout.scheduling.draft_plan import DraftPlan
+from nemo_specrollout.scheduling.speculation.budget import build_budget
+from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
 NAMES = [f"request-{b}" for b in range(B)]

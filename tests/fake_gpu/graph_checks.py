@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.utils import get_uniform_decode_token_count
 
-from nemo_specrollout.scheduling.budget import BudgetDecision
+from nemo_specrollout.scheduling.speculation.budget import BudgetDecision
 
 Step = tuple[int, int]
 """Requests of a decode step, and rows of its forward pass after compaction."""

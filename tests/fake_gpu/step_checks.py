@@ -10,8 +10,8 @@ import torch
 from decode_step import HEAD, TEXT, B, DecodeStep, K
 from device import GPU, FakeGpu, fake_gpu
 
-from nemo_specrollout.scheduling.budget import BudgetDecision
-from nemo_specrollout.scheduling.draft_plan import DraftPlan
+from nemo_specrollout.scheduling.speculation.budget import BudgetDecision
+from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 ALL = (*TEXT, HEAD)
 VERIFYING = ["_gumbel_sample_kernel", "argmax", "gather", "_accept_rows"]

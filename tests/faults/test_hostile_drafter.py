@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from nemo_specrollout.decoupled.messages import PROTOCOL, Drafts, FrameError, Hello, Step, Welcome, decode, encode
-from nemo_specrollout.decoupled.peers import FIRST_PAUSE_S, PeerState, PolicyModel, Sampling
-from nemo_specrollout.decoupled.verifier_side import ANSWER_DEADLINE_S, LONGEST_PAUSE_S, VerifierSide
+from nemo_specrollout.remote.protocol.messages import PROTOCOL, Drafts, FrameError, Hello, Step, Welcome, decode, encode
+from nemo_specrollout.remote.protocol.peers import FIRST_PAUSE_S, PeerState, PolicyModel, Sampling
+from nemo_specrollout.remote.protocol.verifier_side import ANSWER_DEADLINE_S, LONGEST_PAUSE_S, VerifierSide
 
 pytestmark = pytest.mark.unit
 

@@ -24,7 +24,7 @@ def soak(model: Path, num_rollouts: int) -> None:
     from safetensors.torch import load_file
 
     from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
-    from nemo_specrollout.config.run import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.

@@ -12,16 +12,8 @@ import ratio_test_inputs
 from vllm.triton_utils.dispatcher import KernelOverride
 from world import SIZES, Size, World
 
-from nemo_specrollout.generation import cpu_kernels
-from nemo_specrollout.generation.cpu_kernels import (
-    batch,
-    block_verification,
-    drafting,
-    drafting_mtp,
-    estimating,
-    rejection,
-    resampling,
-)
+from vllm_v2_cpu import kernels as cpu_kernels
+from vllm_v2_cpu.kernels import batch, block_verification, drafting, drafting_mtp, estimating, rejection, resampling
 
 MODULES = (batch, block_verification, drafting, drafting_mtp, estimating, rejection, resampling)
 BODIES = {name: body for module in MODULES for name, body in module.KERNELS.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `cpu_kernels/drafting.py` and `drafting_mtp.py`."""
+"""Launches of the kernels of `vllm_v2_cpu/kernels/drafting.py` and `drafting_mtp.py`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -14,9 +14,9 @@ from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, SUFFIX, requests
 
 from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
-from nemo_specrollout.config.run import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.cpu_platform import CpuPlatformForV2
+from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine
+from vllm_v2_cpu.platform import CpuPlatformForV2
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     CpuPlatformForV2.register_triton_kernel_overrides = staticmethod(lambda: None)

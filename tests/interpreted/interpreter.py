@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a body of `cpu_kernels` with vLLM's kernel, which Triton's interpreter runs. Imported before vllm.
+"""Compares a body of `vllm_v2_cpu.kernels` with vLLM's kernel, which Triton's interpreter runs. Imported before vllm.
 
 Modules here run in a process of their own: what this sets must hold before triton is imported.
 """

@@ -15,10 +15,10 @@ from nemo_specrollout.drafters import board_numba, board_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import draft_sampling_triton
-from nemo_specrollout.generation.cpu_kernels.noise import row_state
 from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, _best_two, sample_with_margin
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.equality_triton import accept_rows
+from vllm_v2_cpu.kernels.noise import row_state
 
 assert interpreter.torch is torch  # imported before vllm
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from triton import language as tl
 from vllm.v1.worker.gpu.metrics import logits as nan_counts
 from vllm.v1.worker.gpu.sample import gumbel as theirs
 
-from nemo_specrollout.generation.cpu_kernels import gumbel, logits, logprobs, noise, sampling_output, thinking
+from vllm_v2_cpu.kernels import gumbel, logits, logprobs, noise, sampling_output, thinking
 
 MODULES = (gumbel, logits, logprobs, sampling_output, thinking)
 BODIES = {name: body for module in MODULES for name, body in module.KERNELS.items()}

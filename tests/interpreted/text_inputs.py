@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `cpu_kernels` that look at texts while sampling: traces, masks, budgets of thought."""
+"""Launches of the kernels of `vllm_v2_cpu.kernels` that look at texts while sampling: traces, masks, budgets of thought."""
 
 from collections.abc import Callable
 

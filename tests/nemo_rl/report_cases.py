@@ -13,7 +13,7 @@ from nemo_rl.utils.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_specrollout.nemo_rl.logger import watching_logger
-from nemo_specrollout.nemo_rl.step_notes import StepNotes
+from nemo_specrollout.nemo_rl.step_log import StepNotes
 
 BLOCK = {"logprob_gap_alarm": 0.02}
 OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow")}

@@ -42,7 +42,7 @@ class Killing:
         return None if after is None else cls(after, facts.get("kill", "Vllm"), facts.get("kill_its"))
 
 
-DRAFTER = "nemo_specrollout.generation.drafter_service"
+DRAFTER = "nemo_specrollout.remote.drafter.drafter_service"
 
 
 def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from nemo_rl_host import Host
 
-from nemo_specrollout.doctor.patch_points import name_of
-from nemo_specrollout.nemo_rl.holds import EXTENSION_HOLDS, HOLDS
+from nemo_specrollout.doctor.patch_point_check import name_of
+from nemo_specrollout.nemo_rl.patch_points import EXTENSION_HOLDS, HOLDS
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 

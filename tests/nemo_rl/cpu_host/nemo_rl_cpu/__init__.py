@@ -35,7 +35,7 @@ def register() -> None:
             "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl_cpu.actors:patch_data_plane",
             "nemo_rl.experience.rollout_manager": "nemo_rl_cpu.record:record_groups",
             "nemo_rl.models.generation.vllm.vllm_generation": "nemo_rl_cpu.record:record_batches",
-            "nemo_specrollout.generation.tail_exchange": "nemo_rl_cpu.wild_tail:go_wild",
+            "nemo_specrollout.racing.exchange": "nemo_rl_cpu.wild_tail:go_wild",
             "nemo_rl.models.generation.vllm.vllm_worker_async": "nemo_rl_cpu.vllm_engine:restore_names",
             "vllm.engine.arg_utils": "nemo_rl_cpu.vllm_engine:refuse_sleep_mode",
             "vllm.entrypoints.llm": "nemo_rl_cpu.vllm_engine:never_sleep",

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First stage of a GPU check: our Triton kernels against their numba bodies, and what they take.
+
+Shapes: B requests, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
+"""
+
+import copy
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.gpu_stage import Stage
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
+from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
+from nemo_specrollout.sampling.equality import accept_by_equality
+
+D, K, L, V = 3, 8, 4096, 151_936
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ROUNDING = 1e-4
+"""By how much sums may differ that another order of additions rounds otherwise."""
+
+
+def check_kernels(stage: Stage) -> None:
+    """Differences of each kernel from its numba body, and microseconds: launched one by one, and in a CUDA graph."""
+    for num_requests in stage.size((1, 64, 256, 1024), (64, 256), (4,)):
+        for check in (check_equality, check_board, check_index, check_draft_sampling):
+            name = f"{check.__name__.removeprefix('check_')}, {num_requests} requests"
+            try:
+                stage.note(name, check(num_requests))
+            except Exception:
+                stage.note(name, {"error": traceback.format_exc()[-2000:]})
+
+
+def check_equality(num_requests: int) -> dict[str, Any]:
+    """Acceptance by equality."""
+    rng = np.random.default_rng(num_requests)
+    starts = np.concatenate([[0], np.cumsum(rng.integers(1, K + 2, num_requests))])
+    sampled_R = torch.from_numpy(rng.integers(0, 5, starts[-1]))
+    inputs_R = torch.where(torch.from_numpy(rng.random(starts[-1]) < 0.7), sampled_R.roll(1), -1).int()
+    tensors: Any = (sampled_R, inputs_R, torch.from_numpy(starts).int())
+    expected = accept_by_equality(*[*tensors, K])
+    on_gpu: Any = tuple(t.to(GPU) for t in tensors)
+    got = accept_by_equality(*[*on_gpu, K])
+    different = sum(int((g.cpu() != e).sum()) for g, e in zip(got, expected, strict=True))
+    return {"different": different, **_taken(lambda: accept_by_equality(*[*on_gpu, K]))}
+
+
+def check_board(num_requests: int) -> dict[str, Any]:
+    """The draft board: both of its kernels, a few steps long, each from the same state."""
+    rng = np.random.default_rng(num_requests)
+
+    def ints(*shape: int, high: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(0, high, shape)).int()
+
+    names = ["suffix", "ngram", "eagle3"]
+    board = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), num_requests, K, [2048], CPU, 2)
+    ours = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), num_requests, K, [2048], GPU, 2)
+    slots_B = torch.from_numpy(rng.permutation(num_requests))
+    board.open(slots_B, ints(num_requests, high=L))
+    total_len_S, text_SL = ints(num_requests, high=L // 2) + 10, ints(num_requests, L, high=2)
+    different: dict[str, float] = {}
+    for step in range(8):
+        board.tokens_DBK.copy_(ints(D, num_requests, K, high=2))
+        board.levels_DBK.copy_(ints(D, num_requests, K, high=NUM_LEVELS))
+        board.found_DB.copy_(ints(D, num_requests, high=K + 1))
+        num_sampled_B = ints(num_requests, high=K + 2)
+        total_len_S[slots_B] += num_sampled_B
+        arguments: Any = (slots_B, num_sampled_B, ints(num_requests, high=K), total_len_S, text_SL)
+        for name, value in _tensors(board).items():
+            getattr(ours, name).copy_(value)
+        for each, device in ((board, CPU), (ours, GPU)):
+            there: Any = [t.to(device) for t in arguments]
+            each.observe(*[*there, step])
+            each.choose(there[0], there[3])
+        for name, value in _tensors(board).items():
+            gap = float((getattr(ours, name).cpu().double() - value.double()).abs().max())
+            if gap > (ROUNDING if value.is_floating_point() else 0):
+                different[name] = max(gap, different.get(name, 0.0))
+    on_gpu: Any = tuple(t.to(GPU) for t in arguments)
+    return {
+        "different": different,
+        "observe": _taken(lambda: ours.observe(*[*on_gpu, 0])),
+        "choose": _taken(lambda: ours.choose(on_gpu[0], on_gpu[3])),
+    }
+
+
+def check_index(num_requests: int) -> dict[str, Any]:
+    """The index of contexts: drafts after the same texts. Programs race, so a few may differ; none may be out of range."""
+    rng = np.random.default_rng(num_requests)
+    text_SL = torch.from_numpy(rng.integers(0, 50, (num_requests, 64)).repeat(4, axis=1)).int()
+    slots_B, total_len_S = torch.arange(num_requests), torch.full((num_requests,), 200, dtype=torch.int32)
+    rates_E = torch.from_numpy(LEVEL_PRIORS).float()
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    taken: dict[str, Any] = {}
+    for device in (CPU, GPU):
+        index = ContextIndex(1 << 18, context_orders(1, 6), device)
+        slots, salts, lengths, text = (t.to(device) for t in (slots_B, slots_B * 7 + 1, total_len_S, text_SL))
+        learned = torch.zeros_like(lengths)
+        out = (
+            torch.zeros(num_requests, K, dtype=torch.int32, device=device),
+            torch.zeros(num_requests, K, dtype=torch.int8, device=device),
+            torch.zeros(num_requests, dtype=torch.int32, device=device),
+        )
+        index.learn(slots, salts, learned, lengths, text, 200)
+        walk = (slots, salts, lengths, text, rates_E.to(device), 0.02, *out)
+        index.walk(*walk)
+        found[device.type] = tuple(t.cpu() for t in out)
+        if device is GPU:
+            taken["learn"] = _taken(partial(index.learn, slots, salts, learned, lengths, text, K + 1))
+            taken["walk"] = _taken(partial(index.walk, *walk))
+    same_BK = found["cpu"][0] == found["cuda"][0]
+    in_range = bool(((found["cuda"][0] >= 0) & (found["cuda"][0] < 50)).all())
+    return {"share_of_equal_drafts": float(same_BK.float().mean()), "in_range": in_range, **taken}
+
+
+def check_draft_sampling(num_requests: int) -> dict[str, Any]:
+    """Draft tokens with the target's noise: the same as vLLM's sampler draws on this device, bit for bit. A CPU has other
+    logarithms, so that near ties may go the other way there."""
+    from nemo_specrollout.generation.compat import draw
+    from nemo_specrollout.generation.draft_sampling import sample_with_margin
+
+    generator = torch.Generator().manual_seed(num_requests)
+    logits_BV = torch.randn(num_requests, V, generator=generator).mul_(3).bfloat16()
+    slots_B, positions_B = torch.arange(num_requests), torch.arange(num_requests) + 100
+    temperature_S, seeds_S = torch.ones(num_requests), torch.arange(num_requests) * 977
+    tensors = (logits_BV, slots_B, temperature_S, seeds_S, positions_B)
+    levels_BK, column = torch.zeros(num_requests, K, dtype=torch.int8), torch.tensor(1)
+    expected_B = sample_with_margin(*tensors, levels_BK, column)
+    on_gpu: Any = (*(t.to(GPU) for t in tensors), torch.zeros_like(levels_BK, device=GPU), column.to(GPU))
+    got_B = sample_with_margin(*on_gpu)
+    target_B = draw(*on_gpu[:5], apply_temperature=True)
+    some_V = torch.arange(0, V, 8, device=GPU)
+    masked_BV = torch.full_like(on_gpu[0], -torch.inf).index_copy_(1, some_V, on_gpu[0][:, some_V])
+    masked_B = draw(masked_BV, *on_gpu[1:5], apply_temperature=True)
+    narrow: Any = (on_gpu[0][:, some_V], *on_gpu[1:5], torch.zeros_like(on_gpu[5]), on_gpu[6], some_V)
+    reduced_B = sample_with_margin(*narrow)
+    return {
+        "unlike_vllm": int((got_B != target_B).sum() + (reduced_B != masked_B).sum()),
+        "different_tokens": int((got_B.cpu() != expected_B).sum()),
+        "different_levels": int((on_gpu[5].cpu() != levels_BK).sum()),
+        **_taken(lambda: sample_with_margin(*on_gpu)),
+    }
+
+
+def _tensors(board: DraftBoard) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in copy.copy(vars(board)).items() if isinstance(value, torch.Tensor)}
+
+
+def _taken(launch: Callable[[], Any], repeats: int = 50) -> dict[str, Any]:
+    """Microseconds of a launch from Python, and of one that a CUDA graph replays."""
+
+    def measured(call: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(3):
+            call()
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / repeats
+
+    from_python = measured(launch)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            launch()
+    except RuntimeError as error:
+        return {"us": from_python, "us_in_graph": None, "not_captured": str(error)[:300]}
+    return {"us": from_python, "us_in_graph": measured(graph.replay)}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of a GPU check share: where they note figures, how much they do, engines and requests to do it with."""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.local.step_rollout import load_tokenizer
+from nemo_specrollout.local.task import encode_prompt, make_problems
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+POLICY, HEAD = MODELS / "step_adder", MODELS / "step_adder_eagle3"
+SEED = 7
+Size = TypeVar("Size")
+
+
+class Extent(Enum):
+    """How much a check does."""
+
+    FULL = "full"
+    QUICK = "quick"
+    REHEARSAL = "rehearsal"
+
+
+class Stage:
+    """One stage's notes; owns the file that they stand in. Example: `stage.note("T=1", {"equal": 96})`."""
+
+    def __init__(self, file: Path, extent: Extent) -> None:
+        self._file, self.extent = file, extent
+        self._notes: dict[str, Any] = {}
+
+    def note(self, name: str, figures: Any) -> None:
+        """Writes figures down at once: what comes after may fail."""
+        self._notes[name] = figures
+        write_atomically(self._file, json.dumps(self._notes, indent=1))
+
+    def size(self, full: Size, quick: Size, rehearsal: Size) -> Size:
+        """The one that goes with the extent."""
+        return {Extent.FULL: full, Extent.QUICK: quick, Extent.REHEARSAL: rehearsal}[self.extent]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.extent is not Extent.REHEARSAL
+
+
+def block(*drafters: str, budget: BudgetConfig | None = None) -> SpecrolloutConfig:
+    """The block with drafters of these types; none: plain decoding under our sampler."""
+    named = tuple(DrafterConfig(name, model=str(HEAD) if name == "eagle3" else None) for name in drafters)
+    return SpecrolloutConfig(drafters=named, budget=budget or BudgetConfig())
+
+
+STOCK = SpecrolloutConfig(enabled=False)
+
+
+def start_engine(
+    model: Path,
+    specrollout: SpecrolloutConfig,
+    *,
+    eager: bool,
+    precision: str = "float32",
+    length: int = 512,
+    **kwargs: Any,
+) -> RolloutEngine:
+    """An engine of so long texts; `kwargs` are further arguments of vllm.LLM."""
+    room = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}
+    vllm_kwargs = {"max_num_seqs": 64, **room, **kwargs}
+    config = GenerationConfig(
+        VllmConfig(length, precision, eager),
+        max_new_tokens=length // 2,
+        vllm_kwargs=vllm_kwargs,
+        specrollout=specrollout,
+    )
+    return RolloutEngine(model, config, SEED)
+
+
+def task_requests(num_prompts: int, num_samples: int) -> list[RolloutRequest]:
+    """Requests for the shipped policy, in groups of samples of one prompt."""
+    tokenizer = load_tokenizer(POLICY)
+    prompts = [encode_prompt(problem, tokenizer) for problem in make_problems(SEED, num_prompts)]
+    return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online refresh in a local run: the head learns between two steps, in the trainer's process, when that pays."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as safetensors_bytes
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.run_config import RunConfig
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.local.fleet import RolloutFleet
+from nemo_specrollout.local.statistics import RolloutStats
+from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.training.features.feature_store import FeatureStore
+from nemo_specrollout.training.head.head import EMBEDDING, LM_HEAD
+from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
+from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
+
+
+class LocalRefresher:
+    """Owns the features of the run and the online refresh; loads published heads into the engine.
+
+    Everything is in `heads/` of the run directory (`HeadFolder`): a resumed run goes on with the head that it names.
+    """
+
+    def __init__(self, config: RunConfig, engine: RolloutEngine | RolloutFleet, run: Path) -> None:
+        block = config.policy.generation.specrollout
+        assert block.draft_refresh is not None and block.head is not None
+        self._engine, self._num_drafts = engine, block.num_speculative_tokens
+        self._num_steps = config.grpo.max_num_steps
+        self._folder = HeadFolder(run / "heads")
+        self._online = OnlineRefresh(
+            block,
+            Path(config.policy.model_name),
+            self._folder,
+            configured_head=Path(block.head),
+            temperature=config.policy.generation.temperature,
+        )
+        published = self._folder.published()
+        if published is not None:
+            engine.load_head(published.folder)
+        refresh = block.draft_refresh
+        self._records = refresh.trigger == "never"
+        self._store = FeatureStore(
+            self._folder.features(), refresh.store_bytes, self._online.source, refresh.held_out_share
+        )
+        self._policy_tensors: dict[str, torch.Tensor] = {}
+        self._captured_s = 0.0
+        self._head_version = 0 if published is None else published.policy_version or 0
+
+    def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Called before the policy of `version` is trained on: its LM head is the teacher of what was just captured. A run
+        that trains no head keeps the LM heads of all its policies, for a replay (`benchmarks/heads/drift.py`)."""
+        self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
+        if self._records:
+            write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
+
+    def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
+        """Stores what was captured, and refreshes if the trigger says so; what happened, for `metrics.jsonl`."""
+        self._store.keep(self._engine.take_features())
+        figures = {"head_age": step - self._head_version, "capture_s": self._take_capture_s()}
+        if not stats.num_request_steps:  # at the end of an asynchronous run
+            return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
+        decision = self._online.decide(self._facts(step, stats, step_s))
+        if not decision.refresh:
+            return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}
+        record = self._online.refresh(decision, step, [self._store], step + 1, self._policy_tensors)
+        if record.published:
+            self._engine.load_head(self._folder.candidate(step, True), record.expected_length, self._num_drafts)
+            self._head_version = step + 1
+            self._folder.forget_old(step + 1)
+        return {**record.known(), **figures}
+
+    def close(self) -> None:
+        """Lets another process use the features."""
+        self._store.close()
+
+    def _take_capture_s(self) -> float:
+        """Seconds of the engine's time that capturing took since last asked."""
+        before, self._captured_s = self._captured_s, self._engine.capture_seconds()
+        return self._captured_s - before
+
+    def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
+        costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)
+        use = HeadUse.counted(stats.proposed, stats.accepted, stats.num_request_steps)
+        to_come = self._num_steps - step - 1
+        return StepFacts(use.acceptance_length, stats.num_tokens, step_s, to_come, costs, use.share)

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter's worker for a GPU."""
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from nemo_specrollout.remote.drafter.shadow_worker import MirrorWorkerMixin
+
+
+class MirrorGPUWorker(MirrorWorkerMixin, Worker):
+    """vLLM's GPU worker, for mirrors."""

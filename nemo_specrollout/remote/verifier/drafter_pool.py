@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter processes of a run: started, watched, restarted. A rollout never waits for them, but to be there at first."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.run_config import VllmConfig
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
+from nemo_specrollout.remote.verifier.json_child import JsonChild
+
+# A process that says nothing for so long is killed; how long one may take to start; pauses before it is started again.
+HANG_S, START_S = 30.0, 600.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+_WATCH_PERIOD_S = 0.5
+ANY_PORT = "tcp://127.0.0.1:0"
+CPU_KV_BYTES = 256 << 20
+GPU_MEMORY_SHARE = 0.9
+
+
+class DrafterProcess:
+    """One process, and its successors at the same address. Owns the child; `watch` is to be called again and again.
+
+    States: starting, up, down (until its pause is over, when it is started again), stopped.
+    """
+
+    def __init__(self, spec: DrafterSpec) -> None:
+        self.spec = spec
+        self.num_restarts = 0
+        self.last_words = ""
+        """Of the process that ended last; empty while none has."""
+        self.deaths: list[str] = []
+        """The last words of each process that ended and that `take_deaths` has not told of."""
+        self.status: Status | None = None
+        self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
+        self._child: JsonChild | None = None
+        self._heard_s = 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it drafts."""
+        return self.status is not None and self.status.is_up
+
+    def watch(self) -> None:
+        """Kills a child that hangs, starts one again that is gone."""
+        now_s = time.monotonic()
+        if self._child is not None:
+            silence_s = now_s - self._heard_s
+            if silence_s > (HANG_S if self.is_up else START_S):
+                self._child.kill()
+            if not self._child.has_ended:
+                return
+            self._bury(now_s)
+        if now_s >= self._resume_at_s:
+            self.num_restarts += 1
+            self._start()
+
+    def stop(self) -> None:
+        """Ends the process for good."""
+        child, self._child, self._resume_at_s = self._child, None, float("inf")
+        if child is not None:
+            child.end()
+
+    def failure(self) -> str | None:
+        """What a child that ended before it was up said last; None while it lives or is up."""
+        if self.is_up or self._child is None or not self._child.has_ended:
+            return None
+        return self._child.last_words()
+
+    def _start(self) -> None:
+        self._child = JsonChild(
+            "nemo_specrollout.remote.drafter.drafter_service", self.spec.wire(), {"OMP_NUM_THREADS": "1"}
+        )
+        self.status, self._heard_s = None, time.monotonic()
+        threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
+
+    def _listen(self, child: JsonChild) -> None:
+        """Reads what a child says of itself until it ends; runs in a thread of its own."""
+        for said in child.said():
+            with contextlib.suppress(TypeError):
+                status = Status(**said)
+                if child is self._child:
+                    self.status, self._heard_s = status, time.monotonic()
+                    self.spec = replace(self.spec, address=status.address)
+                    self._pause_s = FIRST_PAUSE_S
+
+    def _bury(self, now_s: float) -> None:
+        assert self._child is not None
+        self.last_words = self._child.last_words()
+        self.deaths.append(self.last_words)
+        self._child, self.status = None, None
+        self._resume_at_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+class DrafterPool:
+    """All drafter processes of a run. Owns them and the thread that watches them.
+
+    Example: `pool = DrafterPool(specs)`, an engine for `pool.addresses()`, `pool.wait_until_up()`, at the end `pool.stop()`.
+    """
+
+    def __init__(self, specs: Sequence[DrafterSpec]) -> None:
+        """Starts all of them."""
+        self.processes = [DrafterProcess(spec) for spec in specs]
+        self._stopped = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    def addresses(self) -> list[str]:
+        """Where the drafters listen, or will when they are up. Raises ConfigError if one cannot start."""
+        self._wait(lambda process: process.status is not None)
+        return [p.spec.address for p in self.processes]
+
+    def wait_until_up(self) -> None:
+        """Returns when all drafters draft; from then on those that fail are started again. Raises ConfigError if one cannot
+        start."""
+        self._wait(lambda process: process.is_up)
+        self.keep_up()
+
+    def keep_up(self) -> None:
+        """From now on drafters that fail are started again, whether they were up or not. Returns at once."""
+        self._watcher.start()
+
+    def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not all(map(is_there, self.processes)):
+            reasons = [r for r in (p.failure() for p in self.processes) if r is not None]
+            if not reasons and time.monotonic() > deadline:
+                reasons = [f"not up after {START_S:.0f} s"]
+            if reasons:
+                self.stop()
+                raise ConfigError(f"a drafter process cannot start: {reasons[0]}")
+            time.sleep(0.05)
+
+    def take_deaths(self) -> list[str]:
+        """A sentence for each death since last asked."""
+        found = []
+        for number, process in enumerate(self.processes):
+            while process.deaths:
+                words = process.deaths.pop(0)
+                found.append(
+                    f"drafter process {number} died ({words}); it is started again, and tokens do not depend on it"
+                )
+        return found
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        self._stopped.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for process in self.processes:
+            process.stop()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_WATCH_PERIOD_S):
+            for process in self.processes:
+                process.watch()
+
+
+def drafter_spec(
+    drafter: DrafterConfig, engine: VllmConfig, address: str = ANY_PORT, *, on_cpu: bool = True
+) -> DrafterSpec:
+    """What a drafter process is told, for policies served by `engine`. Raises ConfigError if the model is not there."""
+    assert drafter.model is not None
+    if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
+        raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
+    return DrafterSpec(
+        address=address,
+        model=drafter.model,
+        precision=engine.precision,
+        max_model_len=engine.max_model_len,
+        max_requests=drafter.max_requests,
+        most_ahead=drafter.most_ahead,
+        allowed_hosts=drafter.allowed_hosts,
+        vllm_kwargs={"enforce_eager": engine.enforce_eager, **_memory(drafter, on_cpu), **drafter.vllm_kwargs},
+    )
+
+
+def _memory(drafter: DrafterConfig, on_cpu: bool) -> dict[str, Any]:
+    """What an engine may take of its device; one that shares a GPU takes its share of vLLM's default."""
+    if on_cpu:
+        return {"kv_cache_memory_bytes": CPU_KV_BYTES}
+    return {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus} if drafter.gpus else {}
+
+
+def engine_facts(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
+    """What a drafter must know of the policy's engine, of the local runner's or NeMo-RL's `vllm_cfg`."""
+    known = {name: vllm_cfg[name] for name in ("max_model_len", "precision", "enforce_eager") if name in vllm_cfg}
+    return build(VllmConfig, known, "policy.generation.vllm_cfg")
+
+
+def with_addresses(block: SpecrolloutConfig, addresses: Sequence[str]) -> SpecrolloutConfig:
+    """`block`, whose remote drafter listens at `addresses`."""
+    assert block.remote is not None
+    remote = replace(block.remote, workers=0, addresses=tuple(addresses))
+    return replace(block, drafters=tuple(remote if d is block.remote else d for d in block.drafters))

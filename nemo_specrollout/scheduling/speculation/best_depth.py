@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of `draft_plan.AutoPlanner`: how deep a drafter with weights should draft, by what that promises.
+
+Shapes: B requests, P proposers (what was found, and the model), K draft positions, Q bins of survival.
+"""
+
+import numpy as np
+from numba import njit
+
+from nemo_specrollout.scheduling.speculation.draft_time import drafting_s
+from nemo_specrollout.scheduling.speculation.survival_spread import NUM_BINS, bin_of
+
+
+@njit(cache=True)
+def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
+    """Writes, of each position's histogram, the mean, the centre of the highest bin, and the mean worth of a token."""
+    for k in range(len(share_KQ)):
+        mean_K[k] = top_K[k] = worth_K[k] = 0.0
+        for q in range(NUM_BINS):
+            if share_KQ[k, q] > 0.0:
+                top_K[k] = (q + 0.5) / NUM_BINS
+                mean_K[k] += share_KQ[k, q] * top_K[k]
+                worth_K[k] += share_KQ[k, q] * max(top_K[k] - row_price, 0.0)
+
+
+@njit(cache=True, inline="always")
+def _split(survival, mean, top):  # type: ignore[no-untyped-def]
+    """Returns the shares of a mixture with that mean: the histogram, and draft tokens that are sure. The rest fail."""
+    if mean <= 0.0 or survival >= top:
+        return 0.0, 1.0
+    if survival <= mean:
+        return survival / mean, 0.0
+    share = (top - survival) / (top - mean)
+    return share, 1.0 - share
+
+
+@njit(cache=True)
+def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
+    """Returns the expected tokens of a proposal less `row_price` for each that is verified; others are left out."""
+    worth = 0.0
+    for k in range(depth):
+        if survival_K[k] > 0.0:
+            share, sure = _split(survival_K[k], mean_K[k], top_K[k])
+            worth += share * worth_K[k] + sure * max(max(top_K[k], survival_K[k]) - row_price, 0.0)
+    return worth
+
+
+@njit(cache=True)
+def _collect(  # type: ignore[no-untyped-def]
+    found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
+):
+    """Sorts the survival of draft tokens into bins where the model drafts `depth`; whether it drafts for any request."""
+    num_positions = found_BK.shape[1]
+    counts[:] = 0.0
+    sums[:] = 0.0
+    weight_PK = np.zeros((2, num_positions))
+    is_asked = False
+    for b in range(len(found_BK)):
+        drafted = _worth(forecast_BK[b], depth, row_price, mean_PK[1], top_PK[1], worth_PK[1])
+        p = 1 if drafted > found_worth_B[b] else 0
+        is_asked |= p == 1
+        for k in range(depth if p == 1 else num_positions):
+            survival = forecast_BK[b, k] if p == 1 else found_BK[b, k]
+            if survival <= 0.0:
+                continue
+            share, sure = _split(survival, mean_PK[p, k], top_PK[p, k])
+            weight_PK[p, k] += share
+            if sure > 0.0:
+                highest = max(top_PK[p, k], survival)
+                counts[bin_of(highest)] += sure
+                sums[bin_of(highest)] += sure * highest
+    for p in range(2):
+        for k in range(num_positions):
+            if weight_PK[p, k] > 0.0:
+                for q in range(NUM_BINS):
+                    counts[q] += weight_PK[p, k] * share_PKQ[p, k, q]
+                    sums[q] += weight_PK[p, k] * share_PKQ[p, k, q] * (q + 0.5) / NUM_BINS
+    return is_asked
+
+
+@njit(cache=True, error_model="numpy")
+def best_depth(  # type: ignore[no-untyped-def]
+    found_BK, forecast_BK, share_PKQ, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, read_s, least_gain,
+    row_price,
+):  # fmt: skip
+    """The depth of most tokens a second, those, and those without the model. A model that drafts nothing still reads what was
+    sampled, in `read_s`; without the model that time is saved.
+
+    A kernel, because it runs every few steps with all requests; bins, because sorting all draft tokens takes longer."""
+    num_requests, num_positions = found_BK.shape
+    mean_PK, top_PK, worth_PK = np.zeros((3, 2, num_positions))
+    for p in range(2):
+        _summarize(share_PKQ[p], row_price, mean_PK[p], top_PK[p], worth_PK[p])
+    found_worth_B = np.zeros(num_requests)
+    for b in range(num_requests):
+        found_worth_B[b] = _worth(found_BK[b], num_positions, row_price, mean_PK[0], top_PK[0], worth_PK[0])
+    counts, sums = np.zeros((2, NUM_BINS))
+    chosen, best_rate, rate_without, rate_reading = 0, 0.0, 0.0, 0.0
+    for depth in range(num_positions + 1):
+        is_asked = _collect(
+            found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
+        )
+        if depth > 0 and not is_asked:
+            continue
+        draft_s, read_row_s = read_s, 0.0
+        if depth > 0:
+            draft_s, read_row_s = drafting_s(num_requests, num_requests, depth, fixed_s, row_s, pass_s, token_s), row_s
+        tokens, drafts, plain = float(num_requests), 0.0, plain_s[num_requests]
+        rate, rate_alone = tokens / (plain + draft_s), tokens / plain
+        for i in range(NUM_BINS - 1, -1, -1):
+            drafts += counts[i]
+            tokens += sums[i]
+            num_drafts = round(drafts)
+            if counts[i] == 0.0 or num_requests + num_drafts >= len(plain_s):
+                continue
+            step_s = max(plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s, plain)
+            rate = max(rate, tokens / (step_s + draft_s + num_drafts * read_row_s))
+            rate_alone = max(rate_alone, tokens / step_s)
+        if depth == 0:
+            best_rate, rate_reading, rate_without = rate, rate, rate_alone
+        elif rate > best_rate and rate > least_gain * rate_reading:
+            chosen, best_rate = depth, rate
+    return chosen, best_rate, rate_without

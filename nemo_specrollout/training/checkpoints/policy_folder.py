@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a Hugging Face folder holds a whole model, by its JSON files, tokenizer and tensor headers; without torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.model_folder import read_object, size_in, stop_token_ids, tensor_shapes
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")
+# Keys by which a model says how many layers of multi-token prediction it brings along.
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_predict")
+
+
+def check_model_folder(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder whose files are whole and belong together. Raises ValueError: file, fault and fix."""
+    for name in MODEL_FILES:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}; copy the whole folder")
+    config = read_object(folder / "config.json")
+    for name in ("vocab_size", "num_hidden_layers", "hidden_size", "max_position_embeddings"):
+        size_in(config, name, folder / "config.json")
+    _check_tokenizer(folder, config["vocab_size"])
+    for token in stop_token_ids(folder):
+        if token >= config["vocab_size"]:
+            raise ValueError(
+                f"{folder}/generation_config.json: eos_token_id {token} is beyond the vocabulary of {config['vocab_size']}"
+            )
+    tensor_shapes(sorted(folder.glob("*.safetensors")))
+    return config
+
+
+def check_trainable(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the local trainer has this kind of model and the tensors are those of its config."""
+    try:
+        shape = PolicyShape.from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}/{error}") from error
+    found = tensor_shapes(sorted(folder.glob("*.safetensors")))
+    if shape.num_layers > len(found):  # before each is given its names
+        raise ValueError(
+            f"{folder}: config.json has {shape.num_layers} layers, but there are {len(found)} tensors in all"
+        )
+    expected = shape.hf_shapes()
+    missing, surplus = (
+        sorted(expected.keys() - found.keys()),
+        sorted(found.keys() - expected.keys() - {"lm_head.weight"}),
+    )
+    if missing or surplus:
+        what = f"no tensor {missing[0]}" if missing else f"a tensor too many, {surplus[0]}"
+        raise ValueError(f"{folder}: there is {what}; config.json and model.safetensors do not belong together")
+    for name, size in expected.items():
+        if found[name] != size:
+            raise ValueError(f"{folder}: {name} is {list(found[name])}, but config.json makes it {list(size)}")
+
+
+def has_mtp_layers(config: Mapping[str, Any]) -> bool:
+    """Whether a model says that it has layers for multi-token prediction."""
+    inner = config.get("text_config")
+    blocks = (config, inner if isinstance(inner, Mapping) else {})
+    return any(isinstance(b.get(name), int) and b[name] > 0 for b in blocks for name in _MTP_LAYERS)
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.encode("1 + 2 = \N{GREEK SMALL LETTER PI}")  # some cannot take what they do not know
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library has no class of its own, and its panics are no Exception
+        raise ValueError(f"{file}: no tokenizer ({str(error)[:100]}); copy it again") from error
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    largest = max(vocabulary.values(), default=0)
+    if largest >= vocab_size:  # fewer ids than the model has are padding
+        raise ValueError(
+            f"the tokenizer of {folder} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}; the two "
+            "do not belong together"
+        )
+    settings = folder / "tokenizer_config.json"
+    pad = read_object(settings).get("pad_token") if settings.is_file() else None
+    pad = pad.get("content") if isinstance(pad, Mapping) else pad
+    if not isinstance(pad, str) or pad not in vocabulary:
+        raise ValueError(
+            f"{settings}: pad_token is {pad!r}, which is no token; name one, e.g. the one that ends a text"
+        )

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies for the kernels of vLLM's own rejection sampler, the ratio test of Leviathan et al. (2023) and its block form.
+
+Ours does not launch them but for the first two. They are here so that vLLM's speculation can be compared with.
+
+Rows of logits: one a draft and one for the token after the last. Row r judges draft r + 1. Statistics come by block.
+"""
+
+import numpy as np
+from numba import njit
+
+from vllm_v2_cpu.kernels.floats import F32, U32, row_of, value_of
+from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.softmax import (
+    argmax_of_blocks,
+    block_argmax,
+    block_stats,
+    log_prob,
+    logsumexp,
+)
+
+_ROUND_A, _ROUND_B = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_A, _KEY_B = U32(0x9E3779B9), U32(0xBB67AE85)
+_SMALLEST_UNIFORM = F32(4.6566127342e-10)
+
+
+@as_kernel
+@njit(cache=True)
+def flatten_sampled(  # type: ignore[no-untyped-def]
+    flat_sampled_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, cu_num_logits_ptr
+):
+    for b in range(len(num_sampled_ptr)):
+        for i in range(num_sampled_ptr[b]):
+            flat_sampled_ptr[cu_num_logits_ptr[b] + i] = sampled_ptr[b, i]
+
+
+@as_kernel
+@njit(cache=True)
+def gather_draft_sampled(  # type: ignore[no-untyped-def]
+    draft_sampled_ptr, pos_ptr, input_ids_ptr, positions_ptr, logits_indices_ptr, expanded_idx_mapping_ptr,
+    expanded_local_pos_ptr, prefill_len_ptr, num_logits, BLOCK_SIZE,
+):  # fmt: skip
+    """A draft of a request that has not sampled yet is a placeholder, which -1 marks."""
+    for row in range(num_logits):
+        index, local = logits_indices_ptr[row], expanded_local_pos_ptr[row]
+        position = positions_ptr[index]
+        has_sampled = position - local >= prefill_len_ptr[expanded_idx_mapping_ptr[row]]
+        draft_sampled_ptr[row] = input_ids_ptr[index] if local == 0 or has_sampled else -1
+        pos_ptr[row] = position
+
+
+@njit(cache=True)
+def philox_uniform(seed, position):  # type: ignore[no-untyped-def]
+    """Triton's `tl.rand` of an int64 seed and position: Philox 4x32 with ten rounds (Salmon et al. 2011); never zero."""
+    key_0, key_1 = U32(seed & 0xFFFFFFFF), U32((seed >> 32) & 0xFFFFFFFF)
+    c0, c1, c2, c3 = U32(position & 0xFFFFFFFF), U32((position >> 32) & 0xFFFFFFFF), U32(0), U32(0)
+    for _ in range(10):
+        a, b = np.uint64(c0) * _ROUND_A, np.uint64(c2) * _ROUND_B
+        c0, c1 = U32(U32(b >> np.uint64(32)) ^ c1 ^ key_0), U32(b)
+        c2, c3 = U32(U32(a >> np.uint64(32)) ^ c3 ^ key_1), U32(a)
+        key_0, key_1 = U32(key_0 + _KEY_A), U32(key_1 + _KEY_B)
+    signed = np.int32(c0)
+    return max(F32(~signed if signed < 0 else signed) * _SMALLEST_UNIFORM, _SMALLEST_UNIFORM)
+
+
+@as_kernel
+@njit(cache=True)
+def compute_local_logits_stats(  # type: ignore[no-untyped-def]
+    target_local_argmax_ptr, target_local_argmax_stride, target_local_max_ptr, target_local_max_stride,
+    target_local_sumexp_ptr, target_local_sumexp_stride, draft_local_max_ptr, draft_local_max_stride,
+    draft_local_sumexp_ptr, draft_local_sumexp_stride, target_logits_ptr, target_logits_stride, draft_logits_ptr,
+    draft_logits_stride_0, draft_logits_stride_1, expanded_idx_mapping_ptr, expanded_local_pos_ptr, temp_ptr, vocab_size,
+    num_speculative_steps, BLOCK_SIZE, HAS_DRAFT_LOGITS,
+):  # fmt: skip
+    values_V = np.empty(vocab_size, np.float32)
+    for row in range(len(expanded_idx_mapping_ptr)):
+        step, slot = expanded_local_pos_ptr[row], expanded_idx_mapping_ptr[row]
+        if step >= num_speculative_steps:
+            continue
+        logits_V = row_of(target_logits_ptr, row, vocab_size)
+        if temp_ptr[slot] == 0:
+            for v in range(vocab_size):
+                values_V[v] = value_of(logits_V[v])
+            block_argmax(values_V, BLOCK_SIZE, target_local_argmax_ptr[row], target_local_max_ptr[row])
+            continue
+        block_stats(logits_V, F32(1), BLOCK_SIZE, target_local_max_ptr[row], target_local_sumexp_ptr[row])
+        if draft_logits_ptr is not None:
+            draft_V = row_of(draft_logits_ptr[slot], step, vocab_size)
+            block_stats(draft_V, temp_ptr[slot], BLOCK_SIZE, draft_local_max_ptr[row], draft_local_sumexp_ptr[row])
+
+
+@njit(cache=True)
+def _residual_mass(  # type: ignore[no-untyped-def]
+    joint_ratio, residual_mass_RB, target_logits, target_max_RB, target_sumexp_RB, token, row
+):
+    """What a row's target distribution, scaled by the joint ratio, has above the draft's: see Sun et al. (2024)."""
+    if residual_mass_RB is not None:
+        return residual_mass_RB[row].sum()
+    log_p, _ = log_prob(target_logits[row], token, F32(1), target_max_RB[row], target_sumexp_RB[row])
+    return joint_ratio * (F32(1) - np.exp(log_p))
+
+
+@as_kernel
+@njit(cache=True, error_model="numpy")
+def reject(  # type: ignore[no-untyped-def]
+    sampled_ptr, sampled_stride, rejected_steps_ptr, target_rejected_logsumexp_ptr, draft_rejected_logsumexp_ptr,
+    target_logits_ptr, target_logits_stride, target_local_argmax_ptr, target_local_argmax_stride, target_local_max_ptr,
+    target_local_max_stride, target_local_sumexp_ptr, target_local_sumexp_stride, draft_sampled_ptr, draft_logits_ptr,
+    draft_logits_stride_0, draft_logits_stride_1, draft_local_max_ptr, draft_local_max_stride, draft_local_sumexp_ptr,
+    draft_local_sumexp_stride, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, seed_ptr, pos_ptr,
+    synthetic_conditional_rates_ptr, cumulative_log_p_ptr, local_residual_mass_ptr, local_residual_mass_stride,
+    vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE, USE_BLOCK_VERIFICATION,
+):  # fmt: skip
+    """Counts the accepted drafts and writes them, with the target's arg-max where a greedy request rejects."""
+    for b in range(len(idx_mapping_ptr)):
+        slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
+        num_drafts, temperature = cu_num_logits_ptr[b + 1] - start - 1, F32(temp_ptr[slot])
+        num_accepted = 0
+        target_sum = draft_sum = F32(0)
+        for i in range(num_drafts):
+            row, token = start + i, draft_sampled_ptr[start + i + 1]
+            if temperature != 0 and token < 0:
+                break
+            uniform = philox_uniform(seed_ptr[slot], pos_ptr[row])
+            sampled_ptr[b, i] = token
+            if temperature == 0:
+                best = argmax_of_blocks(target_local_argmax_ptr[row], target_local_max_ptr[row])
+                accepts = token == best
+            elif cumulative_log_p_ptr is not None:
+                joint_ratio = threshold = np.exp(F32(cumulative_log_p_ptr[row]))
+                following = draft_sampled_ptr[row + 2] if i < num_drafts - 1 else -1
+                if following >= 0:
+                    mass = _residual_mass(
+                        joint_ratio, local_residual_mass_ptr, target_logits_ptr, target_local_max_ptr,
+                        target_local_sumexp_ptr, following, row + 1,
+                    )  # fmt: skip
+                    whole = mass + F32(1) - joint_ratio
+                    threshold = mass / whole if whole > 0 else F32(1)
+                if uniform <= threshold:
+                    num_accepted = i + 1
+                continue
+            else:
+                target_log_p, target_sum = log_prob(
+                    target_logits_ptr[row], token, F32(1), target_local_max_ptr[row], target_local_sumexp_ptr[row]
+                )
+                draft_log_p = F32(0)
+                if draft_logits_ptr is not None:
+                    draft_log_p, draft_sum = log_prob(
+                        draft_logits_ptr[slot, i], token, temperature, draft_local_max_ptr[row],
+                        draft_local_sumexp_ptr[row],
+                    )  # fmt: skip
+                accepts = target_log_p > np.log(uniform) + draft_log_p
+            if synthetic_conditional_rates_ptr is not None:
+                accepts = uniform < synthetic_conditional_rates_ptr[i] and token >= 0
+            if not accepts:
+                if temperature == 0:
+                    sampled_ptr[b, i] = best
+                break
+            num_accepted += 1
+        rejected_steps_ptr[b] = num_accepted
+        if cumulative_log_p_ptr is not None and temperature != 0 and num_accepted < num_drafts:
+            row = start + num_accepted
+            target_sum = logsumexp(target_local_max_ptr[row], target_local_sumexp_ptr[row])
+            if draft_logits_ptr is not None:
+                draft_sum = logsumexp(draft_local_max_ptr[row], draft_local_sumexp_ptr[row])
+        target_rejected_logsumexp_ptr[b] = target_sum
+        draft_rejected_logsumexp_ptr[b] = draft_sum
+
+
+_DECODE = "vllm.v1.worker.gpu.spec_decode."
+KERNELS = {
+    _DECODE + "rejection_sampler._flatten_sampled_kernel": flatten_sampled,
+    _DECODE + "rejection_sampler._gather_draft_sampled_kernel": gather_draft_sampled,
+    _DECODE + "rejection_sampler_utils._compute_local_logits_stats_kernel": compute_local_logits_stats,
+    _DECODE + "rejection_sampler_utils._rejection_kernel": reject,
+}
