@@ -10,7 +10,7 @@ import torch
 
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
 from nemo_specrollout.remote.protocol.messages import decode, encode
-from nemo_specrollout.remote.protocol.orders import DraftModel, MirrorClosing, MirrorOpening, Publication
+from nemo_specrollout.remote.protocol.orders import DraftModel, Publication, ShadowClosing, ShadowOpening
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.prefix_hash import of_text
 from nemo_specrollout.remote.protocol.shadow_sequences import Drafted
@@ -18,7 +18,7 @@ from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
 from nemo_specrollout.remote.verifier.stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
-VOCAB, MAX_LEN, LANES, MOST_AHEAD, MIRRORS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
+VOCAB, MAX_LEN, LANES, MOST_AHEAD, SHADOWS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
 STOP, ACCEPTANCE = 0, 0.8
 
 
@@ -96,8 +96,8 @@ class FakeDrafter:
     def restart(self) -> None:
         self.runs += 1
         drafter = combine(hash(self.name) & 0xFFFF, self.runs) >> 1
-        num_mirrors = self.rng.choice([MIRRORS, MIRRORS, 3])  # of 3, many are wanting
-        self.side = DrafterSide(DraftModel(VOCAB, "", MAX_LEN), drafter, num_mirrors, MOST_AHEAD)
+        num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # of 3, many are wanting
+        self.side = DrafterSide(DraftModel(VOCAB, "", MAX_LEN), drafter, num_shadows, MOST_AHEAD)
         self.texts: dict[int, tuple[int, list[int]]] = {}
         self.version = 0
 
@@ -107,17 +107,17 @@ class FakeDrafter:
         self.side.published(Publication("", self.version, None))
 
     def check(self) -> None:
-        """What the protocol believes of its mirrors is what the engine holds, and what it takes to be committed is."""
-        for mirror, (seed, text) in self.texts.items():
-            assert self.side.mirrors.text_hash(mirror) == (len(text), of_text(seed, np.array(text, np.int32)))
-            num_committed = self.side.mirrors.num_committed(mirror)
+        """What the protocol believes of its shadows is what the engine holds, and what it takes to be committed is."""
+        for shadow, (seed, text) in self.texts.items():
+            assert self.side.shadows.text_hash(shadow) == (len(text), of_text(seed, np.array(text, np.int32)))
+            num_committed = self.side.shadows.num_committed(shadow)
             assert text[:num_committed] == self.truth[seed][:num_committed]
 
     def step(self, network: Network, now_s: float) -> None:
         for peer, frame in network.arrived(self.name, now_s):
             self.side.receive(peer, decode(frame), now_s)
         self._obey()
-        wanting = self.side.wanting()[: self.rng.choice([MIRRORS, MIRRORS, 1, 0])]
+        wanting = self.side.wanting()[: self.rng.choice([SHADOWS, SHADOWS, 1, 0])]
         rows = [self._draft(int(m)) for m in wanting]
         if rows:
             positions, tokens = (np.array(c) for c in zip(*rows, strict=True))
@@ -130,18 +130,18 @@ class FakeDrafter:
 
     def _obey(self) -> None:
         for order in self.side.take_orders():
-            if isinstance(order, MirrorClosing):
-                del self.texts[order.mirror]
-            elif isinstance(order, MirrorOpening):
-                assert order.mirror not in self.texts
-                self.texts[order.mirror] = (order.seed, order.text.tolist())
+            if isinstance(order, ShadowClosing):
+                del self.texts[order.shadow]
+            elif isinstance(order, ShadowOpening):
+                assert order.shadow not in self.texts
+                self.texts[order.shadow] = (order.seed, order.text.tolist())
             else:
-                seed, text = self.texts[order.mirror]
+                seed, text = self.texts[order.shadow]
                 assert order.num_kept <= len(text)
-                self.texts[order.mirror] = (seed, text[: order.num_kept] + order.tokens)
+                self.texts[order.shadow] = (seed, text[: order.num_kept] + order.tokens)
 
-    def _draft(self, mirror: int) -> tuple[int, int]:
-        seed, text = self.texts[mirror]
+    def _draft(self, shadow: int) -> tuple[int, int]:
+        seed, text = self.texts[shadow]
         token = draft_token(seed, text, self.version, ACCEPTANCE)
         text.append(token)
         return len(text) - 1, token

@@ -46,7 +46,11 @@ def docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
         is_property = any("property" in ast.unparse(d) for d in getattr(node, "decorator_list", []))
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_property
         for child in body:
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant) and isinstance(child.value.value, str):
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(child.value, ast.Constant)
+                and isinstance(child.value.value, str)
+            ):
                 yield child.lineno, child.value.value, is_function
 
 
@@ -70,7 +74,9 @@ def sentences(text: str) -> Iterator[str]:
     """Yields the sentences of a text. A colon or a semicolon ends one; an indented or fenced block is not prose."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = "\n".join(line for line in text.split("\n") if not line.startswith(("    ", "|", "\t")))
-    text = _ABBREVIATION.sub(lambda match: match.group().replace(".", ""), _LINK.sub(r"\1", _CODE_SPAN.sub("CODE", text)))
+    text = _ABBREVIATION.sub(
+        lambda match: match.group().replace(".", ""), _LINK.sub(r"\1", _CODE_SPAN.sub("CODE", text))
+    )
     for sentence in _SENTENCE_END.split(text):
         if sentence.strip():
             yield " ".join(sentence.split())
@@ -79,7 +85,7 @@ def sentences(text: str) -> Iterator[str]:
 def findings_of_text(line: int, text: str) -> Iterator[Finding]:
     """Yields what breaks the rules on words and on the length of sentences."""
     for sentence in sentences(text):
-        if len(re.findall(r"[\w'’./-]+", sentence)) > MOST_WORDS:
+        if len(re.findall(r"[\w'./-]+", sentence)) > MOST_WORDS:
             yield Finding(line, f"more than {MOST_WORDS} words", sentence)
         for match in BANNED.finditer(sentence):
             yield Finding(line, f"says {match.group()!r}", sentence)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 
 def run_world(seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float) -> list[FakeVerifier]:
-    """Runs a schedule to its end; checks every step that each side's belief of a mirror is what its engine holds."""
+    """Runs a schedule to its end; checks every step that each side's belief of a shadow is what its engine holds."""
     rng = random.Random(seed)
     network = Network(rng, faults)
     verifiers = [FakeVerifier(f"v{v}", rng, num_drafters, make_requests(rng)) for v in range(num_verifiers)]

@@ -19,7 +19,7 @@ from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.device import devices
 from nemo_specrollout.doctor.diagnosis import Diagnosis, State
 from nemo_specrollout.doctor.installed_versions import NEEDED, diagnose_versions, found_versions
-from nemo_specrollout.doctor.patch_point_check import diagnose_vllm, holds_of_nemo_rl
+from nemo_specrollout.doctor.patch_point_check import diagnose_vllm, patch_points_of_nemo_rl
 from nemo_specrollout.doctor.self_test import (
     CAUSES,
     diagnose_engine,
@@ -28,13 +28,13 @@ from nemo_specrollout.doctor.self_test import (
     platform_plugin,
 )
 from nemo_specrollout.doctor.self_test_child import compared
-from nemo_specrollout.nemo_rl.patch_points import Hold, check_holds
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 
 pytestmark = pytest.mark.unit
 
 VERSIONS = {"python": "3.11.7", "nemo_specrollout": "0.1.0", "vllm": "0.32.0", **{n.package: "1.0" for n in NEEDED}}
-DUMPS = Hold("json", "dumps", ("obj", "indent"), "", "")
-CHANGED = Hold("shutil", "which", ("cmd", "depth"), "", "")
+DUMPS = PatchPoint("json", "dumps", ("obj", "indent"), "", "")
+CHANGED = PatchPoint("shutil", "which", ("cmd", "depth"), "", "")
 NO_ENGINE = Outcome({}, "killed by SIGSEGV", (), 1.0)
 Child = Callable[[str], str]
 
@@ -94,15 +94,15 @@ def test_what_is_installed_here_is_found() -> None:
     assert "commit" in found["nemo_specrollout"]
 
 
-def test_holds_that_changed_or_are_gone_are_told_apart() -> None:
+def test_changed_and_missing_patch_points_are_told_apart() -> None:
     holds = (
         DUMPS,
         CHANGED,
-        Hold("json", "JSONEncoder.encoded", (), "", ""),
-        Hold("nemo_rl.no_such_module", "validate", (), "", ""),
-        Hold("no_such_package", "thing", (), "", ""),
+        PatchPoint("json", "JSONEncoder.encoded", (), "", ""),
+        PatchPoint("nemo_rl.no_such_module", "validate", (), "", ""),
+        PatchPoint("no_such_package", "thing", (), "", ""),
     )
-    found = list(holds_of_nemo_rl(holds))
+    found = list(patch_points_of_nemo_rl(holds))
     assert [d.name for d in found] == [
         "json.dumps", "shutil.which", "json.JSONEncoder.encoded", "no_such_module.validate", "no_such_package.thing"
     ]  # fmt: skip
@@ -114,12 +114,12 @@ def test_holds_that_changed_or_are_gone_are_told_apart() -> None:
 
 
 def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_process_along(child: Child) -> None:
-    hold = Hold(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", (), "", "")
-    first, second = holds_of_nemo_rl((hold, DUMPS))
+    hold = PatchPoint(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", (), "", "")
+    first, second = patch_points_of_nemo_rl((hold, DUMPS))
     assert first.found == "absent: its import fails (OSError: libcuda.so.1: cannot open shared object file)"
     assert second.state is State.OK
     child("import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
-    before, crashed = holds_of_nemo_rl((DUMPS, hold, DUMPS))
+    before, crashed = patch_points_of_nemo_rl((DUMPS, hold, DUMPS))
     assert before.state is State.OK and crashed.state is State.FAIL
     assert (
         crashed.found == "their import was killed by SIGSEGV" and crashed.name == "some_child.thing, and those after it"
@@ -127,10 +127,10 @@ def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_proces
     assert "last words" in crashed.last_words and not any("File" in line for line in crashed.last_words)
 
 
-def test_install_refuses_the_same_holds() -> None:
-    check_holds((DUMPS,))
+def test_install_refuses_the_same_patch_points() -> None:
+    check_patch_points((DUMPS,))
     with pytest.raises(ConfigError, match=r"shutil\.which no longer takes 'depth'"):
-        check_holds((CHANGED,))
+        check_patch_points((CHANGED,))
 
 
 def test_a_name_that_vllm_no_longer_has_fails(changed_vllm: Callable[..., Path]) -> None:

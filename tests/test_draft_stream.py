@@ -89,7 +89,7 @@ def test_a_request_whose_drafts_are_wrong_gets_a_short_window() -> None:
 INTERPRETED = """
 import numpy as np
 import torch
-from nemo_specrollout.decoupled import stream, stream_triton
+from nemo_specrollout.remote.verifier import stream, stream_triton
 
 rng, seen = np.random.default_rng(0), 0
 for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):

@@ -545,14 +545,14 @@ def test_samples_tell_their_versions_and_drafts_and_are_exact_for_each_span(
             generation.advance(0.0)
         engine.load_weights(policy_tensors(1.5))
         generation.advance()
-        stamps = engine.take_stamps(asked)
-        outputs.append((generation.rollouts, stamps))
-        for request, rollout, stamp in zip(asked, generation.rollouts, stamps, strict=True):
-            assert stamp is not None and 0 < stamp["num_accepted"] + 1 <= stamp["num_drafted"] + 1
-            (first, start), (second, change) = stamp["policy_spans"]
+        sample_stats = engine.take_sample_stats(asked)
+        outputs.append((generation.rollouts, sample_stats))
+        for request, rollout, sample in zip(asked, generation.rollouts, sample_stats, strict=True):
+            assert sample is not None and 0 < sample["num_accepted"] + 1 <= sample["num_drafted"] + 1
+            (first, start), (second, change) = sample["policy_spans"]
             prompt = len(request.prompt_token_ids)
             assert (first, second) == (0, 1) and prompt == start < change < prompt + len(rollout.token_ids)
-    changes = [[s["policy_spans"][1][1] for s in stamps if s] for _, stamps in outputs]
+    changes = [[s["policy_spans"][1][1] for s in sample_stats if s] for _, sample_stats in outputs]
     for row, (change_a, change_b) in enumerate(zip(*changes, strict=True)):
         until = min(change_a, change_b) - len(asked[row].prompt_token_ids)
         a, b = (rollouts[row].token_ids[:until] for rollouts, _ in outputs)

@@ -13,11 +13,11 @@ from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.nemo_rl.drafter_stats_window import SupplyWindow, logged
+from nemo_specrollout.nemo_rl.drafter_stats_window import DrafterStatsWindow, logged
 from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews, RemoteDrafters
 from nemo_specrollout.nemo_rl.step_log import StepNotes
-from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
 
 pytestmark = pytest.mark.unit
@@ -119,8 +119,8 @@ def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
     assert ["the engine is gone" in alarm for alarm in driver.notes.alarms] == [True]
 
 
-BEFORE = DraftSupply(num_request_steps=10, num_supplied=4, num_kept=8, num_drafters=2, num_ready=1, num_failures=1)
-AFTER = DraftSupply(
+BEFORE = DrafterStats(num_request_steps=10, num_supplied=4, num_kept=8, num_drafters=2, num_ready=1, num_failures=1)
+AFTER = DrafterStats(
     num_request_steps=30, num_supplied=14, num_at_hand=40, num_kept=48, num_wrong=10, num_drafters=2, num_ready=2,
     num_failures=1, draft_token_s=0.002, draft_version=3,
 )  # fmt: skip
@@ -128,12 +128,12 @@ AFTER = DraftSupply(
 
 def test_supply_of_engines_is_added_first_and_divided_last() -> None:
     window, replies = (
-        SupplyWindow(),
-        [[BEFORE, DraftSupply()], [AFTER, DraftSupply(num_request_steps=20, num_drafters=2)]],
+        DrafterStatsWindow(),
+        [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]],
     )
 
     def call(method: str, arguments: Sequence[Any]) -> list[Any]:
-        assert (method, list(arguments)) == ("specrollout_draft_supply", [])
+        assert (method, list(arguments)) == ("specrollout_drafter_stats", [])
         return [asdict(supply) for supply in replies.pop(0)]
 
     window.begin(call)
@@ -149,11 +149,11 @@ def test_supply_of_engines_is_added_first_and_divided_last() -> None:
 
 
 def test_what_is_dropped_may_have_come_before_the_step() -> None:
-    assert DraftSupply(num_kept=10, num_wrong=12).waste == 1.0
+    assert DrafterStats(num_kept=10, num_wrong=12).waste == 1.0
 
 
 def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
-    names = logged(DraftSupply.together([DraftSupply(num_drafters=1)]).figures())
+    names = logged(DrafterStats.together([DrafterStats(num_drafters=1)]).figures())
     assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0
 
 

@@ -240,18 +240,18 @@ def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> N
 
 
 def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told() -> None:
-    stamp = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
+    sample = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
     ends = [
         {
             "alarms": [{"sentence": "low"}],
-            "stamps": [[11, stamp]],
+            "sample_stats": [[11, sample]],
             "policy_version": 3,
             "head_version": 1,
             "head_is_dormant": True,
         },
         {
             "alarms": [],
-            "stamps": [[12, stamp], [13, stamp]],
+            "sample_stats": [[12, sample], [13, sample]],
             "policy_version": 3,
             "head_version": 2,
             "head_is_dormant": False,
@@ -262,7 +262,7 @@ def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told()
     }  # fmt: skip
     assert [line["seed"] for line in sample_lines(ends, [13, 99, 11])] == [13, 11]
     assert [line["seed"] for line in sample_lines(ends, None)] == [11, 12, 13]
-    plain = [{"alarms": [], "stamps": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
+    plain = [{"alarms": [], "sample_stats": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
     assert "specrollout/head_age" not in head_figures(plain) and sample_lines(plain, [1]) == []
 
 
@@ -276,7 +276,7 @@ def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
         "num_accepted": 7,
     }
     for ends in ([first, second], [second, first]):
-        assert sample_lines([{"stamps": [[11, stamp]]} for stamp in ends], [11]) == [{"seed": 11, **expected}]
+        assert sample_lines([{"sample_stats": [[11, sample]]} for sample in ends], [11]) == [{"seed": 11, **expected}]
 
 
 class NativeLogger:

@@ -27,7 +27,7 @@ from nemo_specrollout.nemo_rl.gym_rows import with_seed
 from nemo_specrollout.nemo_rl.identities import RowIdentities, Sample, Stream, current_sample
 from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
-from nemo_specrollout.nemo_rl.patch_points import ALL_HOLDS, EXTENSION_HOLDS, Hold
+from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, header_seed
 from nemo_specrollout.nemo_rl.run_record import RunRecord
 from nemo_specrollout.nemo_rl.step_log import StepNotes
@@ -84,8 +84,8 @@ def test_threads_never_share_a_seed() -> None:
     assert len(set(seeds)) == 2000
 
 
-@pytest.mark.parametrize("hold", ALL_HOLDS + EXTENSION_HOLDS, ids=lambda h: h.name)
-def test_every_hold_is_on_the_page(hold: Hold) -> None:
+@pytest.mark.parametrize("hold", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda h: h.name)
+def test_every_patch_point_is_on_the_page(hold: PatchPoint) -> None:
     page = (ROOT / "docs" / "nemo_rl.md").read_text()
     assert f"| {hold.where} |" in page
     assert hold.name.rpartition(".")[2] in page

@@ -68,8 +68,8 @@ def test_tokens_are_those_of_plain_decoding(
         before = num_accepted(engine)
         assert_equal(engine.generate(ASKED, **SAMPLINGS[sampling]), expected[sampling])
         assert num_accepted(engine) > before + 20, "next to nothing was accepted, so nothing was shown"
-    stamps = engine.take_stamps(ASKED)
-    assert all(s is not None for s in stamps)
+    sample_stats = engine.take_sample_stats(ASKED)
+    assert all(s is not None for s in sample_stats)
     assert engine._llm.collective_rpc("specrollout_totals")[0]["accepted"]
 
 

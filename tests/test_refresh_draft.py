@@ -207,7 +207,7 @@ def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training.head.head import head as module
+    from nemo_specrollout.training.head import head as module
 
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's worker does for the online refresh in NeMo-RL: features in a store of its own, teachers, stamps."""
+"""What an engine's worker does for the online refresh in NeMo-RL: features in a store of its own, teachers, sample_stats."""
 
 import os
 import subprocess
@@ -76,9 +76,9 @@ def test_versions_stamps_and_features_are_those_of_the_policy_that_it_was_told(a
     asked.engine.load_weights(weights)  # counts by itself
     end = asked("specrollout_end_step", None)
     assert (end["policy_version"], end["alarms"]) == (8, [])
-    stamps = [stamp for _, stamp in end["stamps"]]
-    assert stamps and all(stamp["policy_spans"] == ((7, 3),) for stamp in stamps)
-    assert len({seed for seed, _ in end["stamps"]}) == len(stamps)
+    sample_stats = [sample for _, sample in end["sample_stats"]]
+    assert sample_stats and all(sample["policy_spans"] == ((7, 3),) for sample in sample_stats)
+    assert len({seed for seed, _ in end["sample_stats"]}) == len(sample_stats)
     where = place(tmp_path / "features", asked)
     assert asked("specrollout_store_features", where) is None
     reader = FeatureReader(tmp_path / "features")

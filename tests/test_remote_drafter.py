@@ -105,7 +105,7 @@ def test_drafts_are_used_however_late_tokens_reach_the_host(engine: Engine) -> N
     assert engine.remote.side.peers[0].state is PeerState.READY
     assert engine.num_accepted > 100
     assert engine.num_accepted > 0.6 * engine.num_proposed
-    supply = engine.remote.supply()
+    supply = engine.remote.stats()
     assert supply.num_at_hand == engine.num_proposed and supply.num_ready == 1
 
 

@@ -72,12 +72,12 @@ def test_moving_shortens_an_uneven_rollout() -> None:
 
 def test_the_head_is_judged_by_tokens_a_step_and_their_spread() -> None:
     rng = np.random.default_rng(0)
-    rollouts, stamps = [], []
+    rollouts, sample_stats = [], []
     for p in (0.4, 0.8) * 40:
         accepted = sum(int(np.argmin([*(rng.random(K) < p), False])) for _ in range(200))
         rollouts.append(Rollout([0] * (200 + accepted), [0.0] * (200 + accepted), "stop"))
-        stamps.append({"num_accepted": accepted})
-    length, spread = _head_quality(rollouts, [stamps, [None] * len(stamps)])
+        sample_stats.append({"num_accepted": accepted})
+    length, spread = _head_quality(rollouts, [sample_stats, [None] * len(sample_stats)])
     assert length == pytest.approx(np.mean([sum(p**i for i in range(K + 1)) for p in (0.4, 0.8)]), rel=0.03)
     assert spread == pytest.approx((np.log(4) - np.log(2 / 3)) / 2, rel=0.1)
 

@@ -127,7 +127,7 @@ def test_saving_replaces_a_head_and_leaves_nothing_else(head_folder: Path, tmp_p
 def test_a_save_that_fails_leaves_the_old_head(
     head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_specrollout.training.head.head import head as module
+    from nemo_specrollout.training.head import head as module
 
     head = module.load_head(head_folder, STEP_ADDER)
     module.save_head(head, tmp_path / "head")
@@ -500,8 +500,9 @@ def test_acceptance_of_a_sequence_is_the_sum_over_its_starts(
     chunk_elements: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from nemo_specrollout.training.head import acceptance
     from nemo_specrollout.training.head.acceptance import draft_logits, expected_length, measure_acceptance
-    from nemo_specrollout.training.head.head import acceptance, load_head
+    from nemo_specrollout.training.head.head import load_head
 
     monkeypatch.setattr(acceptance, "CHUNK_ELEMENTS", chunk_elements)
     head, features, num_drafts = load_head(small_head_folder, STEP_ADDER), sequences[4], 3

@@ -31,7 +31,7 @@ from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, Specrollo
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.remote.drafter.cost_profile import MEASUREMENTS
-from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement.planner import Option, place
 
@@ -198,7 +198,7 @@ def rows_of(batch: int, found: dict[tuple[int, Way], list[Timed]]) -> list[dict[
         {
             "batch": batch, "way": str(way), "mode": way.mode, "threads": threads, "seconds": _median_s(timed),
             "over_plain": plain_s / _median_s(timed), "steps": statistics.median(t.num_steps for t in timed),
-            "equal": all(t.token_ids == expected for t in timed), **_supply(timed),
+            "equal": all(t.token_ids == expected for t in timed), **_drafter_stats(timed),
         }
         for (threads, way), timed in found.items()
     ]  # fmt: skip
@@ -208,13 +208,13 @@ def _median_s(timed: Sequence[Timed]) -> float:
     return statistics.median(t.seconds for t in timed)
 
 
-def _supply(timed: Sequence[Timed]) -> dict[str, Any]:
+def _drafter_stats(timed: Sequence[Timed]) -> dict[str, Any]:
     """Drafts verified and accepted, and how well a drafter kept up."""
     before, after = timed[0].before, timed[-1].after
     counts = {name: after[name] - before[name] for name in ("proposed", "accepted")}
     if after["supply"] is None:
         return counts
-    return {**counts, **DraftSupply(**after["supply"]).since(DraftSupply(**before["supply"])).figures()}
+    return {**counts, **DrafterStats(**after["supply"]).since(DrafterStats(**before["supply"])).figures()}
 
 
 def main() -> int:

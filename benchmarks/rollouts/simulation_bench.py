@@ -174,8 +174,8 @@ class SimulationBench:
             pool.finish_turns()
             steps[kind] = [pool.ask(w, "report", before[w]["num_steps"])["trace"] for w in range(num_workers)]
         columns = {kind: _decode_steps(traces) for kind, traces in steps.items()}
-        stamps = self.pools[FIXED].ask_each("take_stamps", requests[FIXED])
-        length, spread = _head_quality(rollouts[FIXED], list(stamps.values())[:num_workers])
+        sample_stats = self.pools[FIXED].ask_each("take_sample_stats", requests[FIXED])
+        length, spread = _head_quality(rollouts[FIXED], list(sample_stats.values())[:num_workers])
         points = {kind: (c["num_rows"], c["seconds"] - c["draft_s"]) for kind, c in columns.items()}
         points[AUTO] = tuple(np.concatenate([points[PLAIN][i], points[FIXED][i]]) for i in (0, 1))
         drafted = columns[FIXED]
@@ -243,14 +243,14 @@ def _curve(counts: np.ndarray, seconds: np.ndarray) -> CostCurve:
 
 
 def _head_quality(
-    rollouts: Sequence[Rollout], stamps: Sequence[Sequence[dict[str, Any] | None]]
+    rollouts: Sequence[Rollout], sample_stats: Sequence[Sequence[dict[str, Any] | None]]
 ) -> tuple[float, float]:
     """Tokens a step over all requests, and the standard deviation of their acceptance's log-odds, less what chance adds."""
     lengths, log_odds, chance = [], [], []
     num_tokens = num_steps = 0.0
-    for of_workers, rollout in zip(zip(*stamps, strict=True), rollouts, strict=True):
-        stamp = next(s for s in of_workers if s is not None)
-        steps = len(rollout.token_ids) - stamp["num_accepted"]
+    for of_workers, rollout in zip(zip(*sample_stats, strict=True), rollouts, strict=True):
+        sample = next(s for s in of_workers if s is not None)
+        steps = len(rollout.token_ids) - sample["num_accepted"]
         num_tokens, num_steps = num_tokens + len(rollout.token_ids), num_steps + steps
         if steps >= _LEAST_STEPS:
             lengths.append(len(rollout.token_ids) / steps)

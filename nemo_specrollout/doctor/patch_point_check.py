@@ -11,7 +11,7 @@ from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.diagnosis import Diagnosis, State
 from nemo_specrollout.generation.vllm_names import vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
-from nemo_specrollout.nemo_rl.patch_points import ALL_HOLDS, EXTENSION_HOLDS, Hold
+from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
 
 SECTION = "patch points"
 TIMEOUT_S = 300.0
@@ -25,25 +25,25 @@ def diagnose_nemo_rl() -> Iterator[Diagnosis]:
     if nemo_rl_version() is None:
         yield Diagnosis(SECTION, "NeMo-RL", State.OK, "not installed, nothing to look at")
         return
-    yield from holds_of_nemo_rl(ALL_HOLDS)
+    yield from patch_points_of_nemo_rl(ALL_PATCH_POINTS)
     if vllm_version() is None:  # the engine's process has an environment of its own
         text = "not looked at: vLLM is not in this environment"
         yield Diagnosis(SECTION, "holds in NeMo-RL's engine", State.OK, text)
         return
-    yield from holds_of_nemo_rl(EXTENSION_HOLDS)
+    yield from patch_points_of_nemo_rl(EXTENSION_PATCH_POINTS)
 
 
-def holds_of_nemo_rl(holds: Sequence[Hold], timeout_s: float = TIMEOUT_S) -> Iterator[Diagnosis]:
+def patch_points_of_nemo_rl(holds: Sequence[PatchPoint], timeout_s: float = TIMEOUT_S) -> Iterator[Diagnosis]:
     """A diagnosis of each hold. One for all if the process that loads them fails."""
     outcome = run_child("nemo_specrollout.doctor.patch_point_child", [asdict(hold) for hold in holds], timeout_s)
     for i, hold in enumerate(holds):
         if str(i) in outcome.told:
-            yield _of_hold(hold, outcome.told[str(i)])
+            yield _of_patch_point(hold, outcome.told[str(i)])
     if outcome.failure:
         yield _unfinished(holds[len(outcome.told)], outcome)
 
 
-def _of_hold(hold: Hold, change: str) -> Diagnosis:
+def _of_patch_point(hold: PatchPoint, change: str) -> Diagnosis:
     name = name_of(hold)
     if not change:
         return Diagnosis(SECTION, name, State.OK, "present")
@@ -51,7 +51,7 @@ def _of_hold(hold: Hold, change: str) -> Diagnosis:
     return Diagnosis(SECTION, name, State.FAIL, change, to_do)
 
 
-def name_of(hold: Hold) -> str:
+def name_of(hold: PatchPoint) -> str:
     """A hold's name with the file that it is in, as docs/nemo_rl.md has it."""
     return f"{hold.module.rpartition('.')[2]}.{hold.name}"
 
@@ -61,7 +61,7 @@ def _is_import(change: str) -> bool:
     return change.startswith(("absent: its import", "absent: no module")) and "no module nemo_rl" not in change
 
 
-def _unfinished(hold: Hold, outcome: Outcome) -> Diagnosis:
+def _unfinished(hold: PatchPoint, outcome: Outcome) -> Diagnosis:
     name = f"{name_of(hold)}, and those after it"
     return Diagnosis(SECTION, name, State.FAIL, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
 

@@ -4,16 +4,16 @@
 from typing import Any
 
 from nemo_specrollout.doctor.child import Tell, answer, in_one_line
-from nemo_specrollout.nemo_rl.patch_points import Hold, found_of, lacking_parameters
+from nemo_specrollout.nemo_rl.patch_points import PatchPoint, found_of, lacking_parameters
 
 
 def look(order: Any, tell: Tell) -> None:
     """`order`: holds as dicts. Tells of each in turn what is wrong with it, empty if nothing is, under its number."""
     for i, fields in enumerate(order):
-        tell(str(i), change_of(Hold(**{**fields, "parameters": tuple(fields["parameters"])})))
+        tell(str(i), change_of(PatchPoint(**{**fields, "parameters": tuple(fields["parameters"])})))
 
 
-def change_of(hold: Hold) -> str:
+def change_of(hold: PatchPoint) -> str:
     """Returns what changed about a hold, or an empty string."""
     try:
         found = found_of(hold)

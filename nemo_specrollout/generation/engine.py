@@ -205,11 +205,13 @@ class RolloutEngine:
         """
         self._llm.collective_rpc("specrollout_load_head", args=(str(folder), None, expected_length, num_positions))
 
-    def take_stamps(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
-        """What is written on the samples of finished requests (`stamps.py`); None where no drafter saw one."""
+    def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
+        """What is written on the samples of finished requests (`sample_stats.py`); None where no drafter saw one."""
         if not self._has_our_worker:
             return [None] * len(requests)
-        return self._llm.collective_rpc("specrollout_take_stamps", args=([self._seed_of(r) for r in requests],))[0]
+        return self._llm.collective_rpc("specrollout_take_sample_stats", args=([self._seed_of(r) for r in requests],))[
+            0
+        ]
 
     def take_features(self) -> list["SequenceFeatures"]:
         """What was captured, since last asked, for the training of a head."""

@@ -26,7 +26,7 @@ from nemo_specrollout.generation.older_runners import allow_text_drafters, mend_
 from nemo_specrollout.generation.remote_drafts import ToldOutput
 from nemo_specrollout.generation.resting_scheduler import say_that_drafting_rests
 from nemo_specrollout.generation.runner_binding import bind
-from nemo_specrollout.generation.sample_stats import Stamps
+from nemo_specrollout.generation.sample_stats import SampleStatsLog
 from nemo_specrollout.generation.speculator import Drafting, NewRequest
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier
@@ -49,7 +49,7 @@ class EngineWorkerMixin:
     vllm_config: Any
     specrollout_drafting: Drafting | None = None
     specrollout_host_budget: HostBudget | None = None
-    specrollout_stamps: Stamps | None = None
+    specrollout_sample_stats: SampleStatsLog | None = None
     specrollout_head: HeadWatch | None = None
     specrollout_capture: FeatureCapture | None = None
     specrollout_store: FeatureStore | None = None
@@ -76,7 +76,7 @@ class EngineWorkerMixin:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
             self.specrollout_drafting = Drafting(config, runner)
-            self.specrollout_stamps = Stamps(self.specrollout_drafting.board.request_S2)
+            self.specrollout_sample_stats = SampleStatsLog(self.specrollout_drafting.board.request_S2)
             self._watch_head()
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_drafting)
 
@@ -106,12 +106,16 @@ class EngineWorkerMixin:
 
     def _watch_head(self) -> None:
         """Sets up what only a drafter with weights needs: its canary, and the capture of features for its training."""
-        drafting, stamps, config = self.specrollout_drafting, self.specrollout_stamps, self.specrollout_config
-        if drafting is None or stamps is None or drafting.model is None:
+        drafting, sample_stats, config = (
+            self.specrollout_drafting,
+            self.specrollout_sample_stats,
+            self.specrollout_config,
+        )
+        if drafting is None or sample_stats is None or drafting.model is None:
             return
         refresh = config.draft_refresh
         max_age = None if refresh is None else refresh.max_age_alarm
-        self.specrollout_head = HeadWatch(self.model_runner, drafting, stamps, config.head_folder, max_age)
+        self.specrollout_head = HeadWatch(self.model_runner, drafting, sample_stats, config.head_folder, max_age)
         if refresh is not None and compat.is_output_rank():
             model, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
             num_features = (len(compat.aux_layer_ids(self.model_runner) or ()) + 1) * model.get_hidden_size()
@@ -138,18 +142,18 @@ class EngineWorkerMixin:
     # What the runner tells (`runner_binding.StepListener`).
 
     def requests_opened(self, requests: list[NewRequest]) -> None:
-        if self.specrollout_drafting is None or self.specrollout_stamps is None:
+        if self.specrollout_drafting is None or self.specrollout_sample_stats is None:
             return
         self.specrollout_drafting.open(requests)
         for r in requests:
-            self.specrollout_stamps.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
+            self.specrollout_sample_stats.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
         if self.specrollout_capture is not None:
             self.specrollout_capture.open(requests)
 
     def requests_closed(self, slots: list[int]) -> None:
-        if self.specrollout_drafting is None or self.specrollout_stamps is None:
+        if self.specrollout_drafting is None or self.specrollout_sample_stats is None:
             return
-        self.specrollout_stamps.close(slots)
+        self.specrollout_sample_stats.close(slots)
         self.specrollout_drafting.close(slots)
         if self.specrollout_capture is not None:
             self.specrollout_capture.close(slots)
@@ -182,13 +186,13 @@ class EngineWorkerMixin:
     def specrollout_report(self, first_step: int = 0) -> dict[str, Any]:
         """Steps from `first_step` on, and raw acceptance counts since the start: plain lists, for any transport."""
         report = self.specrollout_accounts.report(first_step)
-        if self.specrollout_head is not None and self.specrollout_stamps is not None:
+        if self.specrollout_head is not None and self.specrollout_sample_stats is not None:
             assert self.specrollout_drafting is not None and self.specrollout_drafting.model is not None
             report["head_is_dormant"] = self.specrollout_drafting.model.is_dormant
-            report["policy_version"] = self.specrollout_stamps.policy_version
-            report["head_version"] = self.specrollout_stamps.head_version
+            report["policy_version"] = self.specrollout_sample_stats.policy_version
+            report["head_version"] = self.specrollout_sample_stats.head_version
             report["capture_s"] = self.specrollout_capture_seconds()
-        if (supply := self.specrollout_draft_supply()) is not None:
+        if (supply := self.specrollout_drafter_stats()) is not None:
             report["draft_supply"] = supply
         return report
 
@@ -207,9 +211,9 @@ class EngineWorkerMixin:
     def specrollout_policy_is(self, version: int) -> None:
         """The engine's weights are those of the policy of `version`; each update of them counts one more."""
         self.specrollout_policy_version = version
-        stamps, capture = self.specrollout_stamps, self.specrollout_capture
-        if stamps is not None and stamps.policy_version != version:
-            stamps.policy_updated(version, self.model_runner.req_states.total_len.gpu)
+        sample_stats, capture = self.specrollout_sample_stats, self.specrollout_capture
+        if sample_stats is not None and sample_stats.policy_version != version:
+            sample_stats.policy_updated(version, self.model_runner.req_states.total_len.gpu)
         if capture is not None and capture.version != version:
             capture.weights_updated(version)
 
@@ -249,29 +253,33 @@ class EngineWorkerMixin:
         return None
 
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
-        """What a step leaves besides its tokens: alarms, the stamps of the requests of `seeds` by seed, or of all that ended,
-        the versions of policy and head (None: no head drafts), whether the head lies dormant. None on a rank whose drafts
+        """What a step leaves besides its tokens: alarms, the sample stats of the requests of `seeds` by seed, or of all that
+        ended,        the versions of policy and head (None: no head drafts), whether the head lies dormant. None on a rank whose drafts
         are not used."""
         if not compat.is_output_rank():
             return None
-        stamps, drafting = self.specrollout_stamps, self.specrollout_drafting
+        sample_stats, drafting = self.specrollout_sample_stats, self.specrollout_drafting
         found: list[Any] = []
-        if stamps is not None:
-            found = stamps.take_ended() if seeds is None else list(zip(seeds, stamps.take(seeds), strict=True))
+        if sample_stats is not None:
+            found = (
+                sample_stats.take_ended() if seeds is None else list(zip(seeds, sample_stats.take(seeds), strict=True))
+            )
         model = None if drafting is None else drafting.model
         return {
             "alarms": self.specrollout_take_alarms(),
-            "stamps": [[seed, stamp.wire()] for seed, stamp in found if stamp is not None],
+            "sample_stats": [[seed, sample.wire()] for seed, sample in found if sample is not None],
             "policy_version": self.specrollout_policy_version,
-            "head_version": None if stamps is None or self.specrollout_head is None else stamps.head_version,
+            "head_version": None
+            if sample_stats is None or self.specrollout_head is None
+            else sample_stats.head_version,
             "head_is_dormant": None if model is None else model.is_dormant,
         }
 
-    def specrollout_take_stamps(self, seeds: list[int]) -> list[dict[str, Any] | None]:
-        """`Stamp` of each request that ended, by its seed, as a dict; None of one that no drafter ever saw."""
-        if self.specrollout_stamps is None:
+    def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
+        """`SampleStats` of each request that ended, by its seed, as a dict; None of one that no drafter ever saw."""
+        if self.specrollout_sample_stats is None:
             return [None] * len(seeds)
-        return [None if s is None else s.wire() for s in self.specrollout_stamps.take(seeds)]
+        return [None if s is None else s.wire() for s in self.specrollout_sample_stats.take(seeds)]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
         """What the canary raised since last asked."""
@@ -303,12 +311,12 @@ class EngineWorkerMixin:
 
         Raises ValueError for a head unlike the one that the engine was started with.
         """
-        drafting, head, stamps = self.specrollout_drafting, self.specrollout_head, self.specrollout_stamps
-        if drafting is None or drafting.model is None or head is None or stamps is None:
+        drafting, head, sample_stats = self.specrollout_drafting, self.specrollout_head, self.specrollout_sample_stats
+        if drafting is None or drafting.model is None or head is None or sample_stats is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         load_head(self.model_runner, Path(folder))
         drafting.model.begin_again()
-        version = stamps.policy_version if head_version is None else head_version
+        version = sample_stats.policy_version if head_version is None else head_version
         head.published(Path(folder), version, expected_length, num_positions)
 
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -317,13 +325,13 @@ class EngineWorkerMixin:
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
         has_new_heads = compat.reload_native_heads(self.model_runner, dict(tensors))
         self.specrollout_weights_updated(time.perf_counter() - started)
-        if has_new_heads and self.specrollout_stamps is not None:
-            self.specrollout_stamps.head_version = self.specrollout_stamps.policy_version
+        if has_new_heads and self.specrollout_sample_stats is not None:
+            self.specrollout_sample_stats.head_version = self.specrollout_sample_stats.policy_version
 
-    def specrollout_draft_supply(self) -> dict[str, Any] | None:
-        """`DraftSupply` as a dict; None without drafters on other workers, and on a rank whose drafts are not used."""
+    def specrollout_drafter_stats(self) -> dict[str, Any] | None:
+        """`DrafterStats` as a dict; None without drafters on other workers, and on a rank whose drafts are not used."""
         remote = None if self.specrollout_drafting is None else self.specrollout_drafting.remote
-        return None if remote is None or not compat.is_output_rank() else asdict(remote.supply())
+        return None if remote is None or not compat.is_output_rank() else asdict(remote.stats())
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
         """Where the drafters on other workers listen from now on ("": nowhere), and the secret that they know."""

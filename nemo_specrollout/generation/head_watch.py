@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_specrollout.generation.head_loading import head_health
 from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.generation.sample_stats import Stamps
+from nemo_specrollout.generation.sample_stats import SampleStatsLog
 from nemo_specrollout.generation.speculator import Drafting
 from nemo_specrollout.scheduling.heads.canary import WEIGHT_CAUSES, Canary, HeadHealth
 from nemo_specrollout.scheduling.heads.context_canary import ContextCanary
@@ -19,7 +19,7 @@ STEPS = 8
 
 
 class HeadWatch:
-    """Owns the canaries of an engine and the alarms they raised; the versions of policy and head are those of the stamps.
+    """Owns the canaries of an engine and the alarms they raised; the sample stats have the versions of policy and head.
 
     The counts are the draft board's, and come from the device a look late. A collapse turns the drafter off until the next
     head or wake; a mere decline does not, nor does a failure in long contexts alone. Nor does a collapse without a known fault
@@ -27,10 +27,10 @@ class HeadWatch:
     """
 
     def __init__(
-        self, runner: Any, drafting: Drafting, stamps: Stamps, folder: Path | None, max_age: int | None
+        self, runner: Any, drafting: Drafting, sample_stats: SampleStatsLog, folder: Path | None, max_age: int | None
     ) -> None:
         assert drafting.model is not None
-        self._runner, self._model, self._stamps = runner, drafting.model, stamps
+        self._runner, self._model, self._sample_stats = runner, drafting.model, sample_stats
         self._canary, self._contexts = Canary(max_age=max_age), ContextCanary()
         self._folder = folder
         self._previous: Path | None = None
@@ -43,7 +43,7 @@ class HeadWatch:
     @property
     def age(self) -> int:
         """Weight updates since the head in service was made for the policy."""
-        return self._stamps.policy_version - self._stamps.head_version
+        return self._sample_stats.policy_version - self._sample_stats.head_version
 
     def began(self, event: str, **known: Any) -> None:
         """After a refit, publish or wake: acceptance should be what it was, or what the gate measured."""
@@ -56,7 +56,7 @@ class HeadWatch:
         """The head of `folder` is in service, made for the policy of `head_version`."""
         self._previous, self._folder = self._folder, folder
         self._contexts = ContextCanary()
-        self._stamps.head_version = head_version
+        self._sample_stats.head_version = head_version
         self.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def take_alarms(self) -> list[dict[str, Any]]:
@@ -97,6 +97,6 @@ class HeadWatch:
             {
                 "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
                 "drafted": alarm.num_drafted, "drafter_off": is_off, "sentence": alarm.sentence,
-                "policy_version": self._stamps.policy_version, "head_version": self._stamps.head_version,
+                "policy_version": self._sample_stats.policy_version, "head_version": self._sample_stats.head_version,
             }
         )  # fmt: skip

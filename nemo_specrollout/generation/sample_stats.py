@@ -14,7 +14,7 @@ MOST_KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
-class Stamp:
+class SampleStats:
     """Of one sample. `policy_spans`: (version, first position in the sequence) of each policy that sampled of it; one, unless
     weights were updated while it was under way. `head_versions`: in force when it began and when it ended. `num_drafted`,
     `num_accepted`: its draft tokens verified, and accepted."""
@@ -39,10 +39,10 @@ class _Record:
     head_at_start: int
     row: int = -1
     is_taken: bool = False
-    """Its stamp was asked for while it had a slot."""
+    """Its sample was asked for while it had a slot."""
 
 
-class Stamps:
+class SampleStatsLog:
     """Owns a record for each request under way and of those that ended, by seed, until they are taken.
 
     `policy_version` counts weight updates of the engine, `head_version` is that of the policy whose features the head in
@@ -93,30 +93,32 @@ class Stamps:
             spans = (*record.policy_spans, (version, int(lengths_S[slot])))
             self._of_slot[slot] = replace(record, policy_spans=spans)
 
-    def take(self, seeds: list[int]) -> list[Stamp | None]:
-        """The stamps of requests under way or ended; None of those that were never seen.
+    def take(self, seeds: list[int]) -> list[SampleStats | None]:
+        """The sample_stats of requests under way or ended; None of those that were never seen.
 
-        vLLM frees the slot of a request in the step after its last, so one that has ended may still have a slot. A stamp that
+        vLLM frees the slot of a request in the step after its last, so one that has ended may still have a slot. A sample that
         was taken is not kept when the slot is freed.
         """
         archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
         slots = {record.seed: slot for slot, record in self._of_slot.items()}
-        stamps: list[Stamp | None] = []
+        sample_stats: list[SampleStats | None] = []
         for seed in seeds:
             if seed in slots:
                 slot, record = slots[seed], self._of_slot[slots[seed]]
                 self._of_slot[slot] = replace(record, is_taken=True)
-                stamps.append(self._stamp(record, counts_S2[slot]))
+                sample_stats.append(self._sample_stats(record, counts_S2[slot]))
             else:
                 ended = self._ended.pop(seed, None)
-                stamps.append(None if ended is None else self._stamp(ended, archive[ended.row]))
-        return stamps
+                sample_stats.append(None if ended is None else self._sample_stats(ended, archive[ended.row]))
+        return sample_stats
 
-    def take_ended(self) -> list[tuple[int, Stamp]]:
-        """The seed and stamp of each request that ended since last asked."""
+    def take_ended(self) -> list[tuple[int, SampleStats]]:
+        """The seed and sample of each request that ended since last asked."""
         ended, self._ended = self._ended, OrderedDict()
         archive = self._archive.cpu()
-        return [(seed, self._stamp(record, archive[record.row])) for seed, record in ended.items()]
+        return [(seed, self._sample_stats(record, archive[record.row])) for seed, record in ended.items()]
 
-    def _stamp(self, record: _Record, counts: torch.Tensor) -> Stamp:
-        return Stamp(record.policy_spans, (record.head_at_start, self.head_version), int(counts[0]), int(counts[1]))
+    def _sample_stats(self, record: _Record, counts: torch.Tensor) -> SampleStats:
+        return SampleStats(
+            record.policy_spans, (record.head_at_start, self.head_version), int(counts[0]), int(counts[1])
+        )

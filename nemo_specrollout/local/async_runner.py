@@ -73,15 +73,15 @@ class AsyncGrpoRunner(GrpoRunner):
         rollouts = [r.rollout for r in found.responses]
         timeline = replace(found.timeline, saved_s=None)  # paces beside a trainer are not those of a rollout alone
         stats = replace(stock_stats(rollouts, found.seconds, 0), tail=timeline.figures())
-        stamps: list[dict[str, Any] | None] = [
-            {**(stamp or {}), "policy_spans": _spans(response)}
-            for stamp, response in zip(
-                self.fleet.take_stamps(found.prompts.requests, found.timeline), found.responses, strict=True
+        sample_stats: list[dict[str, Any] | None] = [
+            {**(sample or {}), "policy_spans": _spans(response)}
+            for sample, response in zip(
+                self.fleet.take_sample_stats(found.prompts.requests, found.timeline), found.responses, strict=True
             )
         ]
         num_older = [_num_older(r, found.target) for r in found.responses]
         figures, wire = self._figures(found), timeline.wire()
-        return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, stamps, figures, num_older, wire)
+        return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, sample_stats, figures, num_older, wire)
 
     def _count(self) -> None:
         """In the collector's thread."""
@@ -124,7 +124,7 @@ class FleetBetweenRounds:
 
 
 def _spans(response: Response) -> list[tuple[int, int]]:
-    """As stamps have them: positions count from the beginning of the prompt."""
+    """As sample_stats have them: positions count from the beginning of the prompt."""
     return [(version, len(response.request.prompt_token_ids) + first) for version, first in response.policy_spans]
 
 

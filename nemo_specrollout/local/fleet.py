@@ -104,15 +104,17 @@ class RolloutFleet:
         """Responses, each by the worker that it is dealt to."""
         return self._plain.roll_out(requests)[0]
 
-    def take_stamps(
+    def take_sample_stats(
         self, requests: Sequence[RolloutRequest], timeline: Timeline | None = None
     ) -> list[dict[str, Any] | None]:
-        """What is written on each sample of a rollout, the last one if no timeline is given: the winner's stamp, with the
+        """What is written on each sample of a rollout, the last one if no timeline is given: the winner's sample, with the
         drafts of all who had it, who won, and who had it."""
         spans = (self._timeline if timeline is None else timeline).spans
-        stamps = self.pool.ask_each("take_stamps", list(requests))
+        sample_stats = self.pool.ask_each("take_sample_stats", list(requests))
         return [
-            _stamp([s for s in spans if s.request == i], {w: s[i] for w, s in stamps.items() if s[i] is not None})
+            _sample_stats(
+                [s for s in spans if s.request == i], {w: s[i] for w, s in sample_stats.items() if s[i] is not None}
+            )
             for i in range(len(requests))
         ]
 
@@ -149,7 +151,7 @@ class RolloutFleet:
         self.pool.close()
 
 
-def _stamp(spans: Sequence[Span], of: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _sample_stats(spans: Sequence[Span], of: dict[int, dict[str, Any]]) -> dict[str, Any]:
     winner = next(s.worker for s in spans if s.outcome == WON)
     counts = {key: sum(s[key] for s in of.values()) for key in ("num_drafted", "num_accepted") if of}
     workers = list(dict.fromkeys(s.worker for s in sorted(spans, key=lambda s: s.start_s)))

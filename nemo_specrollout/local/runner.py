@@ -263,13 +263,13 @@ def generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor
 
 def sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
     """What is known of each sample of a step; docs/metrics.md names every key."""
-    rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.stamps, strict=True)
+    rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
             "prompt": request.prompt_index, "sample": request.sample_index, "reward": reward,
-            "tokens": len(response.token_ids), "finish": response.finish_reason, **(stamp or {}),
+            "tokens": len(response.token_ids), "finish": response.finish_reason, **(sample or {}),
         }
-        for request, response, reward, stamp in rows
+        for request, response, reward, sample in rows
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_specrollout.generation.engine import Rollout
 from nemo_specrollout.generation.totals import totals_of
-from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
 
 
@@ -79,7 +79,7 @@ def rollout_stats(
         accepted=_difference(before, after, "accepted"),
         trace=after["trace"],
         head_is_dormant=after.get("head_is_dormant"),
-        draft_supply=_supply(before, after),
+        draft_supply=_drafter_stats(before, after),
     )
 
 
@@ -95,7 +95,7 @@ def fleet_stats(
     parts = {w: _worker_stats(before[w], after[w], [rollouts[i] for i in np.flatnonzero(shards == w)], max_num_seqs)
              for w in after}  # fmt: skip
     estimates = [p.plain_estimate_s for p in parts.values() if p.plain_estimate_s is not None]
-    supplies = [p.draft_supply for p in parts.values() if p.draft_supply is not None]
+    remote = [p.draft_supply for p in parts.values() if p.draft_supply is not None]
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(len(r.token_ids) for r in rollouts),
@@ -111,7 +111,7 @@ def fleet_stats(
         head_is_dormant=None if any(p.head_is_dormant is None for p in parts.values()) else all(
             p.head_is_dormant for p in parts.values()
         ),
-        draft_supply=supplies[0] if supplies else None,
+        draft_supply=remote[0] if remote else None,
     )  # fmt: skip
 
 
@@ -143,10 +143,10 @@ def _added(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
     return {n: np.sum([c[n] for c in counts if n in c], 0).tolist() for n in names}
 
 
-def _supply(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+def _drafter_stats(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
     if "draft_supply" not in after:
         return None
-    then, now = (DraftSupply(**report["draft_supply"]) for report in (before, after))
+    then, now = (DrafterStats(**report["draft_supply"]) for report in (before, after))
     return now.since(then).figures()
 
 

@@ -33,7 +33,7 @@ class StepRollout:
     tokens_checked: int
     tokens_equal: int
     verify_s: float
-    stamps: list[dict[str, Any] | None]
+    sample_stats: list[dict[str, Any] | None]
     """What is written on each sample (`generation/sample_stats.py`)."""
     figures: dict[str, Any] = field(default_factory=dict)
     """More of the step's metrics."""
@@ -76,13 +76,15 @@ def roll_out(
         measured = MeasuredRollout(engine, prompts.requests, on_finished)
         measured.advance()
         rollouts, stats = measured.result()
-    stamps = engine.take_stamps(prompts.requests)
+    sample_stats = engine.take_sample_stats(prompts.requests)
     started = time.perf_counter()
     block = config.policy.generation.specrollout
     chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
     again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
     equal, total = count_equal([rollouts[i] for i in chosen], again)
-    return StepRollout(prompts, rollouts, stats, total, equal, time.perf_counter() - started, stamps, timeline=timeline)
+    return StepRollout(
+        prompts, rollouts, stats, total, equal, time.perf_counter() - started, sample_stats, timeline=timeline
+    )
 
 
 class MeasuredRollout:

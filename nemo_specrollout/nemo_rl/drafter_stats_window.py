@@ -4,10 +4,10 @@
 from typing import Any
 
 from nemo_specrollout.nemo_rl.remote_drafters import CallAll
-from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 
-# By the names of docs/metrics.md, and of `DraftSupply.figures`.
+# By the names of docs/metrics.md, and of `DrafterStats.figures`.
 _LOGGED = {
     "draft_occupancy": "occupancy",
     "draft_run_ahead": "run_ahead",
@@ -21,20 +21,20 @@ _LOGGED = {
 }
 
 
-class SupplyWindow:
+class DrafterStatsWindow:
     """Owns what engines had counted when the step began. Used in turns: `begin`, `end`."""
 
     def __init__(self) -> None:
-        self._before: list[DraftSupply] = []
+        self._before: list[DrafterStats] = []
 
     def begin(self, call_all: CallAll) -> None:
         """The step begins."""
         self._before = _read(call_all)
 
     def end(self, call_all: CallAll) -> dict[str, Any]:
-        """What came since, over all engines, as `DraftSupply.figures`."""
+        """What came since, over all engines, as `DrafterStats.figures`."""
         pairs = zip(self._before, _read(call_all), strict=True)
-        return DraftSupply.together([after.since(before) for before, after in pairs]).figures()
+        return DrafterStats.together([after.since(before) for before, after in pairs]).figures()
 
 
 def logged(figures: dict[str, Any]) -> dict[str, float]:
@@ -43,6 +43,6 @@ def logged(figures: dict[str, Any]) -> dict[str, float]:
     return {PREFIX + name: float(value) for name, value in known.items()}
 
 
-def _read(call_all: CallAll) -> list[DraftSupply]:
+def _read(call_all: CallAll) -> list[DrafterStats]:
     """Of engines for which remote drafters draft."""
-    return [DraftSupply(**reply) for reply in call_all("specrollout_draft_supply", []) if reply is not None]
+    return [DrafterStats(**reply) for reply in call_all("specrollout_drafter_stats", []) if reply is not None]

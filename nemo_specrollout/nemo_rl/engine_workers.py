@@ -14,14 +14,14 @@ import torch
 
 from nemo_specrollout.generation.shared_tensors import part_from_target
 from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER
-from nemo_specrollout.nemo_rl.patch_points import EXTENSION_HOLDS, check_holds
+from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_patch_points
 
 logger = logging.getLogger(__name__)
 
 _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
 
 
-check_holds(EXTENSION_HOLDS)
+check_patch_points(EXTENSION_PATCH_POINTS)
 
 
 class ExtensionOverrides:
@@ -30,7 +30,7 @@ class ExtensionOverrides:
 
     model_runner: Any
     vllm_config: Any
-    specrollout_stamps: Any
+    specrollout_sample_stats: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """NeMo-RL's and vLLM's; then a drafter whose weights come by refit gets an lm_head of its own.
@@ -49,8 +49,8 @@ class ExtensionOverrides:
     def specrollout_policy_is(self, version: int) -> None:
         """Ours; native heads that the trainer trains with the policy are of the policy's version."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
-        if self.specrollout_stamps is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
-            self.specrollout_stamps.head_version = version
+        if self.specrollout_sample_stats is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
+            self.specrollout_sample_stats.head_version = version
 
     def _get_drafter_model(self) -> Any:
         """NeMo-RL's looks for `model_runner.drafter`, which the V2 model runner does not have."""

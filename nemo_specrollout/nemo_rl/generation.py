@@ -125,7 +125,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._stream = Stream.ROLLOUT
-        call_all_engines(self.worker_group, "specrollout_take_stamps", [self._validated])
+        call_all_engines(self.worker_group, "specrollout_take_sample_stats", [self._validated])
 
     def snapshot_step_metrics(self) -> None:
         """NeMo-RL's hook before a step's generation."""

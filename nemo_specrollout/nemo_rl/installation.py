@@ -15,12 +15,12 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.nemo_rl.patch_points import (
-    CONTROLLER_HOLDS,
-    DATA_PLANE_HOLDS,
-    GYM_HOLDS,
-    HOLDS,
-    Hold,
-    check_holds,
+    CONTROLLER_PATCH_POINTS,
+    DATA_PLANE_PATCH_POINTS,
+    GYM_PATCH_POINTS,
+    PATCH_POINTS,
+    PatchPoint,
+    check_patch_points,
 )
 from nemo_specrollout.nemo_rl.run_facts import RUN_SEED, RunFacts
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
@@ -55,7 +55,7 @@ def install(config: Any) -> bool:
     if block is None:
         return False
     prepare_nemo_rl(config.model_dump())
-    check_holds((*HOLDS, *_holds_of(config)))
+    check_patch_points((*PATCH_POINTS, *_patch_points_of(config)))
     _check_heads(block, config.policy["model_name"])
     _check_remote(block, config.policy["generation"]["vllm_cfg"])
     _check_tail(block)
@@ -117,11 +117,11 @@ def _replace_names(config: Any) -> None:
         _replace_for_trainer(trainer, watch)
 
 
-def _holds_of(config: Any) -> tuple[Hold, ...]:
+def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
-        return CONTROLLER_HOLDS
-    return (*(DATA_PLANE_HOLDS if _has_data_plane(config) else ()), *GYM_HOLDS)
+        return CONTROLLER_PATCH_POINTS
+    return (*(DATA_PLANE_PATCH_POINTS if _has_data_plane(config) else ()), *GYM_PATCH_POINTS)
 
 
 def _is_controlled(config: Any) -> bool:

@@ -102,12 +102,12 @@ def head_figures(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def sample_lines(ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Returns the stamps of samples from the same replies, in the order of `seeds`; with None, the stamps of all samples."""
-    stamps = dict[int, Mapping[str, Any]]()
-    for seed, stamp in (pair for end in ends for pair in end["stamps"]):
-        stamps[seed] = stamp if seed not in stamps else _of_both(stamps[seed], stamp)
-    order = stamps if seeds is None else (seed for seed in seeds if seed in stamps)
-    return [{"seed": seed, **stamps[seed]} for seed in order]
+    """Returns the sample stats of the same replies in the order of `seeds`, or of all samples with None."""
+    sample_stats = dict[int, Mapping[str, Any]]()
+    for seed, sample in (pair for end in ends for pair in end["sample_stats"]):
+        sample_stats[seed] = sample if seed not in sample_stats else _of_both(sample_stats[seed], sample)
+    order = sample_stats if seeds is None else (seed for seed in seeds if seed in sample_stats)
+    return [{"seed": seed, **sample_stats[seed]} for seed in order]
 
 
 def _of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

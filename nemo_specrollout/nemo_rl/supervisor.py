@@ -17,7 +17,7 @@ from nemo_specrollout.config.addresses import secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
-from nemo_specrollout.nemo_rl.drafter_stats_window import SupplyWindow, logged
+from nemo_specrollout.nemo_rl.drafter_stats_window import DrafterStatsWindow, logged
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
@@ -48,7 +48,7 @@ class Supervisor:
         self._engines: Any = None
         self._refresh: HeadRefresh | None = None
         self._tail: Any = None
-        self._supply = None if self._block.remote is None else SupplyWindow()
+        self._drafter_stats = None if self._block.remote is None else DrafterStatsWindow()
         self._drafters = _start_drafters(self._block, generation_config, notes)
         self._asked: list[int] = []
         self._totals_before: list[EngineTotals] | None = None
@@ -106,8 +106,8 @@ class Supervisor:
     def begin_step(self) -> None:
         """Figures of the step start here."""
         self._totals_before = self._engine_totals()
-        if self._supply is not None:
-            self._supply.begin(self._call_all_engines)
+        if self._drafter_stats is not None:
+            self._drafter_stats.begin(self._call_all_engines)
 
     def note_asked(self, seeds: list[int]) -> None:
         """Rollouts with these seeds are asked for; nothing is noted of rows that get theirs in another process."""
@@ -152,8 +152,8 @@ class Supervisor:
     def _supply_of_step(self) -> dict[str, float]:
         """Notes how well remote drafters kept up and restarts lost ones. Returns the figures of both."""
         figures: dict[str, float] = {}
-        if self._supply is not None:
-            self._notes.words["draft_supply"] = supply = self._supply.end(self._call_all_engines)
+        if self._drafter_stats is not None:
+            self._notes.words["draft_supply"] = supply = self._drafter_stats.end(self._call_all_engines)
             figures |= logged(supply)
         if self._drafters is not None:
             self._drafters.look(self._call_all_engines)

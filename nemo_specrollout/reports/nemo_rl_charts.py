@@ -38,7 +38,9 @@ def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, bool]]:
         "Staleness": _staleness(run),
     }
     yield from _charts(run, HALF, half)
-    yield from _charts(run, WHOLE, {"Draft head": _head(run), "The tail": _tail(run), "Remote drafters": _supply(run)})
+    yield from _charts(
+        run, WHOLE, {"Draft head": _head(run), "The tail": _tail(run), "Remote drafters": _drafter_stats(run)}
+    )
 
 
 def picture(run: NemoRlRun, path: Path) -> None:
@@ -139,6 +141,6 @@ def _tail(run: NemoRlRun) -> list[Draw]:
     return [*_if_any(run, panels.draw_moves, "tail/moves"), *_if_any(run, panels.draw_saved, "tail/saved_s")]
 
 
-def _supply(run: NemoRlRun) -> list[Draw]:
+def _drafter_stats(run: NemoRlRun) -> list[Draw]:
     keys = ("draft_occupancy", "draft_waste")
     return [*_if_any(run, panels.draw_supply, *keys), *_if_any(run, panels.draw_run_ahead, "draft_run_ahead")]

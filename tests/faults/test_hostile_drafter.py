@@ -24,7 +24,7 @@ def drafts(number: int, step: Step | None = None, num_rows: int = 0, **more: Any
     )}  # fmt: skip
     known = {
         "session": SESSION, "drafter": DRAFTER, "number": number, "answers": 0 if step is None else step.number,
-        "echo_ns": 0 if step is None else step.sent_ns, "held_ns": 0, "draft_version": 0, "token_s": 0.01, "num_mirrors": 1,
+        "echo_ns": 0 if step is None else step.sent_ns, "held_ns": 0, "draft_version": 0, "token_s": 0.01, "num_shadows": 1,
         "lacking": b"", **zeros,
     }  # fmt: skip
     return Drafts(**{**known, **more})

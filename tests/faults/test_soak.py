@@ -42,7 +42,7 @@ def soak(model: Path, num_rollouts: int) -> None:
         prompts = [[5 + (step * 7 + i * 11 + j) % 80 for j in range(24)] for i in range(4)]
         requests = [RolloutRequest(ids, 4 * step + i, s, step) for i, ids in enumerate(prompts) for s in range(2)]
         engine.generate(requests)
-        engine.take_stamps(requests)
+        engine.take_sample_stats(requests)
         report = engine.report(1 << 60)
         assert report is not None
         engine.load_weights((name, tensor * (1 + 1e-4 * (step % 3))) for name, tensor in weights.items())

@@ -8,15 +8,15 @@ import pytest
 from nemo_rl_host import Host
 
 from nemo_specrollout.doctor.patch_point_check import name_of
-from nemo_specrollout.nemo_rl.patch_points import EXTENSION_HOLDS, HOLDS
+from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, PATCH_POINTS
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
 
-def test_all_holds_are_present(host: Host, tmp_path: Path) -> None:
+def test_all_patch_points_are_present(host: Host, tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
     output = host.run("-m", "nemo_specrollout.cli.main", "doctor", "--json", file)
     assert "768 of 768 tokens equal" in output
     found = {d["name"]: d["found"] for d in json.loads(file.read_text())["diagnoses"]}
     assert found["nemo-rl"].endswith("is newer than v0.7.0")
-    assert {found[name_of(hold)] for hold in (*HOLDS, *EXTENSION_HOLDS)} == {"present"}
+    assert {found[name_of(hold)] for hold in (*PATCH_POINTS, *EXTENSION_PATCH_POINTS)} == {"present"}

@@ -48,7 +48,7 @@ def test_rows_of_ppo_do_not_depend_on_the_drafter(ppo_runs: dict[str, Run]) -> N
 
 
 def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -> None:
-    """Three steps of 16 samples, and two validations of 8. The engine stamps a step's last ones in the step after."""
+    """Three steps of 16 samples, and two validations of 8. The engine sample_stats a step's last ones in the step after."""
     kept = [sample for line in data_plane_runs["drafted"].lines("samples.jsonl") for sample in line["samples"]]
     assert 40 < len(kept) <= 48
 

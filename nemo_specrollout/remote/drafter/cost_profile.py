@@ -205,29 +205,29 @@ def _report(engine: "RolloutEngine", first: int = 0) -> dict[str, Any]:
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
-    """Seconds in which a drafter makes one token for each of `batch` mirrors."""
-    from nemo_specrollout.remote.protocol.orders import MirrorOpening
+    """Seconds in which a drafter makes one token for each of `batch` shadows."""
+    from nemo_specrollout.remote.protocol.orders import ShadowOpening
 
     text = np.array(_prompt(spec), np.int32)
-    for mirror in range(batch):
-        engine.open(MirrorOpening(mirror, mirror, 1.0, 0, 1.0, text))
+    for shadow in range(batch):
+        engine.open(ShadowOpening(shadow, shadow, 1.0, 0, 1.0, text))
     seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, engine.model.max_model_len - spec.context - 1)
-    for mirror in range(batch):
-        engine.close_mirror(mirror)
+    for shadow in range(batch):
+        engine.close_shadow(shadow)
     if len(seconds) <= _WARM_UP:
         raise ConfigError(f"profile: the draft model's engine never drafted for {batch} requests at once; {_ROOM}")
     return statistics.median(seconds[_WARM_UP:])
 
 
 def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) -> list[float]:
-    """Seconds a token, of each of `num_steps` steps that drafted for all mirrors; fewer, if their texts have no room for
+    """Seconds a token, of each of `num_steps` steps that drafted for all shadows; fewer, if their texts have no room for
     more than `room` tokens."""
     seconds: list[float] = []
     for _ in range(room):
         started = time.perf_counter()
         drafted = engine.draft(np.arange(batch))
         spent_s = time.perf_counter() - started
-        if len(drafted.mirrors_M) == batch:
+        if len(drafted.shadows_M) == batch:
             seconds.append(spent_s)
         if len(seconds) == num_steps:
             break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: vLLM on its V2 model runner, whose requests are mirrors of other engines' requests."""
+"""A drafter's engine: vLLM on its V2 model runner, whose requests are shadows of other engines' requests."""
 
 import gc
 from pathlib import Path
@@ -12,26 +12,26 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
-from nemo_specrollout.remote.protocol.orders import DraftModel, MirrorOpening
+from nemo_specrollout.remote.protocol.orders import DraftModel, ShadowOpening
 from nemo_specrollout.remote.protocol.shadow_sequences import Correction, Drafted
 
 WORKERS = {
-    "cpu": "nemo_specrollout.remote.drafter.shadow_cpu_worker.MirrorCPUWorker",
-    "cuda": "nemo_specrollout.remote.drafter.shadow_gpu_worker.MirrorGPUWorker",
+    "cpu": "nemo_specrollout.remote.drafter.shadow_cpu_worker.ShadowCPUWorker",
+    "cuda": "nemo_specrollout.remote.drafter.shadow_gpu_worker.ShadowGPUWorker",
 }
-SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.MirrorScheduler"
+SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 
 
 class DrafterEngine:
-    """Owns the engine of one draft model: mirrors are opened, corrected, closed; `draft` makes a token for some of them."""
+    """Owns the engine of one draft model: shadows are opened, corrected, closed; `draft` makes a token for some of them."""
 
-    def __init__(self, model: Path, num_mirrors: int, max_model_len: int, **vllm_kwargs: Any) -> None:
+    def __init__(self, model: Path, num_shadows: int, max_model_len: int, **vllm_kwargs: Any) -> None:
         """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError for what vLLM refuses."""
         set_process_environment()
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
-        from nemo_specrollout.remote.drafter.shadow_scheduler import MirrorScheduler
+        from nemo_specrollout.remote.drafter.shadow_scheduler import ShadowScheduler
 
         compat.check_version()
         arguments = {
@@ -39,11 +39,11 @@ class DrafterEngine:
             **vllm_kwargs,
             "model": str(model),
             "max_model_len": min(max_model_len, longest_text(model) or max_model_len),
-            "max_num_seqs": num_mirrors,
+            "max_num_seqs": num_shadows,
             "worker_cls": WORKERS[compat.device_type()],
             "scheduler_cls": SCHEDULER,
             "async_scheduling": False,
-            # A mirror's text is not final: what is cached of it would be another text's.
+            # A shadow's text is not final: what is cached of it would be another text's.
             "enable_prefix_caching": False,
         }
         compat.check_arguments(arguments)
@@ -54,17 +54,17 @@ class DrafterEngine:
         self._folder = Path(model)
         engine = self._llm.llm_engine
         self._scheduler = compat.scheduler_of(engine)
-        if not isinstance(self._scheduler, MirrorScheduler):
+        if not isinstance(self._scheduler, ShadowScheduler):
             raise RuntimeError(
-                f"vLLM built {type(self._scheduler).__name__} where specrollout's MirrorScheduler was named"
+                f"vLLM built {type(self._scheduler).__name__} where specrollout's ShadowScheduler was named"
             )
         # One token less than vLLM would allow: a request that reaches its end is freed.
         self.model = DraftModel(
             engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
         )
 
-    def open(self, opening: MirrorOpening) -> None:
-        """A new mirror; its text is read in the next step. Raises ValueError for what vLLM does not take."""
+    def open(self, opening: ShadowOpening) -> None:
+        """A new shadow; its text is read in the next step. Raises ValueError for what vLLM does not take."""
         from nemo_specrollout.generation import compat
 
         try:
@@ -72,7 +72,7 @@ class DrafterEngine:
         except compat.REFUSALS as error:
             raise ValueError(str(error)) from error
 
-    def _add(self, opening: MirrorOpening) -> None:
+    def _add(self, opening: ShadowOpening) -> None:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -84,26 +84,26 @@ class DrafterEngine:
             detokenize=False,
             seed=opening.seed,
         )
-        self._llm.llm_engine.add_request(str(opening.mirror), {"prompt_token_ids": opening.text.tolist()}, params)
+        self._llm.llm_engine.add_request(str(opening.shadow), {"prompt_token_ids": opening.text.tolist()}, params)
 
-    def close_mirror(self, mirror: int) -> None:
-        """Forgets a mirror and frees its KV."""
-        self._llm.llm_engine.abort_request([str(mirror)])
+    def close_shadow(self, shadow: int) -> None:
+        """Forgets a shadow and frees its KV."""
+        self._llm.llm_engine.abort_request([str(shadow)])
 
     def correct(self, correction: Correction) -> None:
-        """A mirror keeps its first tokens, with their KV, and goes on with others."""
+        """A shadow keeps its first tokens, with their KV, and goes on with others."""
         self._scheduler.correct(correction)
 
     def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder` from now on; mirrors are read again. Raises ValueError, and goes on with the old
+        """Drafts with the weights in `folder` from now on; shadows are read again. Raises ValueError, and goes on with the old
         ones, if they are not those of a model like the one that it was started with."""
         weights = with_tied_lm_head(folder, read_like(folder, self._folder))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
-    def draft(self, mirrors_M: np.ndarray) -> Drafted:
-        """A token for each of these mirrors; none for one whose text is still being read."""
-        self._scheduler.awake = mirrors_M.tolist()
+    def draft(self, shadows_M: np.ndarray) -> Drafted:
+        """A token for each of these shadows; none for one whose text is still being read."""
+        self._scheduler.awake = shadows_M.tolist()
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
 

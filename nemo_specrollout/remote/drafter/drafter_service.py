@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
-from nemo_specrollout.remote.protocol.orders import MirrorClosing, MirrorOpening, Order, Publication
+from nemo_specrollout.remote.protocol.orders import Order, Publication, ShadowClosing, ShadowOpening
 from nemo_specrollout.remote.protocol.shadow_sequences import Correction
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
@@ -39,7 +39,7 @@ class DrafterService:
         self._engine = _build_engine(spec)
         drafter = secrets.randbits(62)
         self._side = DrafterSide(self._engine.model, drafter, spec.max_requests, spec.most_ahead)
-        self._refused: set[int] = set()  # mirrors that the engine did not take, among the orders at hand
+        self._refused: set[int] = set()  # shadows that the engine did not take, among the orders at hand
         self._started = time.monotonic()
         self.status.is_up = True
 
@@ -57,41 +57,41 @@ class DrafterService:
                 self._socket.wait(IDLE_WAIT_S)
 
     def turn(self) -> bool:
-        """Hears what came, carries it out, drafts for each mirror that wants it, and tells; whether any did."""
+        """Hears what came, carries it out, drafts for each shadow that wants it, and tells; whether any did."""
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
         self._refused = set()
         for order in side.take_orders():
             self._carry_out(order)
-        mirrors_M = side.wanting()
-        if len(mirrors_M):
-            self._draft(mirrors_M)
+        shadows_M = side.wanting()
+        if len(shadows_M):
+            self._draft(shadows_M)
         for verifier, reply in side.outgoing(time.monotonic()):
             self._socket.send(verifier, reply)
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
         status.draft_version = side.draft_version
-        return len(mirrors_M) > 0
+        return len(shadows_M) > 0
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Correction):
-            if order.mirror not in self._refused:
+            if order.shadow not in self._refused:
                 self._engine.correct(order)
                 self.status.num_corrections += 1
-        elif isinstance(order, MirrorOpening):
+        elif isinstance(order, ShadowOpening):
             self._open(order)
-        elif isinstance(order, MirrorClosing):
-            self._engine.close_mirror(order.mirror)
+        elif isinstance(order, ShadowClosing):
+            self._engine.close_shadow(order.shadow)
         else:
             self._publish(order)
 
-    def _open(self, opening: MirrorOpening) -> None:
+    def _open(self, opening: ShadowOpening) -> None:
         try:
             self._engine.open(opening)
-            self._refused.discard(opening.mirror)
+            self._refused.discard(opening.shadow)
         except ValueError:  # what vLLM does not take: such a request is decoded plainly
-            self._refused.add(opening.mirror)
-            self._side.refused(opening.mirror)
+            self._refused.add(opening.shadow)
+            self._side.refused(opening.shadow)
 
     def _publish(self, publication: Publication) -> None:
         error = ""
@@ -106,13 +106,13 @@ class DrafterService:
         self._socket.close()
         self._engine.close()
 
-    def _draft(self, mirrors_M: np.ndarray) -> None:
+    def _draft(self, shadows_M: np.ndarray) -> None:
         started = time.perf_counter()
-        new = self._engine.draft(mirrors_M)
+        new = self._engine.draft(shadows_M)
         seconds = time.perf_counter() - started
         self._side.drafted(new, seconds)
         self.status.num_steps += 1
-        self.status.num_drafted += len(new.mirrors_M)
+        self.status.num_drafted += len(new.shadows_M)
         self.status.busy_s += seconds
 
 

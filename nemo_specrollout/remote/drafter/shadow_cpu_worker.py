@@ -3,8 +3,8 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from nemo_specrollout.remote.drafter.shadow_worker import MirrorWorkerMixin
+from nemo_specrollout.remote.drafter.shadow_worker import ShadowWorkerMixin
 
 
-class MirrorCPUWorker(MirrorWorkerMixin, CPUWorker):
-    """vLLM's CPU worker, for mirrors."""
+class ShadowCPUWorker(ShadowWorkerMixin, CPUWorker):
+    """vLLM's CPU worker, for shadows."""

@@ -3,8 +3,8 @@
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from nemo_specrollout.remote.drafter.shadow_worker import MirrorWorkerMixin
+from nemo_specrollout.remote.drafter.shadow_worker import ShadowWorkerMixin
 
 
-class MirrorGPUWorker(MirrorWorkerMixin, Worker):
-    """vLLM's GPU worker, for mirrors."""
+class ShadowGPUWorker(ShadowWorkerMixin, Worker):
+    """vLLM's GPU worker, for shadows."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler in a drafter's engine, named by `scheduler_cls`: mirrors run ahead, sleep, and are corrected in place.
+"""vLLM's scheduler in a drafter's engine, named by `scheduler_cls`: shadows run ahead, sleep, and are corrected in place.
 
-A corrected mirror keeps its KV up to the token that was wrong: nothing of its text is computed again.
+A corrected shadow keeps its KV up to the token that was wrong: nothing of its text is computed again.
 """
 
 from dataclasses import dataclass
@@ -23,42 +23,42 @@ class TextChange:
     num_computed: int
 
 
-class MirrorScheduler(Scheduler):
-    """Runs only the mirrors that are `awake`, in that order, beside texts that are yet to be read.
+class ShadowScheduler(Scheduler):
+    """Runs only the shadows that are `awake`, in that order, beside texts that are yet to be read.
 
-    Invariant: of a mirror's text, exactly its first `num_computed_tokens` are in its KV. Only `take_drafted` learns of
+    Invariant: of a shadow's text, exactly its first `num_computed_tokens` are in its KV. Only `take_drafted` learns of
     what was sampled. `_changed` says from where on a worker's text may differ from the request's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.awake: list[int] = []
-        self._mirrors: dict[int, Any] = {}
+        self._shadows: dict[int, Any] = {}
         self._changed: dict[str, int] = {}
         self._drafted: list[tuple[int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
-        """vLLM's; the request's id is its mirror's number, to which vLLM may have added something."""
-        self._mirrors[_mirror_of(request.request_id)] = request
+        """vLLM's; the request's id is its shadow's number, to which vLLM may have added something."""
+        self._shadows[_shadow_of(request.request_id)] = request
         self._changed.pop(request.request_id, None)
         super().add_request(request)
 
     def correct(self, correction: Correction) -> None:
-        """A mirror keeps its first tokens, and goes on with others."""
-        request = self._mirrors[correction.mirror]
+        """A shadow keeps its first tokens, and goes on with others."""
+        request = self._shadows[correction.shadow]
         del request._output_token_ids[correction.num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[correction.num_kept :]
         request.append_output_token_ids(list(correction.tokens))
         self._changes(request, correction.num_kept, correction.num_kept)
 
     def read_again(self) -> None:
-        """The weights are others: the KV of all texts is computed again, in place, when a mirror is awake."""
+        """The weights are others: the KV of all texts is computed again, in place, when a shadow is awake."""
         for request in self.requests.values():
             self._changes(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, with a word to the workers about changed texts."""
-        running, awake = self.running, [self._mirrors[m] for m in self.awake]
+        running, awake = self.running, [self._shadows[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}
         may_run = {r.request_id for r in running}
         self.running = [r for r in awake if r.request_id in may_run]
@@ -82,7 +82,7 @@ class MirrorScheduler(Scheduler):
             tokens = model_runner_output.sampled_token_ids[row]
             if tokens and req_id in self.requests:
                 position, level = self.requests[req_id].num_tokens - 1, model_runner_output.specrollout_levels[row]
-                self._drafted.append((_mirror_of(req_id), position, tokens[0], level))
+                self._drafted.append((_shadow_of(req_id), position, tokens[0], level))
         return {}
 
     def take_drafted(self) -> Drafted:
@@ -96,5 +96,5 @@ class MirrorScheduler(Scheduler):
         self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 
 
-def _mirror_of(request_id: str) -> int:
+def _shadow_of(request_id: str) -> int:
     return int(request_id.partition("-")[0])

@@ -15,8 +15,8 @@ from nemo_specrollout.generation.draft_sampling import sample_with_margin
 from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 
 
-class MirrorWorkerMixin:
-    """What `MirrorScheduler` has to tell its workers, and they it."""
+class ShadowWorkerMixin:
+    """What `ShadowScheduler` has to tell its workers, and they it."""
 
     model_runner: Any
 

@@ -25,8 +25,8 @@ from nemo_specrollout.remote.protocol.messages import (
     Welcome,
     column,
 )
-from nemo_specrollout.remote.protocol.orders import DraftModel, MirrorClosing, MirrorOpening, Order, Publication
-from nemo_specrollout.remote.protocol.shadow_sequences import Drafted, DraftRows, Mirrors
+from nemo_specrollout.remote.protocol.orders import DraftModel, Order, Publication, ShadowClosing, ShadowOpening
+from nemo_specrollout.remote.protocol.shadow_sequences import Drafted, DraftRows, ShadowSequences
 
 SESSION_TIMEOUT_S = 120.0
 """A verifier that says nothing for so long is forgotten; if it comes back it tells everything again."""
@@ -38,7 +38,7 @@ class _Session:
     peer: Hashable
     number: int
     stop_token_ids: np.ndarray
-    mirror_of_lane: np.ndarray
+    shadow_of_lane: np.ndarray
     heard_s: float
     last_step: int = -1
     num_sent: int = 0
@@ -50,21 +50,21 @@ class _Session:
 
 
 class DrafterSide:
-    """Owns sessions and mirrors. A loop calls `receive` for all that came, lets the engine carry out `take_orders`, drafts for
+    """Owns sessions and shadows. A loop calls `receive` for all that came, lets the engine carry out `take_orders`, drafts for
     some of `wanting`, tells `drafted`, and sends `outgoing`.
 
-    Invariant: a mirror belongs to one request of one session until that closes it, opens it again, or is forgotten.
+    Invariant: a shadow belongs to one request of one session until that closes it, opens it again, or is forgotten.
     """
 
-    def __init__(self, model: DraftModel, drafter: int, num_mirrors: int, most_ahead: int) -> None:
+    def __init__(self, model: DraftModel, drafter: int, num_shadows: int, most_ahead: int) -> None:
         self.model = model
         self.draft_version = 0
         self._drafter = drafter
-        self._num_mirrors = num_mirrors
-        self.mirrors = Mirrors(num_mirrors, most_ahead)
-        self._free = deque(range(num_mirrors))
-        self._requests = np.full(num_mirrors, -1, np.int64)
-        self._session_of = np.full(num_mirrors, -1, np.int64)
+        self._num_shadows = num_shadows
+        self.shadows = ShadowSequences(num_shadows, most_ahead)
+        self._free = deque(range(num_shadows))
+        self._requests = np.full(num_shadows, -1, np.int64)
+        self._session_of = np.full(num_shadows, -1, np.int64)
         self._sessions: dict[Hashable, _Session] = {}
         self._by_number: dict[int, _Session] = {}
         self._orders: list[Order] = []
@@ -73,8 +73,8 @@ class DrafterSide:
 
     @property
     def num_open(self) -> int:
-        """Mirrors in use."""
-        return self._num_mirrors - len(self._free)
+        """ShadowSequences in use."""
+        return self._num_shadows - len(self._free)
 
     def receive(self, peer: Hashable, message: Message, now_s: float) -> None:
         """A message of a verifier. What no verifier says is dropped."""
@@ -90,8 +90,8 @@ class DrafterSide:
                 self._follow(session, message, now_s)
 
     def wanting(self) -> np.ndarray:
-        """The mirrors that may draft, most urgent first, int64 [M]."""
-        return self.mirrors.wanting()
+        """The shadows that may draft, most urgent first, int64 [M]."""
+        return self.shadows.wanting()
 
     def take_orders(self) -> list[Order]:
         """What the engine is to do before its next step, one after the other; since last asked."""
@@ -99,18 +99,18 @@ class DrafterSide:
         return orders
 
     def drafted(self, new: Drafted, token_s: float) -> None:
-        """The engine drafted for some mirrors, at `token_s` seconds for a token of each."""
+        """The engine drafted for some shadows, at `token_s` seconds for a token of each."""
         self._token_s = token_s
-        sessions_M = self._session_of[new.mirrors_M]
+        sessions_M = self._session_of[new.shadows_M]
         for number in np.unique(sessions_M[sessions_M >= 0]).tolist():
             session = self._by_number[number]
             its = new.select(sessions_M == number)
-            session.rows.append(self.mirrors.drafted(its, session.stop_token_ids))
+            session.rows.append(self.shadows.drafted(its, session.stop_token_ids))
 
-    def refused(self, mirror: int) -> None:
-        """The engine does not take the request of `mirror`, e.g. for a temperature that is none: nothing is drafted for it."""
-        if self._requests[mirror] >= 0:
-            self._close(mirror)
+    def refused(self, shadow: int) -> None:
+        """The engine does not take the request of `shadow`, e.g. for a temperature that is none: nothing is drafted for it."""
+        if self._requests[shadow] >= 0:
+            self._close(shadow)
 
     def published(self, publication: Publication, error: str = "") -> None:
         """The engine drafts with new weights, or could not load them. What was drafted ahead with the old ones stays: it is as
@@ -128,7 +128,7 @@ class DrafterSide:
         return replies
 
     def forget_silent(self, now_s: float) -> None:
-        """Frees the mirrors of verifiers that have said nothing for long."""
+        """Frees the shadows of verifiers that have said nothing for long."""
         for session in list(self._sessions.values()):
             if now_s - session.heard_s > SESSION_TIMEOUT_S:
                 self._forget(session)
@@ -149,7 +149,7 @@ class DrafterSide:
             now_s,
         )
         self._sessions[peer] = self._by_number[hello.session] = session
-        welcome = Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_mirrors)
+        welcome = Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_shadows)
         self._replies.append((peer, welcome))
 
     def _mismatch(self, hello: Hello) -> str | None:
@@ -165,21 +165,21 @@ class DrafterSide:
         return None
 
     def _forget(self, session: _Session) -> None:
-        for mirror in np.flatnonzero(self._session_of == session.number).tolist():
-            self._close(mirror)
+        for shadow in np.flatnonzero(self._session_of == session.number).tolist():
+            self._close(shadow)
         del self._sessions[session.peer], self._by_number[session.number]
 
-    def _close(self, mirror: int) -> None:
-        self.mirrors.close(mirror)
-        self._requests[mirror] = self._session_of[mirror] = -1
-        self._free.append(mirror)
-        self._orders.append(MirrorClosing(mirror))
+    def _close(self, shadow: int) -> None:
+        self.shadows.close(shadow)
+        self._requests[shadow] = self._session_of[shadow] = -1
+        self._free.append(shadow)
+        self._orders.append(ShadowClosing(shadow))
 
     def _close_all(self, session: _Session, requests: np.ndarray) -> None:
-        """Closes the mirrors of those of a session's requests that have one; a request named twice is closed once."""
-        mirrors = self._mirrors_of(session, requests)
-        for mirror in dict.fromkeys(mirrors[mirrors >= 0].tolist()):
-            self._close(mirror)
+        """Closes the shadows of those of a session's requests that have one; a request named twice is closed once."""
+        shadows = self._shadows_of(session, requests)
+        for shadow in dict.fromkeys(shadows[shadows >= 0].tolist()):
+            self._close(shadow)
 
     def _follow(self, session: _Session, step: Step, now_s: float) -> None:
         """What a verifier tells after a step of its."""
@@ -191,11 +191,11 @@ class DrafterSide:
             self._open(session, opening)
         self._commit(session, step)
 
-    def _mirrors_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
-        """The mirrors of a session's requests, int64 [N]; -1 of those that it has none for."""
-        mirrors_N = session.mirror_of_lane[requests_N & LANE_MASK].astype(np.int64)
-        is_its_N = (self._requests[mirrors_N] == requests_N) & (self._session_of[mirrors_N] == session.number)
-        return np.where((mirrors_N >= 0) & is_its_N, mirrors_N, -1)
+    def _shadows_of(self, session: _Session, requests_N: np.ndarray) -> np.ndarray:
+        """The shadows of a session's requests, int64 [N]; -1 of those that it has none for."""
+        shadows_N = session.shadow_of_lane[requests_N & LANE_MASK].astype(np.int64)
+        is_its_N = (self._requests[shadows_N] == requests_N) & (self._session_of[shadows_N] == session.number)
+        return np.where((shadows_N >= 0) & is_its_N, shadows_N, -1)
 
     def _open(self, session: _Session, opening: Open) -> None:
         text = column(opening.tokens, np.int32)
@@ -204,21 +204,21 @@ class DrafterSide:
         self._close_all(session, np.array([opening.request]))
         if not self._free:
             return
-        mirror = self._free.popleft()
-        self._requests[mirror], self._session_of[mirror] = opening.request, session.number
-        session.mirror_of_lane[opening.request & LANE_MASK] = mirror
-        self.mirrors.open(mirror, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
+        shadow = self._free.popleft()
+        self._requests[shadow], self._session_of[shadow] = opening.request, session.number
+        session.shadow_of_lane[opening.request & LANE_MASK] = shadow
+        self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
         self._orders.append(
-            MirrorOpening(mirror, opening.seed, opening.temperature, opening.top_k, opening.top_p, text)
+            ShadowOpening(shadow, opening.seed, opening.temperature, opening.top_k, opening.top_p, text)
         )
 
     def _commit(self, session: _Session, step: Step) -> None:
         requests_N, tokens = column(step.requests, np.int64), column(step.tokens, np.int32)
         if len(requests_N) == 0 or not self._is_sane(tokens):
             return
-        mirrors_N = self._mirrors_of(session, requests_N)
-        corrections, is_lacking_N = self.mirrors.commit(
-            mirrors_N,
+        shadows_N = self._shadows_of(session, requests_N)
+        corrections, is_lacking_N = self.shadows.commit(
+            shadows_N,
             column(step.bases, np.int64),
             column(step.hashes, np.uint64),
             column(step.counts, np.int64),
@@ -228,7 +228,7 @@ class DrafterSide:
         self._orders += corrections
         session.lacking += requests_N[is_lacking_N].tolist()
         for n in np.flatnonzero((column(step.resends, np.uint8) > 0) & ~is_lacking_N).tolist():
-            session.rows.append(self.mirrors.ahead_of(int(mirrors_N[n])))
+            session.rows.append(self.shadows.ahead_of(int(shadows_N[n])))
 
     def _is_sane(self, tokens: np.ndarray) -> bool:
         return len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < self.model.vocab_size)
@@ -238,8 +238,8 @@ class DrafterSide:
         lacking, session.lacking = session.lacking, []
         session.owes_answer = False
         session.num_sent += 1
-        parts = [[getattr(r, name) for r in rows] for name in ("mirrors", "positions", "hashes", "tokens", "levels")]
-        mirrors, positions, hashes, tokens, levels = (np.concatenate(p) if p else np.zeros(0) for p in parts)
+        parts = [[getattr(r, name) for r in rows] for name in ("shadows", "positions", "hashes", "tokens", "levels")]
+        shadows, positions, hashes, tokens, levels = (np.concatenate(p) if p else np.zeros(0) for p in parts)
         return Drafts(
             session.number,
             self._drafter,
@@ -250,7 +250,7 @@ class DrafterSide:
             self.draft_version,
             self._token_s,
             self.num_open,
-            self._requests[mirrors.astype(np.int64)].tobytes(),
+            self._requests[shadows.astype(np.int64)].tobytes(),
             positions.astype(np.int64).tobytes(),
             hashes.astype(np.uint64).tobytes(),
             tokens.astype(np.int32).tobytes(),

@@ -11,7 +11,7 @@ GOOD_OCCUPANCY, LARGE_WASTE = 0.8, 0.5
 
 
 @dataclass(frozen=True)
-class DraftSupply:
+class DrafterStats:
     """Counts since an engine's start, and how things are now. Counts subtract: `after.since(before)`."""
 
     num_request_steps: int = 0
@@ -72,22 +72,22 @@ class DraftSupply:
             return "the verifier"
         return "acceptance" if (self.waste or 0.0) > LARGE_WASTE else "the drafters"
 
-    def since(self, before: "DraftSupply") -> "DraftSupply":
+    def since(self, before: "DrafterStats") -> "DrafterStats":
         """What came after `before`, and how things are now."""
         return replace(self, **{n: getattr(self, n) - getattr(before, n) for n in _COUNTS})
 
     @classmethod
-    def together(cls, supplies: Sequence["DraftSupply"]) -> "DraftSupply":
+    def together(cls, parts: Sequence["DrafterStats"]) -> "DrafterStats":
         """Of engines that have the same drafters: counts are added; of how things are now, the worst that an engine sees."""
-        sums = {n: sum(getattr(s, n) for s in supplies) for n in _COUNTS}
+        sums = {n: sum(getattr(s, n) for s in parts) for n in _COUNTS}
         return cls(
             **sums,
-            num_drafters=max(s.num_drafters for s in supplies),
-            num_ready=min(s.num_ready for s in supplies),
-            draft_token_s=max(s.draft_token_s for s in supplies),
-            answer_s=max(s.answer_s for s in supplies),
-            draft_version=min(s.draft_version for s in supplies),
-            problem=next((s.problem for s in supplies if s.problem), ""),
+            num_drafters=max(s.num_drafters for s in parts),
+            num_ready=min(s.num_ready for s in parts),
+            draft_token_s=max(s.draft_token_s for s in parts),
+            answer_s=max(s.answer_s for s in parts),
+            draft_version=min(s.draft_version for s in parts),
+            problem=next((s.problem for s in parts if s.problem), ""),
         )
 
     def figures(self) -> dict[str, Any]:
@@ -101,12 +101,12 @@ class DraftSupply:
         }
 
 
-_FIELDS = tuple(f.name for f in fields(DraftSupply))
+_FIELDS = tuple(f.name for f in fields(DrafterStats))
 _COUNTS = (*_FIELDS[: _FIELDS.index("num_drafters")], "num_failures")
 
 
 def in_words(figures: Mapping[str, Any]) -> str:
-    """`DraftSupply.figures` in a line."""
+    """`DrafterStats.figures` in a line."""
     if not figures["num_ready"]:
         return f"none of {figures['num_drafters']} drafters answers: {figures['problem'] or 'not yet'}"
     known = {n: figures[n] or 0.0 for n in ("occupancy", "run_ahead", "waste")}

@@ -38,13 +38,13 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=True):
-    """Drafter: I draft for you. `drafter` is one run of one engine; `num_mirrors` is how many requests it can hold."""
+    """Drafter: I draft for you. `drafter` is one run of one engine; `num_shadows` is how many requests it can hold."""
 
     session: Count
     drafter: Count
     draft_version: Count
     max_model_len: Count
-    num_mirrors: Count
+    num_shadows: Count
 
 
 class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, frozen=True):
@@ -71,7 +71,7 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
     """Verifier, after each of its steps: requests opened and closed (int64), and what the others have committed.
 
     A row of the commits: request int64; base int64, how long its text was; prefix_hash uint64, of those first `base` tokens;
-    count int64 of new tokens; window uint8, how far its mirror may run ahead of them; resend uint8, 1 to be told again what
+    count int64 of new tokens; window uint8, how far its shadow may run ahead of them; resend uint8, 1 to be told again what
     was drafted beyond them. `tokens` int32 of all rows.
     """
 
@@ -106,7 +106,7 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
     held_ns: Count
     draft_version: Count
     token_s: float
-    num_mirrors: Count
+    num_shadows: Count
     requests: bytes
     positions: bytes
     hashes: bytes

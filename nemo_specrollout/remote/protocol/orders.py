@@ -19,10 +19,10 @@ class DraftModel:
 
 
 @dataclass(frozen=True)
-class MirrorOpening:
-    """The engine is to open a request for `mirror`, with int32 `text`."""
+class ShadowOpening:
+    """The engine is to open a request for `shadow`, with int32 `text`."""
 
-    mirror: int
+    shadow: int
     seed: int
     temperature: float
     top_k: int
@@ -31,10 +31,10 @@ class MirrorOpening:
 
 
 @dataclass(frozen=True)
-class MirrorClosing:
-    """The engine is to forget the request of `mirror`."""
+class ShadowClosing:
+    """The engine is to forget the request of `shadow`."""
 
-    mirror: int
+    shadow: int
 
 
 @dataclass(frozen=True)
@@ -46,4 +46,4 @@ class Publication:
     peer: Hashable
 
 
-Order = MirrorOpening | MirrorClosing | Correction | Publication
+Order = ShadowOpening | ShadowClosing | Correction | Publication

@@ -44,7 +44,7 @@ class Peer:
     drafter: int = 0
     draft_version: int = 0
     max_model_len: int = 0
-    num_mirrors: int = 0
+    num_shadows: int = 0
     num_open_there: int = 0
     num_own: int = 0
     token_s: float = 0.0

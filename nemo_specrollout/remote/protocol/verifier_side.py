@@ -155,10 +155,10 @@ class VerifierSide:
             return
         self._disown(drafter)
         peer.state, peer.reason, peer.drafter, peer.ready_s = PeerState.READY, "", welcome.drafter, now_s
-        peer.draft_version, peer.max_model_len, peer.num_mirrors = (
+        peer.draft_version, peer.max_model_len, peer.num_shadows = (
             welcome.draft_version,
             welcome.max_model_len,
-            welcome.num_mirrors,
+            welcome.num_shadows,
         )
         peer.waiting_since_s, peer.last_number = None, 0
 
@@ -166,7 +166,7 @@ class VerifierSide:
         """A drafter lacks a request: it is told again. If it has no room, another drafter is told, once there is one."""
         self._is_told[lane] = False
         peer = self.peers[drafter]
-        if peer.num_open_there >= peer.num_mirrors:
+        if peer.num_open_there >= peer.num_shadows:
             self._drafter_of[lane] = NO_DRAFTER
             self.tails.close(np.array([lane]))
             peer.num_own -= 1
@@ -198,7 +198,7 @@ class VerifierSide:
                 d
                 for d, peer in enumerate(self.peers)
                 if peer.state is PeerState.READY
-                and peer.load < peer.num_mirrors
+                and peer.load < peer.num_shadows
                 and lengths_S[lane] < peer.max_model_len
             ]
             if not ready:
@@ -267,7 +267,7 @@ class VerifierSide:
             if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # what it echoes is its own word
                 peer.answer_s = answer_s
         peer.last_answered = max(peer.last_answered, drafts.answers)
-        peer.draft_version, peer.token_s, peer.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_mirrors
+        peer.draft_version, peer.token_s, peer.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_shadows
         self.tails.add(
             requests_N,
             column(drafts.positions, np.int64),

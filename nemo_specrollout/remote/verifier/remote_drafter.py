@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
-from nemo_specrollout.remote.protocol.drafter_stats import DraftSupply
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.protocol.messages import FrameError
 from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
@@ -117,13 +117,13 @@ class RemoteDrafter:
             self.side.tails.write(self.stream.table_SX)
         self.stream.propose(slots_B, total_len_S, token_ids_SL, tokens_BK, levels_BK, found_B)
 
-    def supply(self) -> DraftSupply:
+    def stats(self) -> DrafterStats:
         """How well the drafters keep up."""
         num_request_steps, num_supplied, num_at_hand = self.stream.counts_3.tolist()
         with self._lock:
             peers, counts = self.side.peers, self.side.tails.counts
             ready = [p for p in peers if p.state is PeerState.READY]
-            return DraftSupply(
+            return DrafterStats(
                 num_request_steps=num_request_steps,
                 num_supplied=num_supplied,
                 num_at_hand=num_at_hand,

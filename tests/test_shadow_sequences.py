@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: a mirror that was corrected, put to sleep or woken drafts what one would that was opened anew."""
+"""A drafter's engine: a shadow that was corrected, put to sleep or woken drafts what one would that was opened anew."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
-from nemo_specrollout.remote.protocol.orders import MirrorClosing, MirrorOpening
+from nemo_specrollout.remote.protocol.orders import ShadowClosing, ShadowOpening
 from nemo_specrollout.remote.protocol.shadow_sequences import Correction
 
 pytestmark = pytest.mark.integration
@@ -25,57 +25,57 @@ def engine(tiny_model: Path) -> Iterator[DrafterEngine]:
     drafter.close()
 
 
-def opening(mirror: int, seed: int, text: Sequence[int], temperature: float = 1.0) -> MirrorOpening:
-    return MirrorOpening(mirror, seed, temperature, 0, 1.0, np.array(text, np.int32))
+def opening(shadow: int, seed: int, text: Sequence[int], temperature: float = 1.0) -> ShadowOpening:
+    return ShadowOpening(shadow, seed, temperature, 0, 1.0, np.array(text, np.int32))
 
 
-def carry_out(engine: DrafterEngine, orders: Sequence[MirrorOpening | MirrorClosing | Correction]) -> None:
+def carry_out(engine: DrafterEngine, orders: Sequence[ShadowOpening | ShadowClosing | Correction]) -> None:
     for order in orders:
-        if isinstance(order, MirrorOpening):
+        if isinstance(order, ShadowOpening):
             engine.open(order)
-        elif isinstance(order, MirrorClosing):
-            engine.close_mirror(order.mirror)
+        elif isinstance(order, ShadowClosing):
+            engine.close_shadow(order.shadow)
         else:
             engine.correct(order)
 
 
-def run_ahead(engine: DrafterEngine, mirrors: Sequence[int], count: int) -> dict[int, list[int]]:
-    """The next `count` draft tokens of each mirror."""
-    texts: dict[int, list[int]] = {m: [] for m in mirrors}
-    while wanting := [m for m in mirrors if len(texts[m]) < count]:
+def run_ahead(engine: DrafterEngine, shadows: Sequence[int], count: int) -> dict[int, list[int]]:
+    """The next `count` draft tokens of each shadow."""
+    texts: dict[int, list[int]] = {m: [] for m in shadows}
+    while wanting := [m for m in shadows if len(texts[m]) < count]:
         drafted = engine.draft(np.array(wanting))
-        for mirror, token in zip(drafted.mirrors_M.tolist(), drafted.tokens_M.tolist(), strict=True):
-            texts[mirror].append(token)
+        for shadow, token in zip(drafted.shadows_M.tolist(), drafted.tokens_M.tolist(), strict=True):
+            texts[shadow].append(token)
     return texts
 
 
 def fresh(engine: DrafterEngine, seed: int, text: Sequence[int], count: int, temperature: float = 1.0) -> list[int]:
-    """What a mirror drafts that is opened with just this text."""
+    """What a shadow drafts that is opened with just this text."""
     carry_out(engine, [opening(7, seed, text, temperature)])
     drafts = run_ahead(engine, [7], count)[7]
-    carry_out(engine, [MirrorClosing(7)])
+    carry_out(engine, [ShadowClosing(7)])
     return drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_wrong", [1, 3, 6])
-def test_a_corrected_mirror_drafts_as_a_fresh_one(engine: DrafterEngine, num_wrong: int, temperature: float) -> None:
+def test_a_corrected_shadow_drafts_as_a_fresh_one(engine: DrafterEngine, num_wrong: int, temperature: float) -> None:
     carry_out(engine, [opening(m, 100 + m, PROMPT, temperature) for m in (0, 1)])
     drafts = run_ahead(engine, [0, 1], 6)[0]
     right = drafts[: 6 - num_wrong]
     carry_out(engine, [Correction(0, len(PROMPT) + len(right), [77])])
     text = [*PROMPT, *right, 77]
     assert run_ahead(engine, [0, 1], 5)[0] == fresh(engine, 100, text, 5, temperature)
-    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
 
 
-def test_a_mirror_that_fell_behind_reads_what_it_missed(engine: DrafterEngine) -> None:
+def test_a_shadow_that_fell_behind_reads_what_it_missed(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(0, 9, PROMPT)])
     drafts = run_ahead(engine, [0], 2)[0]
     missed = list(range(30, 45))
     carry_out(engine, [Correction(0, len(PROMPT) + 2, missed)])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 9, [*PROMPT, *drafts, *missed], 4)
-    carry_out(engine, [MirrorClosing(0)])
+    carry_out(engine, [ShadowClosing(0)])
 
 
 def test_corrections_add_up(engine: DrafterEngine) -> None:
@@ -86,23 +86,23 @@ def test_corrections_add_up(engine: DrafterEngine) -> None:
         engine, [Correction(0, start + 5, [60]), Correction(0, start + 6, [61, 62]), Correction(0, start + 3, [63])]
     )
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 3, [*PROMPT, *drafts[:3], 63], 4)
-    carry_out(engine, [MirrorClosing(0)])
+    carry_out(engine, [ShadowClosing(0)])
 
 
-def test_a_mirror_that_is_corrected_before_it_was_read(engine: DrafterEngine) -> None:
+def test_a_shadow_that_is_corrected_before_it_was_read(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(0, 4, PROMPT), Correction(0, len(PROMPT), [60, 61])])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 4, [*PROMPT, 60, 61], 4)
-    carry_out(engine, [MirrorClosing(0)])
+    carry_out(engine, [ShadowClosing(0)])
 
 
-def test_a_mirror_sleeps_and_is_corrected_meanwhile(engine: DrafterEngine) -> None:
+def test_a_shadow_sleeps_and_is_corrected_meanwhile(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(m, m, PROMPT) for m in (0, 1, 2)])
     drafts = run_ahead(engine, [0, 1, 2], 3)
     run_ahead(engine, [1, 2], 4)
-    carry_out(engine, [Correction(0, len(PROMPT) + 1, [50]), MirrorClosing(2)])
+    carry_out(engine, [Correction(0, len(PROMPT) + 1, [50]), ShadowClosing(2)])
     run_ahead(engine, [1], 2)
     assert run_ahead(engine, [0, 1], 4)[0] == fresh(engine, 0, [*PROMPT, drafts[0][0], 50], 4)
-    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
 
 
 def test_random_corrections(engine: DrafterEngine) -> None:
@@ -111,18 +111,18 @@ def test_random_corrections(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(m, m, text) for m, text in texts.items()])
     for _ in range(25):
         awake = [m for m in texts if rng.random() < 0.7] or [0]
-        for mirror, drafts in run_ahead(engine, awake, int(rng.integers(1, 5))).items():
-            texts[mirror] += drafts
-        for mirror, text in texts.items():
+        for shadow, drafts in run_ahead(engine, awake, int(rng.integers(1, 5))).items():
+            texts[shadow] += drafts
+        for shadow, text in texts.items():
             if rng.random() < 0.5:
                 keep = int(rng.integers(len(PROMPT), len(text) + 1))
                 new = rng.integers(1, 90, int(rng.integers(1, 4))).tolist()
                 text[keep:] = new
-                carry_out(engine, [Correction(mirror, keep, new)])
-    for mirror, text in texts.items():
-        expected = fresh(engine, mirror, text, 3)
-        assert run_ahead(engine, [mirror], 3)[mirror] == expected
-    carry_out(engine, [MirrorClosing(m) for m in texts])
+                carry_out(engine, [Correction(shadow, keep, new)])
+    for shadow, text in texts.items():
+        expected = fresh(engine, shadow, text, 3)
+        assert run_ahead(engine, [shadow], 3)[shadow] == expected
+    carry_out(engine, [ShadowClosing(m) for m in texts])
 
 
 def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model: Path, tmp_path: Path) -> None:
@@ -142,25 +142,25 @@ def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model:
         engine.load_weights(tmp_path)
     engine.load_weights(tiny_model)
     assert fresh(engine, 0, [*PROMPT, *drafts], 16) == old
-    carry_out(engine, [MirrorClosing(0), MirrorClosing(1)])
+    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
 
 
 @pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9)])
 def test_drafts_are_what_vllm_samples_itself(engine: DrafterEngine, sampling: tuple[float, int, float]) -> None:
     """That is what a policy samples which has the drafter's weights: nothing but the evidence is ours."""
-    carry_out(engine, [MirrorOpening(0, 11, *sampling, np.array(PROMPT, np.int32))])
+    carry_out(engine, [ShadowOpening(0, 11, *sampling, np.array(PROMPT, np.int32))])
     drafts = run_ahead(engine, [0], 40)[0]
     core = engine._llm.llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler
     ours = vars(sampler).pop("sample")
-    carry_out(engine, [MirrorClosing(0), MirrorOpening(1, 11, *sampling, np.array(PROMPT, np.int32))])
+    carry_out(engine, [ShadowClosing(0), ShadowOpening(1, 11, *sampling, np.array(PROMPT, np.int32))])
     assert run_ahead(engine, [1], 40)[1] == drafts
     sampler.sample = ours
-    carry_out(engine, [MirrorClosing(1)])
+    carry_out(engine, [ShadowClosing(1)])
 
 
 def test_evidence_has_many_levels(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(m, m, PROMPT) for m in range(8)])
     levels = np.concatenate([engine.draft(np.arange(8)).levels_M for _ in range(50)])
-    carry_out(engine, [MirrorClosing(m) for m in range(8)])
+    carry_out(engine, [ShadowClosing(m) for m in range(8)])
     assert len(np.unique(levels)) > 8

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written on each sample: which weights made it, which head drafted for it, and how its drafts fared."""
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from nemo_specrollout.generation import sample_stats as module
+from nemo_specrollout.generation.sample_stats import SampleStats, SampleStatsLog
+
+pytestmark = pytest.mark.unit
+
+NUM_SLOTS = 4
+SEED, OTHER = 77, 78
+
+
+@pytest.fixture
+def counts_S2() -> Tensor:
+    """What the draft board counts."""
+    return torch.zeros(NUM_SLOTS, 2, dtype=torch.int32)
+
+
+@pytest.fixture
+def sample_stats(counts_S2: Tensor) -> SampleStatsLog:
+    return SampleStatsLog(counts_S2)
+
+
+def lengths(**of_slots: int) -> Tensor:
+    return tensor([of_slots.get(f"slot_{slot}", 0) for slot in range(NUM_SLOTS)], dtype=torch.int32)
+
+
+def test_a_stamp_tells_of_the_policy_the_head_and_the_drafts(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+    sample_stats.policy_version, sample_stats.head_version = 5, 3
+    sample_stats.open(2, SEED, prompt_length=10, num_tokens=10)
+    counts_S2[2] = tensor([8, 6])
+    sample_stats.close([2])
+    counts_S2[2] = 0  # another request takes the slot
+    sample = SampleStats(((5, 10),), (3, 3), 8, 6)
+    assert sample_stats.take([SEED]) == [sample]
+    assert sample.wire() == {"policy_spans": ((5, 10),), "head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
+    assert sample_stats.take([SEED]) == [None], "it was taken"
+
+
+def test_a_request_under_way_has_a_stamp_too_and_keeps_it(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+    sample_stats.open(1, SEED, prompt_length=4, num_tokens=4)
+    for num_drafted in (3, 5):
+        counts_S2[1] = tensor([num_drafted, 2])
+        assert sample_stats.take([OTHER, SEED]) == [None, SampleStats(((0, 4),), (0, 0), num_drafted, 2)]
+    assert sample_stats.take_ended() == []
+
+
+def test_each_policy_that_sampled_has_its_span(sample_stats: SampleStatsLog) -> None:
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    sample_stats.policy_updated(1, lengths(slot_0=9))
+    sample_stats.open(1, OTHER, prompt_length=6, num_tokens=6)
+    sample_stats.policy_updated(4, lengths(slot_0=15, slot_1=8))
+    first, second = sample_stats.take([SEED, OTHER])
+    assert first is not None and first.policy_spans == ((0, 4), (1, 9), (4, 15))
+    assert second is not None and second.policy_spans == ((1, 6), (4, 8))
+
+
+def test_the_head_is_that_of_the_beginning_and_that_of_the_end(sample_stats: SampleStatsLog) -> None:
+    sample_stats.head_version = 2
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    sample_stats.head_version = 6
+    (sample,) = sample_stats.take([SEED])
+    assert sample is not None and sample.head_versions == (2, 6)
+
+
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_a_request_that_was_put_aside_goes_on_where_it_was(
+    sample_stats: SampleStatsLog, counts_S2: Tensor, is_updated: bool
+) -> None:
+    sample_stats.head_version = 2
+    sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
+    counts_S2[0] = tensor([8, 6])
+    sample_stats.close([0])
+    sample_stats.head_version = 5
+    if is_updated:
+        sample_stats.policy_updated(1, lengths(slot_0=99))
+    counts_S2[3] = 0
+    sample_stats.open(3, SEED, prompt_length=4, num_tokens=12)
+    counts_S2[3] += tensor([10, 1])
+    assert sample_stats.take_ended() == [], "it goes on"
+    sample_stats.close([3])
+    spans = ((0, 4), (1, 12)) if is_updated else ((0, 4),)
+    assert sample_stats.take_ended() == [(SEED, SampleStats(spans, (2, 5), 18, 7))]
+
+
+def test_all_that_ended_are_told_once_and_in_order(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+    for slot, seed in ((2, 30), (0, 10), (1, 20)):
+        sample_stats.open(slot, seed, prompt_length=4, num_tokens=4)
+        counts_S2[slot] = seed
+    sample_stats.close([1, 2])
+    assert [(seed, sample.num_drafted) for seed, sample in sample_stats.take_ended()] == [(20, 20), (30, 30)]
+    assert sample_stats.take_ended() == []
+    sample_stats.close([0, 3])  # of slot 3 nobody knew
+    assert [seed for seed, _ in sample_stats.take_ended()] == [10]
+
+
+def test_what_nobody_takes_is_forgotten_oldest_first(counts_S2: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 3)
+    sample_stats = SampleStatsLog(counts_S2)
+    for seed in range(8):
+        sample_stats.open(0, seed, prompt_length=4, num_tokens=4)
+        counts_S2[0] = seed
+        sample_stats.close([0])
+    assert [(seed, sample.num_accepted) for seed, sample in sample_stats.take_ended()] == [(5, 5), (6, 6), (7, 7)]
+
+
+def test_a_stamp_that_was_taken_is_not_kept_when_the_slot_is_freed() -> None:
+    sample_stats = SampleStatsLog(torch.zeros(2, 2, dtype=torch.int32))
+    for seed in range(1000):
+        sample_stats.open(0, seed, 4, 4)
+        assert sample_stats.take([seed]) != [None]
+        sample_stats.close([0])
+    assert sample_stats.take_ended() == []
