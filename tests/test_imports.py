@@ -45,7 +45,7 @@ ALLOWED = {
 OWNERS = {
     "vllm": {"generation", "remote.drafter"},
     "vllm_v2_cpu": {"generation", "nemo_rl", "cli"},
-    "megatron": {"local", "training.features", "training.checkpoints"},
+    "megatron": {"local", "training.checkpoints"},
     "speculators": {"training.head"},
     "nemo_rl": {"nemo_rl"},
     "ray": {"nemo_rl", "racing"},
