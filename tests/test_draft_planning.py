@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a drafter with weights drafts, how deep, whom it follows, and what that costs: pure objects.
+"""Draft plans of a model: its depth, the requests that it follows, and the measured cost of drafting.
 
 Shapes: B requests, K draft positions.
 """
@@ -39,25 +39,25 @@ K = 6
 MAX_ROWS = 400
 FLAT = StepCosts(np.full(MAX_ROWS, 0.010))
 LINEAR = StepCosts(0.001 * np.arange(MAX_ROWS))
-# Draft tokens whose survival lies in one bin of 1/128 are verified all or none: what that may miss of the best rate.
+# Survival is binned by 1/128, and a bin is verified as a whole. A plan may miss this share of the best rate.
 BINNING = K / 128
 
 
 def survival(rates: list[float]) -> np.ndarray:
-    """Of requests whose next draft tokens are right with those probabilities, [B, K]."""
+    """Returns the survival of requests whose draft tokens are right with these probabilities, [B, K]."""
     return np.array(rates)[:, None] ** np.arange(1, K + 1)
 
 
 def observe(
     found: float, forecast: float, costs: StepCosts | None, draft: DraftCosts | None, requests: int = 4
 ) -> PlanObservation:
-    """`requests` alike."""
+    """Returns `requests` equal requests."""
     return PlanObservation(survival([found] * requests), survival([forecast] * requests), costs, draft)
 
 
 @st.composite
 def costs_of_all(draw: st.DrawFn) -> tuple[StepCosts, DraftCosts]:
-    """Rows and passes that cost little or much."""
+    """Draws cheap or expensive rows and passes."""
     row_s, rest = draw(st.floats(0.0, 0.002)), draw(st.floats(0.0, 1.0))
     costs = StepCosts(0.005 + row_s * np.arange(MAX_ROWS), draw(st.floats(0.0, 0.003)), row_s * rest)
     return costs, DraftCosts(*(draw(st.floats(0.0, high)) for high in (0.02, 1e-3, 0.01, 2e-4)))
@@ -65,7 +65,7 @@ def costs_of_all(draw: st.DrawFn) -> tuple[StepCosts, DraftCosts]:
 
 @st.composite
 def observations(draw: st.DrawFn) -> PlanObservation:
-    """Requests of which some have no drafts found, some are not followed."""
+    """Draws requests, some of them without text drafts, some not followed."""
     rates = st.one_of(st.just(0.0), st.floats(0.0, 0.99))
     pairs = draw(st.lists(st.tuples(rates, rates), min_size=1, max_size=12))
     found_BK, forecast_BK = (survival([pair[i] for pair in pairs]) for i in (0, 1))
@@ -73,8 +73,10 @@ def observations(draw: st.DrawFn) -> PlanObservation:
 
 
 def slow_rate(observed: PlanObservation, depth: int, *, reads: bool = True) -> float:
-    """Tokens a second, exactly, if the model drafts `depth` tokens and the likeliest of all drafts are verified, as many as
-    pay; 0 where it would draft for none. `reads`: whether a model that drafts nothing reads what was sampled."""
+    """Returns the exact tokens a second if the model drafts `depth` tokens and the likeliest drafts that pay are verified.
+
+    Returns 0 if the model would draft for no request. `reads`: whether a model that drafts nothing reads sampled tokens.
+    """
     costs, draft, num_requests = observed.costs, observed.draft_costs, len(observed.found_BK)
     assert costs is not None and draft is not None
     drafts, is_asked = [], False
@@ -108,9 +110,7 @@ def test_no_other_depth_makes_more_tokens_a_second(observed: PlanObservation) ->
 
 @settings(max_examples=200)
 @given(observations(), st.floats(0.0, 0.5))
-def test_a_model_drafts_only_where_it_beats_what_there_is_by_the_margin(
-    observed: PlanObservation, margin: float
-) -> None:
+def test_a_model_drafts_only_if_it_wins_by_the_margin(observed: PlanObservation, margin: float) -> None:
     plan = AutoPlanner(margin).plan(observed)
     without, best = slow_rate(observed, 0), max(slow_rate(observed, k) for k in range(1, K + 1))
     assert observed.costs is not None and observed.draft_costs is not None
@@ -127,10 +127,10 @@ def test_a_model_drafts_only_where_it_beats_what_there_is_by_the_margin(
 
 @settings(max_examples=200)
 @given(st.sampled_from([0.0, 0.5, 0.7]), st.floats(0.5, 0.95), costs_of_all(), st.integers(1, 30))
-def test_of_requests_alike_a_plan_is_exactly_the_best(
+def test_a_plan_for_equal_requests_is_exactly_the_best(
     found: float, forecast: float, costs: tuple[StepCosts, DraftCosts], num_requests: int
 ) -> None:
-    """Each draft position is a bin of its own."""
+    """Each draft position has its own bin."""
     observed = observe(found, forecast, *costs, requests=num_requests)
     rates = [slow_rate(observed, k) for k in range(K + 1)]
     plan = AutoPlanner(0.0).plan(observed)
@@ -141,48 +141,48 @@ def test_of_requests_alike_a_plan_is_exactly_the_best(
         assert plan.won_s == pytest.approx(tokens / without_model - tokens / rates[plan.depth])
 
 
-def test_what_a_plan_wins_by_hand() -> None:
-    """Four requests make 4 tokens in 10 ms; with six drafts each, that are right half of the time, 4 * (1 + 63/64) in 12."""
+def test_the_gain_of_a_plan_equals_a_hand_calculation() -> None:
+    """Four requests make 4 tokens in 10 ms. With six drafts each, right half of the time, they make 4 * (1 + 63/64) in 12."""
     plan = AutoPlanner(0.03).plan(observe(0.0, 0.5, FLAT, DraftCosts(fixed_s=0.002)))
     rate = 4 * (1 + 63 / 64) / 0.012
     assert plan.depth == 6 and plan.won_s == pytest.approx(rate * 0.010 * (1 / 400 - 1 / rate))
 
 
-def test_free_drafting_on_a_flat_step_is_as_deep_as_can_be() -> None:
+def test_free_drafting_on_a_flat_step_is_as_deep_as_possible() -> None:
     assert AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, DraftCosts())).depth == K
 
 
-def test_a_pass_that_takes_as_long_as_a_step_makes_drafts_shorter_or_none() -> None:
+def test_slower_passes_make_drafts_shorter_or_stop_them() -> None:
     prices = (DraftCosts(0.001, pass_s=0.001), DraftCosts(0.001, pass_s=0.006), DraftCosts(0.060, read_share=0.01))
     deep, short, none = (AutoPlanner(0.03).plan(observe(0.0, 0.9, FLAT, draft)).depth for draft in prices)
     assert deep > short > none == 0
 
 
-def test_where_rows_cost_as_much_as_requests_nothing_is_drafted() -> None:
+def test_nothing_is_drafted_if_rows_cost_as_much_as_requests() -> None:
     assert AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(0.001, read_share=0.0))).depth == 0
 
 
-def test_reading_is_paid_whether_the_model_drafts_or_not() -> None:
-    """Rows cost as much as requests: without the model nothing would be drafted, and so the plan wins less than nothing."""
+def test_reading_costs_time_even_if_the_model_drafts() -> None:
+    """Rows cost as much as requests. Without the model nothing would be drafted, so the plan loses time."""
     plan = AutoPlanner(0.03).plan(observe(0.0, 0.9, LINEAR, DraftCosts(0.001)))
     assert plan.depth > 0 > plan.won_s
 
 
-def test_a_model_no_better_than_what_was_found_is_not_asked() -> None:
+def test_a_model_no_better_than_text_drafts_does_not_draft() -> None:
     assert AutoPlanner(0.03).plan(observe(0.8, 0.8, FLAT, DraftCosts())).depth == 0
     assert AutoPlanner(0.03).plan(observe(0.3, 0.8, FLAT, DraftCosts(0.001))).depth > 0
 
 
-def test_who_has_better_drafts_keeps_them() -> None:
-    """One request has drafts, the other is followed; each makes 1.98 tokens with its own, and 1 with the other's."""
+def test_each_request_keeps_its_better_drafts() -> None:
+    """One request has text drafts, the model follows the other. Each makes 1.98 tokens with its own drafts, else 1."""
     observed = PlanObservation(survival([0.5, 0.0]), survival([0.0, 0.5]), FLAT, DraftCosts(0.002))
     plan, rate, without = AutoPlanner(0.03).plan(observed), 2 * (1 + 63 / 64) / 0.012, (2 + 63 / 64) / 0.010
     assert plan.depth == K and plan.won_s == pytest.approx(rate * 0.010 * (1 / without - 1 / rate))
 
 
 @pytest.mark.parametrize(("row_price", "is_asked"), [(0.0, False), (0.4, True)])
-def test_a_model_is_asked_where_what_was_found_is_long_but_not_worth_its_rows(row_price: float, is_asked: bool) -> None:
-    """Six found tokens promise more than two of the model's, but each is hardly worth its row."""
+def test_a_model_replaces_long_drafts_not_worth_their_rows(row_price: float, is_asked: bool) -> None:
+    """Six found tokens promise more than two of the model, but each is hardly worth its row."""
     found_BK = np.full((4, K), 0.42)
     forecast_BK = np.tile([0.95, 0.9] + [0.0] * (K - 2), (4, 1))
     costs = StepCosts(0.010 + 0.0008 * np.arange(MAX_ROWS))
@@ -190,12 +190,12 @@ def test_a_model_is_asked_where_what_was_found_is_long_but_not_worth_its_rows(ro
     assert (AutoPlanner(0.0).plan(observed).depth > 0) == is_asked
 
 
-def test_a_model_that_may_draft_for_nobody_only_reads_and_that_costs() -> None:
+def test_a_model_that_follows_no_request_only_costs_reading() -> None:
     plan = AutoPlanner(0.03).plan(observe(0.0, 0.0, FLAT, DraftCosts(0.001, 1e-4, 0.5, 0.5)))
     assert plan == DraftPlan(0, pytest.approx(-0.0014), is_hopeless=True)
 
 
-def test_while_nothing_is_known_of_drafting_each_depth_is_tried_in_turn() -> None:
+def test_each_depth_is_tried_until_drafting_times_are_known() -> None:
     planner, depths = AutoPlanner(0.03), []
     for _ in range(2 * K):
         assert planner.should_plan(4)
@@ -203,22 +203,22 @@ def test_while_nothing_is_known_of_drafting_each_depth_is_tried_in_turn() -> Non
     assert set(depths[:K]) == set(depths[K:]) == set(range(1, K + 1))
 
 
-def test_while_nothing_is_known_of_steps_nothing_is_drafted() -> None:
+def test_nothing_is_drafted_until_step_times_are_known() -> None:
     for draft in (None, DraftCosts()):
         assert AutoPlanner(0.03).plan(observe(0.0, 0.9, None, draft)) == DraftPlan(0)
 
 
-def test_a_plan_holds_for_some_steps_while_the_batch_is_of_the_same_order() -> None:
+def test_a_plan_lasts_some_steps_while_the_batch_keeps_its_size() -> None:
     planner = AutoPlanner(0.03)
-    planned = [planner.should_plan(40 - step) for step in range(16)]  # 32 to 63 are of one order
+    planned = [planner.should_plan(40 - step) for step in range(16)]  # 32 to 63 have the same bit length.
     assert np.flatnonzero(planned).tolist() == [0, *range(PLANNED_STEPS, 9, PLANNED_STEPS), 9, 13]
     assert planner.should_plan(90) and not planner.should_plan(70)
 
 
-# The others
+# Fixed and random planners
 
 
-def test_a_fixed_planner_always_drafts_alike_and_follows_all() -> None:
+def test_a_fixed_planner_drafts_equally_deep_and_follows_all() -> None:
     planner = build_planner(BudgetConfig("fixed", k=3))
     assert isinstance(planner, FixedPlanner)
     for draft in (None, DraftCosts(fixed_s=9.0)):
@@ -226,44 +226,44 @@ def test_a_fixed_planner_always_drafts_alike_and_follows_all() -> None:
         assert planner.plan(observe(0.9, 0.0, FLAT, draft)) == DraftPlan(3)
 
 
-def test_a_random_planner_tries_all_depths_and_at_times_follows_nobody() -> None:
+def test_a_random_planner_tries_all_depths_and_stops_following() -> None:
     planner = build_planner(BudgetConfig("random"))
     assert isinstance(planner, RandomPlanner) and planner.follows
     seen = []
     for _ in range(500):
         plan = planner.plan(observe(0.0, 0.5, None, None))
-        planner.worked(plan, 4, 0.0)
+        planner.observe_step(plan, 4, 0.0)
         seen.append((plan.depth, planner.follows, planner.gives_up))
     assert {depth for depth, _, _ in seen} == set(range(K + 1))
     assert 0.75 < np.mean([follows for _, follows, _ in seen]) < 0.98
     assert 1 <= sum(gives_up for _, _, gives_up in seen) <= 15
 
 
-def test_a_random_planner_follows_again_without_being_asked_for_a_plan() -> None:
+def test_a_random_planner_follows_again_without_a_plan() -> None:
     planner = RandomPlanner()
     follows = []
     for _ in range(500):
-        planner.worked(DraftPlan(0), 4, 0.0)
+        planner.observe_step(DraftPlan(0), 4, 0.0)
         follows.append(planner.follows)
     assert np.flatnonzero(np.diff(np.array(follows, int)) == 1).size > 3
 
 
-def test_the_budget_s_policy_names_the_planner() -> None:
+def test_the_budget_policy_selects_the_planner() -> None:
     planner = build_planner(BudgetConfig("auto", margin=0.2))
     assert isinstance(planner, AutoPlanner) and planner.margin == 0.2
 
 
-# How survival spreads
+# The spread of survival
 
 
-def test_shares_are_of_the_latest_proposals_and_fade() -> None:
+def test_shares_describe_the_latest_proposals_and_fade() -> None:
     spread = SurvivalSpread(2, K)
     latest_PNK = np.zeros((2, 3, K))
     latest_PNK[1, :, 0] = 0.9, 0.9, 0.1
     spread.observe(latest_PNK)
     share_Q = spread.share_PKQ[1, 0]
     assert share_Q[bin_of(0.9)] == pytest.approx(2 / 3) and share_Q[bin_of(0.1)] == pytest.approx(1 / 3)
-    assert not spread.share_PKQ[0].any() and not spread.share_PKQ[1, 1:].any(), "nothing was proposed there"
+    assert not spread.share_PKQ[0].any() and not spread.share_PKQ[1, 1:].any(), "there were no proposals"
     for _ in range(400):
         latest_PNK[1, :, 0] = 0.5
         spread.observe(latest_PNK)
@@ -272,8 +272,8 @@ def test_shares_are_of_the_latest_proposals_and_fade() -> None:
     assert not spread.share_PKQ.any()
 
 
-def test_sure_drafts_pay_where_the_mean_draft_does_not() -> None:
-    """Rows are dear: a draft that is right in 70 % of cases is not worth one, but seven of ten are sure and three hopeless."""
+def test_sure_drafts_pay_even_if_the_mean_draft_does_not() -> None:
+    """A draft that is right in 70 % of cases is not worth its row, but seven of ten are sure and three hopeless."""
     costs = StepCosts(0.010 + 0.0022 * np.arange(MAX_ROWS))
     observed = observe(0.0, 0.0, costs, DraftCosts(0.0005), requests=32)
     observed.forecast_BK[:, 0] = 0.7
@@ -288,8 +288,8 @@ def test_sure_drafts_pay_where_the_mean_draft_does_not() -> None:
 
 
 @given(st.floats(0.01, 0.99), st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8))
-def test_a_request_s_mean_is_kept_however_survival_spreads(mean: float, latest: list[float]) -> None:
-    """On a flat step all drafts are verified: then only the mean counts."""
+def test_the_spread_of_survival_keeps_a_request_s_mean(mean: float, latest: list[float]) -> None:
+    """On a flat step all drafts are verified, so only the mean counts."""
     spread = SurvivalSpread(2, K)
     latest_PNK = np.zeros((2, len(latest), K))
     latest_PNK[1, :, 0] = latest
@@ -298,16 +298,16 @@ def test_a_request_s_mean_is_kept_however_survival_spreads(mean: float, latest: 
     observed.forecast_BK[:, 0] = mean
     plans = [AutoPlanner(0.0).plan(replace(observed, share_PKQ=share)) for share in (None, spread.share_PKQ)]
     won = [plan.won_s for plan in plans if plan.depth]
-    assert len(won) != 1 or mean < 0.03, "both draft or none"
+    assert len(won) != 1 or mean < 0.03, "only one of the two plans drafts"
     if len(won) == 2:
         assert won[0] == pytest.approx(won[1], abs=0.02 * 0.010)
 
 
-# Whom it follows
+# Following requests
 
 
 def follow(following: Following, won_s: float, cost_s: float, steps: range) -> float:
-    """Steps of 10 ms with 8 requests, of which one ends in each; the share of steps in which they are followed."""
+    """Runs steps of 10 ms with 8 requests, one of which ends in each. Returns the share of steps that follow requests."""
     num_followed = 0
     for n in steps:
         if following.is_on:
@@ -317,7 +317,7 @@ def follow(following: Following, won_s: float, cost_s: float, steps: range) -> f
     return num_followed / len(steps)
 
 
-def test_a_model_that_wins_less_than_following_costs_is_looked_at_now_and_then() -> None:
+def test_a_model_that_does_not_pay_is_tried_now_and_then() -> None:
     following, cost_s = Following(), 2e-4
     first = GENERATIONS * 8 - 1
     assert follow(following, 1e-4, cost_s, range(first)) == 1.0 and following.is_on
@@ -327,7 +327,7 @@ def test_a_model_that_wins_less_than_following_costs_is_looked_at_now_and_then()
 
 
 def until_dormant(following: Following, won_s: float, now_s: float) -> float:
-    """Steps of 10 ms with one request, which ends in each; the time when it is followed no more."""
+    """Runs steps of 10 ms, each of which ends a request. Returns the time when following stops."""
     while following.is_on:
         following.ended(1)
         following.step(1, won_s, 0.010, now_s)
@@ -336,7 +336,7 @@ def until_dormant(following: Following, won_s: float, now_s: float) -> float:
 
 
 def wait_s(following: Following, now_s: float) -> float:
-    """Seconds from `now_s` until requests are followed again."""
+    """Returns the seconds from `now_s` until requests are followed again."""
     started_s = now_s
     while not following.is_on:
         following.step(1, 0.0, 0.0, now_s)
@@ -344,8 +344,8 @@ def wait_s(following: Following, now_s: float) -> float:
     return now_s - started_s
 
 
-def test_a_model_is_looked_at_soon_at_first_and_more_rarely_each_time_that_it_does_not_pay() -> None:
-    """Once it has paid, it is looked at soon again: other tasks may have come for a while."""
+def test_trials_become_rarer_each_time_that_a_model_fails() -> None:
+    """A model that has paid is tried again soon: other tasks may have come for a while."""
     following, waits_s, now_s, look_s = Following(), [], 0.0, GENERATIONS * 0.010
     for _ in range(6):
         now_s = until_dormant(following, 0.0, now_s)
@@ -362,47 +362,45 @@ def test_a_model_is_looked_at_soon_at_first_and_more_rarely_each_time_that_it_do
 
 
 def work(planner: DraftPlanner, observed: PlanObservation, num_steps: int, now_s: float = 0.0) -> list[bool]:
-    """Steps of 10 ms, in each of which one of the requests ends, if it was followed; whether new ones are."""
+    """Runs steps of 10 ms that each end one followed request. Returns whether new requests are followed after each step."""
     follows = []
     for n in range(num_steps):
         plan = planner.plan(observed)
         follows.append(planner.follows)
         if planner.follows:
-            planner.ended(1)
-        planner.worked(plan, len(observed.found_BK), now_s + 0.010 * n)
+            planner.observe_ended(1)
+        planner.observe_step(plan, len(observed.found_BK), now_s + 0.010 * n)
     return follows
 
 
-def test_a_model_that_only_reads_is_soon_not_followed_and_looked_at_again() -> None:
+def test_a_model_that_only_reads_soon_becomes_dormant() -> None:
     planner, useless = AutoPlanner(0.03), observe(0.5, 0.1, FLAT, DraftCosts(0.001))
     follows = np.array(work(planner, useless, 20_000))
     assert follows[: GENERATIONS * 4].all() and not follows[GENERATIONS * 4 + 1]
-    assert np.flatnonzero(np.diff(follows.astype(int)) == 1).size >= 3, "it was not looked at again"
+    assert np.flatnonzero(np.diff(follows.astype(int)) == 1).size >= 3, "the model was not tried again"
     assert follows.mean() * 0.001 / 0.010 < 1.2 * WATCH_SHARE
 
 
-def test_a_model_that_would_win_for_no_number_of_requests_is_given_up_long_before_they_end() -> None:
+def test_a_hopeless_model_is_given_up_before_requests_end() -> None:
     planner, useless = AutoPlanner(0.03), observe(0.0, 0.1, FLAT, DraftCosts(0.002), requests=32)
     gives_up, follows = [], []
     for n in range(HOPELESS_STEPS + 2):
         plan = planner.plan(useless)
         assert plan.won_s < 0.0 and plan.is_hopeless
-        planner.worked(plan, 32, 0.010 * n)
+        planner.observe_step(plan, 32, 0.010 * n)
         gives_up.append(planner.gives_up)
         follows.append(planner.follows)
-    assert np.flatnonzero(gives_up).tolist() == [HOPELESS_STEPS - 1], (
-        "the next requests are followed until the next time"
-    )
+    assert np.flatnonzero(gives_up).tolist() == [HOPELESS_STEPS - 1], "giving up happens once"
     assert follows == [n < HOPELESS_STEPS - 1 for n in range(HOPELESS_STEPS + 2)]
     looks_again_s = 0.010 * HOPELESS_STEPS + HOPELESS_STEPS * -plan.won_s / FIRST_WATCH_SHARE
-    planner.worked(DraftPlan(0), 32, 0.9 * looks_again_s)
+    planner.observe_step(DraftPlan(0), 32, 0.9 * looks_again_s)
     assert not planner.follows
-    planner.worked(DraftPlan(0), 32, 1.1 * looks_again_s)
+    planner.observe_step(DraftPlan(0), 32, 1.1 * looks_again_s)
     assert planner.follows
 
 
-def test_a_model_that_will_win_in_the_tail_is_not_given_up() -> None:
-    """Rows are dear for many requests and cost nothing for up to eight; half of the requests are promising."""
+def test_a_model_that_wins_in_the_tail_is_not_given_up() -> None:
+    """Rows are expensive for many requests and free for up to eight. Half of the requests are promising."""
     costs = StepCosts(0.010 + 0.004 * np.maximum(np.arange(MAX_ROWS) - 8, 0))
     observed = observe(0.0, 0.05, costs, DraftCosts(0.0005), requests=32)
     observed.forecast_BK[::2] = survival([0.9])
@@ -414,10 +412,10 @@ def test_a_model_that_will_win_in_the_tail_is_not_given_up() -> None:
     ("num_requests", "read_ms", "is_hopeless"),
     [(32, 1.4, False), (32, 1.5, True), (8, 2.0, False), (8, 2.2, True), (1, 5.0, False)],
 )
-def test_there_is_hope_while_the_tail_wins_more_than_reading_takes_until_then(
+def test_there_is_hope_while_the_tail_wins_more_than_reading_costs(
     num_requests: int, read_ms: float, is_hopeless: bool
 ) -> None:
-    """Drafts pay for a single request alone, by 199 / (10 + read_ms) - 10 ms; until then the model reads in a step with all
+    """Drafts pay only for a single request, by 199 / (10 + read_ms) - 10 ms. Until then the model reads in one step with all
     requests, in one with half of them, and so on."""
     costs = StepCosts(0.010 * np.maximum(np.arange(MAX_ROWS) / 2, 1.0) ** 2)
     forecast_BK = np.zeros((num_requests, K))
@@ -430,7 +428,7 @@ def test_there_is_hope_while_the_tail_wins_more_than_reading_takes_until_then(
 
 
 @given(st.floats(0.05, 0.95), st.integers(1, 31), costs_of_all())
-def test_requests_that_came_too_early_to_be_followed_say_nothing_against_a_model(
+def test_requests_that_are_not_followed_do_not_reduce_hope(
     forecast: float, num_followed: int, costs: tuple[StepCosts, DraftCosts]
 ) -> None:
     all_followed = observe(0.0, forecast, *costs, requests=32)
@@ -441,17 +439,17 @@ def test_requests_that_came_too_early_to_be_followed_say_nothing_against_a_model
 
 
 @given(st.lists(st.booleans(), max_size=400))
-def test_requests_are_given_up_after_so_many_steps_without_hope_and_no_sooner(hopeless: list[bool]) -> None:
+def test_requests_are_given_up_exactly_after_the_hopeless_steps(hopeless: list[bool]) -> None:
     following, num_hopeless = Following(), 0
     for n, is_hopeless in enumerate(hopeless):
         following.step(4, 1.0, 0.1, 0.010 * n, is_hopeless)
         num_hopeless = num_hopeless % HOPELESS_STEPS + 1 if is_hopeless else 0
         assert following.gives_up == (num_hopeless == HOPELESS_STEPS)
-        assert following.is_on, "it won more than it cost"
+        assert following.is_on, "the model won more than it cost"
 
 
-def test_the_best_forecast_of_many_is_no_hope_for_a_tail() -> None:
-    """The model would win if the one promising request were the last to run. Any other request may be the last."""
+def test_the_best_of_many_forecasts_gives_no_hope_for_a_tail() -> None:
+    """The model would win only if the one promising request ran last, but any request may run last."""
     observed = observe(0.0, 0.05, FLAT, DraftCosts(0.002), requests=32)
     observed.forecast_BK[17] = survival([0.5])
     assert AutoPlanner(0.03).plan(observed).is_hopeless
@@ -459,7 +457,7 @@ def test_the_best_forecast_of_many_is_no_hope_for_a_tail() -> None:
     assert AutoPlanner(0.03).plan(last).depth > 0
 
 
-def test_a_model_that_is_looked_at_again_drafts_though_its_forecast_promises_nothing() -> None:
+def test_a_model_on_trial_drafts_despite_a_bad_forecast() -> None:
     planner, useless = AutoPlanner(0.03), observe(0.5, 0.1, FLAT, DraftCosts(0.001, pass_s=0.001))
     work(planner, useless, GENERATIONS * 4 + 1)
     assert not planner.follows
@@ -468,21 +466,21 @@ def test_a_model_that_is_looked_at_again_drafts_though_its_forecast_promises_not
     for n in range(2 * HOPELESS_STEPS):
         if planner.should_plan(4):
             plans.append(planner.plan(useless))
-        planner.worked(plans[-1], 4, 0.010 * n)
+        planner.observe_step(plans[-1], 4, 0.010 * n)
         if not planner.follows:
             break
     depths = [plan.depth for plan in plans]
     assert set(depths) == {0, 1} and depths.count(0) == pytest.approx(len(depths) / 2, abs=1)
-    assert all(plan.won_s == -0.001 for plan in plans), "what reading takes"
-    assert n == HOPELESS_STEPS - 1, "it was not given up after the look"
+    assert all(plan.won_s == -0.001 for plan in plans), "a plan costs as much as reading"
+    assert n == HOPELESS_STEPS - 1, "the model was not given up after the trial"
 
 
-def test_a_model_whose_drafts_win_more_than_reading_costs_is_always_followed() -> None:
+def test_a_model_that_pays_always_follows() -> None:
     useful = observe(0.0, 0.8, FLAT, DraftCosts(0.001))
     assert all(work(AutoPlanner(0.03), useful, 1000))
 
 
-def test_a_model_with_new_weights_is_followed_at_once() -> None:
+def test_a_model_with_new_weights_follows_at_once() -> None:
     planner, useless = AutoPlanner(0.03), observe(0.5, 0.1, FLAT, DraftCosts(0.001))
     work(planner, useless, GENERATIONS * 4 + 1)
     assert not planner.follows
@@ -490,10 +488,10 @@ def test_a_model_with_new_weights_is_followed_at_once() -> None:
     assert planner.follows and all(work(planner, useless, GENERATIONS * 4))
 
 
-# What drafting costs
+# The cost of drafting
 
 
-def test_costs_of_drafting_are_learned() -> None:
+def test_drafting_times_are_learned() -> None:
     true, times, rng = DraftCosts(0.004, 2e-5, 0.003, 5e-5), DraftTimes(), np.random.default_rng(0)
     assert times.costs() is None
     for n in range(600):
@@ -506,8 +504,8 @@ def test_costs_of_drafting_are_learned() -> None:
         assert learned.draft_s(*case) == pytest.approx(true.draft_s(*case), rel=0.15)
 
 
-def test_a_pass_that_only_reads_is_measured_apart() -> None:
-    """A stall cannot make it dearer than a pass that drafts."""
+def test_a_pass_that_only_reads_is_measured_separately() -> None:
+    """A stall cannot make it more expensive than a pass that drafts."""
     true, times = DraftCosts(0.004, 2e-5, 0.003), DraftTimes()
     times.observe_reading(8, 0.001)
     for n in range(200):
@@ -518,7 +516,7 @@ def test_a_pass_that_only_reads_is_measured_apart() -> None:
     assert AutoPlanner(0.03).plan(observe(0.0, 0.0, FLAT, learned)).won_s == -learned.read_s(4)
 
 
-def test_a_third_of_the_first_draftings_may_meet_kernels_to_be_compiled() -> None:
+def test_a_third_of_the_first_draftings_may_compile_kernels() -> None:
     true, times, rng = DraftCosts(0.004, 2e-5, 0.003, 5e-5), DraftTimes(), np.random.default_rng(1)
     for n in range(WARM_UP + ENOUGH + 6):
         compile_s = 0.04 if n % 3 == 0 else 0.0
@@ -531,7 +529,7 @@ def test_a_third_of_the_first_draftings_may_meet_kernels_to_be_compiled() -> Non
         assert learned.draft_s(*case) == pytest.approx(true.draft_s(*case), rel=0.25)
 
 
-def test_costs_are_never_negative_and_a_stall_counts_for_little() -> None:
+def test_drafting_times_are_not_negative_and_ignore_a_stall() -> None:
     times = DraftTimes()
     for n in range(2 * REMEMBERED):
         times.observe(8, 8, 1 + n % 4, 0.001 * (1 + n % 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure policies: budgets, step times, the counterfactual."""
+"""Verification budgets, step times, and the counterfactual."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,15 @@ def survival(rates: list[float], num_positions: int = 4) -> np.ndarray:
     return np.array([[r ** (k + 1) for k in range(num_positions)] for r in rates])
 
 
-def no_cap(num_requests: int) -> np.ndarray:
-    return np.full(num_requests, 99)
+def observe(rates: list[float], table: StepCosts | None, num_positions: int = 4) -> BudgetObservation:
+    """Returns requests whose draft tokens have these acceptance rates, without caps."""
+    return BudgetObservation(survival(rates, num_positions), np.full(len(rates), 99), table)
+
+
+def learned(table: StepTimeTable) -> StepCosts:
+    costs = table.costs()
+    assert costs is not None
+    return costs
 
 
 @st.composite
@@ -46,7 +53,7 @@ def test_budgets_respect_caps_and_proposals(observed: BudgetObservation) -> None
 
 
 @given(observations())
-def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObservation) -> None:
+def test_no_other_number_of_the_likeliest_tokens_is_faster(observed: BudgetObservation) -> None:
     decision = AutoBudget(0.0).allocate(observed)
     counts = decision.counts_B
     num_requests = len(counts)
@@ -61,39 +68,36 @@ def test_no_other_prefix_of_the_likeliest_tokens_is_faster(observed: BudgetObser
     assert decision.least_survival == (handed_out.min() if len(handed_out) else 0.0)
 
 
-def test_drafts_go_where_they_are_likeliest() -> None:
-    counts = AutoBudget(0.0).allocate(BudgetObservation(survival([0.9, 0.2]), no_cap(2), costs(1.0, 0.15))).counts_B
+def test_the_likelier_drafts_are_verified_first() -> None:
+    counts = AutoBudget(0.0).allocate(observe([0.9, 0.2], costs(1.0, 0.15))).counts_B
     assert counts[0] > counts[1]
 
 
-def test_free_rows_are_all_used_and_dear_rows_not_at_all() -> None:
-    observed = survival([0.5] * 8)
-    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(1.0, 0.0))).counts_B.sum() == 32
-    assert AutoBudget(0.03).allocate(BudgetObservation(observed, no_cap(8), costs(0.0, 1.0))).counts_B.sum() == 0
+@pytest.mark.parametrize(
+    ("rate", "table", "num_drafts"),
+    [(0.5, costs(1.0, 0.0), 32), (0.5, costs(0.0, 1.0), 0), (0.001, costs(1.0, 0.0), 0), (0.9, None, 0)],
+    ids=["free rows", "expensive rows", "useless drafts", "nothing measured"],
+)
+def test_drafts_are_verified_as_far_as_they_pay(rate: float, table: StepCosts | None, num_drafts: int) -> None:
+    assert AutoBudget(0.03).allocate(observe([rate] * 8, table)).counts_B.sum() == num_drafts
 
 
-def test_the_price_of_a_row_is_what_its_time_is_worth() -> None:
-    """A draft row takes 0.02 s here: its price is what the engine makes in that time."""
-    observed = BudgetObservation(survival([0.5] * 8), no_cap(8), costs(1.0, 0.02))
+def test_the_row_price_is_the_worth_of_a_row_s_time() -> None:
+    """A draft row takes 0.02 s: its price is the number of tokens that the engine produces in that time."""
+    observed = observe([0.5] * 8, costs(1.0, 0.02))
     decision = AutoBudget(0.0).allocate(observed)
     counts = decision.counts_B
     tokens = 8 + sum(observed.survival_BK[b, : counts[b]].sum() for b in range(8))
+    assert observed.costs is not None
     seconds = observed.costs.step_s(8, int(counts.sum()))
     assert counts.sum() and decision.row_price == pytest.approx(0.02 * tokens / seconds)
-    assert AutoBudget(0.0).allocate(BudgetObservation(survival([0.5] * 8), no_cap(8), costs(1.0, 0.0))).row_price == 0.0
-    nothing = AutoBudget(0.0).allocate(BudgetObservation(survival([0.0] * 8), no_cap(8), costs(1.0, 0.02)))
+    assert AutoBudget(0.0).allocate(observe([0.5] * 8, costs(1.0, 0.0))).row_price == 0.0
+    nothing = AutoBudget(0.0).allocate(observe([0.0] * 8, costs(1.0, 0.02)))
     assert nothing.counts_B.sum() == 0 and nothing.row_price > 0.0
 
 
-def test_useless_drafters_get_nothing_and_unmeasured_steps_draft_nothing() -> None:
-    useless = survival([0.001] * 8)
-    assert AutoBudget(0.03).allocate(BudgetObservation(useless, no_cap(8), costs(1.0, 0.0))).counts_B.sum() == 0
-    assert AutoBudget(0.03).allocate(BudgetObservation(survival([0.9]), no_cap(1), None)).counts_B.sum() == 0
-
-
-def test_the_overhead_of_any_draft_counts() -> None:
-    one = BudgetObservation(survival([0.3], 1), no_cap(1), costs(1.0, 0.0, overhead_s=0.5))
-    assert AutoBudget(0.0).allocate(one).counts_B.sum() == 0
+def test_the_overhead_of_drafts_counts() -> None:
+    assert AutoBudget(0.0).allocate(observe([0.3], costs(1.0, 0.0, overhead_s=0.5), 1)).counts_B.sum() == 0
 
 
 @given(st.floats(4e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.1, 1.5))
@@ -101,7 +105,7 @@ def test_the_overhead_of_any_draft_counts() -> None:
 def test_the_table_learns_requests_rows_and_overhead(
     fixed_s: float, request_s: float, overhead_s: float, row_share: float
 ) -> None:
-    """A draft row costs less or more than a request does, and a step with drafts a constant more."""
+    """A draft row costs less or more than a request's row. Drafts add a constant to a step."""
     table, rng = StepTimeTable(MAX_ROWS), np.random.default_rng(0)
 
     def true_s(requests: int, drafts: int) -> float:
@@ -110,22 +114,20 @@ def test_the_table_learns_requests_rows_and_overhead(
     for _ in range(900):
         requests, drafts = int(rng.integers(1, 65)), int(rng.integers(1, 65)) * int(rng.integers(0, 2))
         table.observe(requests, requests + drafts, true_s(requests, drafts), requests + drafts)
-    learned = table.costs()
-    assert learned is not None
+    known = learned(table)
     for requests, drafts in ((1, 0), (8, 0), (64, 0), (1, 4), (8, 40), (40, 20), (64, 60)):
-        assert learned.step_s(requests, drafts) == pytest.approx(true_s(requests, drafts), rel=0.25)
+        assert known.step_s(requests, drafts) == pytest.approx(true_s(requests, drafts), rel=0.25)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 99), st.floats(0.0, 10.0)), min_size=1, max_size=60))
-def test_predictions_never_fall_as_requests_grow_nor_by_drafts(samples: list[tuple[int, int, float]]) -> None:
+def test_predicted_steps_never_get_shorter_by_more_rows(samples: list[tuple[int, int, float]]) -> None:
     table = StepTimeTable(MAX_ROWS)
     for requests, drafts, seconds in [*samples, *samples]:
         table.observe(requests, requests + drafts, seconds, requests + drafts)
-    learned = table.costs()
-    assert learned is not None
-    assert (np.diff(learned.plain_s) >= -1e-12).all()
-    assert learned.overhead_s >= 0
-    assert all(learned.step_s(8, n) >= learned.plain_s[8] for n in range(100))
+    known = learned(table)
+    assert (np.diff(known.plain_s) >= -1e-12).all()
+    assert known.overhead_s >= 0
+    assert all(known.step_s(8, n) >= known.plain_s[8] for n in range(100))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 5.0)), min_size=1, max_size=20))
@@ -137,17 +139,16 @@ def test_pooling_is_monotone_and_keeps_the_weighted_mean(samples: list[tuple[flo
     assert non_decreasing(np.sort(values), weights) == pytest.approx(np.sort(values))
 
 
-def test_plain_steps_are_known_from_steps_with_drafts() -> None:
-    """A draft row costs 1.3 times what a request does; steps without drafts were seen at 25 requests and more."""
+def test_plain_steps_are_inferred_from_steps_with_drafts() -> None:
+    """A draft row costs 1.3 times a request's row. Plain steps were measured only from 25 requests on."""
     table, rng = StepTimeTable(MAX_ROWS), np.random.default_rng(0)
     for _ in range(2000):
         drafts = int(rng.integers(0, 2)) * int(rng.integers(4, 60))
         requests = int(rng.integers(1, 33)) if drafts else int(rng.integers(25, 33))
         table.observe(requests, requests + drafts, 0.020 + 0.001 * (requests + 1.3 * drafts), requests + drafts)
-    learned = table.costs()
-    assert learned is not None
+    known = learned(table)
     for requests in (8, 16, 32):
-        assert learned.plain_s[requests] == pytest.approx(0.020 + 0.001 * requests, rel=0.06)
+        assert known.plain_s[requests] == pytest.approx(0.020 + 0.001 * requests, rel=0.06)
 
 
 def test_one_stall_does_not_move_the_table() -> None:
@@ -157,46 +158,42 @@ def test_one_stall_does_not_move_the_table() -> None:
     table.observe(8, 8, 30.0, 8)
     for _ in range(8):
         table.observe(8, 8, 0.01, 8)
-    learned = table.costs()
-    assert learned is not None and learned.plain_s[8] < 0.011
+    assert learned(table).plain_s[8] < 0.011
 
 
-def test_a_step_without_drafts_is_learned_where_it_repeats_the_one_before() -> None:
+def test_a_plain_step_counts_only_if_it_repeats_the_last_size() -> None:
     table = StepTimeTable(MAX_ROWS)
     table.observe(8, 8, 0.5, 20)
     assert table.costs() is None
     table.observe(8, 8, 0.01, 8)
-    learned = table.costs()
-    assert learned is not None and learned.plain_s[8] == pytest.approx(0.01)
+    assert learned(table).plain_s[8] == pytest.approx(0.01)
 
 
-def test_the_first_step_with_drafts_of_a_size_is_not_learned() -> None:
+def test_the_first_step_with_drafts_of_a_size_is_ignored() -> None:
     table = StepTimeTable(MAX_ROWS)
     table.observe(8, 20, 0.5, 20)
     assert table.costs() is None
     table.observe(4, 20, 0.01, 12)
-    learned = table.costs()
-    assert learned is not None and learned.plain_s[20] == pytest.approx(0.01)
+    assert learned(table).plain_s[20] == pytest.approx(0.01)
 
 
-def test_a_stall_in_the_first_step_with_drafts_does_not_scare_off_for_long() -> None:
-    """At 8 requests drafts pay by far; at 64 a row costs nearly what it promises, so the stall must be forgotten first."""
+def test_a_stall_in_the_first_drafted_step_is_soon_forgotten() -> None:
+    """At 8 requests drafts pay by far. At 64 a row costs nearly its worth, so the stall must be forgotten first."""
     for requests, num_plain in ((8, 0), (64, 250)):
         table = StepTimeTable(MAX_ROWS)
         for batch in (8, 16, 64) * 10:
             table.observe(batch, batch, 0.008 + 0.00015 * batch, batch)
-        for _ in range(2):  # the first of a size would not count
+        for _ in range(2):  # The first step of a size does not count.
             table.observe(requests, requests + 8, 0.3, requests)
         for _ in range(num_plain):
             table.observe(requests, requests, 0.008 + 0.00015 * requests, requests)
-        learned = table.costs()
-        assert learned is not None
-        observed = BudgetObservation(survival([0.7] * requests), no_cap(requests), learned)
+        known = learned(table)
+        observed = observe([0.7] * requests, known)
         assert AutoBudget(0.03).allocate(observed).counts_B.sum() > 0
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))
-def test_plain_batches_hold_every_decode_token_once(lengths: list[int], slots: int) -> None:
+def test_plain_batches_contain_every_decode_token_once(lengths: list[int], slots: int) -> None:
     sizes = plain_batch_sizes(lengths, slots)
     assert sizes.sum() == sum(n - 1 for n in lengths)
     assert (sizes <= slots).all()

@@ -86,7 +86,7 @@ class ModelDrafter:
 
     def close(self, slots: Sequence[int]) -> None:
         """The requests of `slots` are done, or put aside."""
-        self._planner.ended(int(self._is_followed[list(slots)].sum()))
+        self._planner.observe_ended(int(self._is_followed[list(slots)].sum()))
 
     def forbid(self) -> None:
         """Stops all drafting: the drafter follows no request any more."""
@@ -125,7 +125,7 @@ class ModelDrafter:
         """Plans for the batch's requests in `slots_B`, where the last plan no longer holds. All tensor-parallel ranks are
         given the same costs and the same clock, `now_s`."""
         was_dormant = self.is_dormant
-        self._planner.worked(self.plan, len(slots_B), now_s)
+        self._planner.observe_step(self.plan, len(slots_B), now_s)
         if was_dormant and not self.is_dormant:
             self._forget()  # other tasks may have come
         if self._planner.gives_up:

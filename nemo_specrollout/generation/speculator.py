@@ -24,7 +24,7 @@ from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.remote_drafts import build_remote_drafter, stream_request
 from nemo_specrollout.scheduling.heads.context_canary import context_edges
-from nemo_specrollout.scheduling.speculation.drafting_pause import build_pacer
+from nemo_specrollout.scheduling.speculation.drafting_pause import build_pause
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Drafting:
         )  # fmt: skip
         self._native_propose = speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
-        self.pacer, self.rests = build_pacer(config.budget), False
+        self.pause, self.rests = build_pause(config.budget), False
         self.num_idle = 0
         """Steps in a row without proposals."""
         self.row_price = 0.0
@@ -117,11 +117,11 @@ class Drafting:
                 ]
             )
         self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
-        self.pacer.opened(len(requests))
+        self.pause.requests_arrived(len(requests))
 
     def budgeted(self, num_drafts: int, row_price: float) -> None:
         """The step verifies `num_drafts`; in the time of one more row the engine makes `row_price` tokens."""
-        self.pacer.decided(num_drafts)
+        self.pause.drafts_decided(num_drafts)
         self.row_price = row_price
 
     def close(self, slots: Sequence[int]) -> None:
@@ -158,7 +158,7 @@ class Drafting:
             listener(input_batch, last_hidden_states, aux_hidden_states, num_rejected)
         self._most_new += board.num_positions + 1
         has_readers = self.model is not None and self.model.follows(input_batch.idx_mapping_np)
-        self.rests = self.pacer.rests(num_requests) and not has_readers
+        self.rests = self.pause.should_pause(num_requests) and not has_readers
         is_idle = kwargs.get("num_speculative_tokens") == 0 and not has_readers
         self.num_idle = self.num_idle + 1 if is_idle else 0
         if self.num_idle <= 1:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `draft_plan.AutoPlanner`: how deep a drafter with weights should draft, by what that promises.
+"""Compiled kernel of `draft_plan.AutoPlanner`: the draft depth of a draft model that promises the most tokens a second.
 
-Shapes: B requests, P proposers (what was found, and the model), K draft positions, Q bins of survival.
+Shapes: B requests, P proposers (0: the text drafters, 1: the draft model), K draft positions, Q bins of survival.
+Text drafts are "found", because they exist before the model drafts. The model's drafts are "forecast".
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from nemo_specrollout.scheduling.speculation.survival_spread import NUM_BINS, bi
 
 @njit(cache=True)
 def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
-    """Writes, of each position's histogram, the mean, the centre of the highest bin, and the mean worth of a token."""
+    """Writes for each position's histogram the mean, the centre of the highest bin, and the mean worth of a token."""
     for k in range(len(share_KQ)):
         mean_K[k] = top_K[k] = worth_K[k] = 0.0
         for q in range(NUM_BINS):
@@ -25,7 +26,7 @@ def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-
 
 @njit(cache=True, inline="always")
 def _split(survival, mean, top):  # type: ignore[no-untyped-def]
-    """Returns the shares of a mixture with that mean: the histogram, and draft tokens that are sure. The rest fail."""
+    """Returns the weights of the histogram and of sure tokens in a mixture whose mean is `survival`. The rest fails."""
     if mean <= 0.0 or survival >= top:
         return 0.0, 1.0
     if survival <= mean:
@@ -36,7 +37,7 @@ def _split(survival, mean, top):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
-    """Returns the expected tokens of a proposal less `row_price` for each that is verified; others are left out."""
+    """Returns the expected tokens of a proposal less `row_price` for each token that is worth verifying."""
     worth = 0.0
     for k in range(depth):
         if survival_K[k] > 0.0:
@@ -49,7 +50,10 @@ def _worth(survival_K, depth, row_price, mean_K, top_K, worth_K):  # type: ignor
 def _collect(  # type: ignore[no-untyped-def]
     found_BK, forecast_BK, found_worth_B, depth, share_PKQ, row_price, mean_PK, top_PK, worth_PK, counts, sums
 ):
-    """Sorts the survival of draft tokens into bins where the model drafts `depth`; whether it drafts for any request."""
+    """Sorts survival into bins if the model drafts `depth` tokens. Returns whether it drafts for any request.
+
+    Each request takes the model's drafts or the found ones, whichever are worth more.
+    """
     num_positions = found_BK.shape[1]
     counts[:] = 0.0
     sums[:] = 0.0
@@ -83,10 +87,11 @@ def best_depth(  # type: ignore[no-untyped-def]
     found_BK, forecast_BK, share_PKQ, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, read_s, least_gain,
     row_price,
 ):  # fmt: skip
-    """The depth of most tokens a second, those, and those without the model. A model that drafts nothing still reads what was
-    sampled, in `read_s`; without the model that time is saved.
+    """Returns the best depth, its tokens a second, and the tokens a second without the model.
 
-    A kernel, because it runs every few steps with all requests; bins, because sorting all draft tokens takes longer."""
+    At depth 0 the model still reads the sampled tokens, which takes `read_s`. Without the model that time is saved.
+    Survival is binned because sorting all draft tokens takes longer.
+    """
     num_requests, num_positions = found_BK.shape
     mean_PK, top_PK, worth_PK = np.zeros((3, 2, num_positions))
     for p in range(2):

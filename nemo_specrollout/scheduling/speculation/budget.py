@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many draft tokens each request gets: pure policies, observation in, decision out.
+"""Verification budgets: pure policies that decide how many draft tokens of each request are verified.
 
 Shapes: B requests, K draft positions.
 """
@@ -16,40 +16,45 @@ from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 
 @dataclass(frozen=True)
 class BudgetObservation:
-    """`survival_BK`: P(drafts 0..k of a request are all accepted), non-increasing in k, 0 where there is no draft.
-
-    `caps_B`: the most drafts a request may have (its remaining length). `costs` is None while nothing was measured.
-    """
+    """Drafts of one engine step, and the cost of verifying them."""
 
     survival_BK: np.ndarray
+    """P(drafts 0..k of a request are all accepted), float64. Non-increasing in k; 0 where there is no draft."""
+
     caps_B: np.ndarray
+    """Maximum number of drafts of each request (its remaining length), int64."""
+
     costs: StepCosts | None
+    """Predicted step times; None before the first measurement."""
 
 
 @dataclass(frozen=True)
 class BudgetDecision:
-    """`counts_B`: draft tokens of every request, int64. `least_survival`: a token less likely than that was not worth
-    its row; 0 if the policy does not weigh, or nothing was. `row_price`: tokens that the engine makes in the time of one
-    more row; 0 if the policy does not weigh."""
+    """Draft tokens to verify."""
 
     counts_B: np.ndarray
+    """Number of draft tokens of each request, int64."""
+
     least_survival: float = 0.0
+    """Survival of the least likely token that is verified; 0 if there is none or the policy ignores survival."""
+
     row_price: float = 0.0
+    """Tokens that the engine produces in the time of one more row; 0 if the policy ignores costs."""
 
 
 class BudgetPolicy(ABC):
-    """Decides the number of draft tokens of every request, never above its cap."""
+    """Decides the number of draft tokens of each request, never above its cap."""
 
     @abstractmethod
-    def allocate(self, observed: BudgetObservation) -> BudgetDecision: ...
+    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
+        """Returns the number of draft tokens of each request."""
 
 
 class AutoBudget(BudgetPolicy):
-    """Hands out draft tokens one by one where the next is likeliest to be accepted, while that pays.
+    """Verifies the likeliest draft tokens of the batch, as many as give the most tokens a second.
 
-    The n likeliest tokens make a step of B requests yield B + (sum of their survival) tokens in the time that the table
-    tells (`StepCosts`); the n with the most tokens a second wins, if it beats no drafts by `margin`. Tokens as likely as
-    the last of them get in too.
+    A step of B requests that verifies the n likeliest tokens yields B + (sum of their survival) tokens. `StepCosts` predicts
+    its duration. The best n must beat a step without drafts by the share `margin`. Ties with the last token are included.
     """
 
     def __init__(self, margin: float) -> None:
@@ -68,7 +73,7 @@ class AutoBudget(BudgetPolicy):
 
 
 class FixedBudget(BudgetPolicy):
-    """Up to `k` draft tokens for every request, always: what a fixed `num_speculative_tokens` does."""
+    """Always verifies up to `k` draft tokens of each request, like a fixed `num_speculative_tokens`."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -79,7 +84,7 @@ class FixedBudget(BudgetPolicy):
 
 
 class RandomBudget(BudgetPolicy):
-    """A random number of draft tokens for every request: for tests that outputs do not depend on budgets."""
+    """Verifies a random number of draft tokens. Tests use it to show that outputs do not depend on budgets."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -90,14 +95,10 @@ class RandomBudget(BudgetPolicy):
 
 
 def build_budget(config: BudgetConfig) -> BudgetPolicy:
-    """The policy that `config.policy` names."""
-    if config.policy == "auto":
-        return AutoBudget(config.margin)
+    """Returns the policy that `config.policy` names."""
     if config.policy == "fixed":
         return FixedBudget(config.k)
-    if config.policy == "random":
-        return RandomBudget()
-    raise ValueError(f"unknown budget policy {config.policy!r}")
+    return RandomBudget() if config.policy == "random" else AutoBudget(config.margin)
 
 
 @njit(
@@ -106,8 +107,10 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
     error_model="numpy",
 )
 def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
-    """Writes the number of each request's draft tokens that pay. Returns the survival of the least likely of them, 0 if there
-    is none, and tokens a second. A kernel, because it runs in every step."""
+    """Writes the number of draft tokens of each request that pay.
+
+    Returns the survival of the least likely of them (0 if there is none) and the tokens a second.
+    """
     num_requests, num_positions = survival_BK.shape
     gains = np.zeros(num_requests * num_positions)
     num_gains = 0

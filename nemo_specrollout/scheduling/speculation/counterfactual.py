@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the same tokens would have cost without speculation, by the step-time table."""
+"""Counterfactual: the estimated duration of a rollout without speculation, from the step-time table."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
-    """Requests in each decode step, int64, if responses of these lengths were decoded one token a step.
+    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
 
-    A request's first token comes from its prefill and costs no decode step. At most `max_num_seqs` run at a time, in
-    order; the next starts when one ends.
+    Prefill produces a request's first token, so that token costs no decode step. At most `max_num_seqs` requests run at a
+    time, in the given order. The next request starts when one ends.
     """
     running: list[int] = []
     spans = []
@@ -27,10 +27,10 @@ def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
 
 
 def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
-    """Seconds that a plain rollout of these response lengths would take.
+    """Returns the estimated seconds of a plain rollout with these response lengths.
 
-    `plain_step_s[b]` is the table's time of a decode step of b requests; `other_s` is what the measured rollout spent
-    outside decode steps (prefill, start), which speculation does not change.
+    `plain_step_s[b]` is the table's time of a decode step of b requests. `other_s` is the time that the measured rollout
+    spent outside decode steps (prefill, start), which speculation does not change.
     """
     batches = plain_batch_sizes(lengths, max_num_seqs)
     return other_s + float(np.asarray(plain_step_s)[batches].sum())

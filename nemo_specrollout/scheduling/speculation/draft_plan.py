@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to let a drafter with weights draft in a step, and how deep: decided before it drafts, for drafting costs time.
+"""Draft planners: decide before a step whether a draft model drafts in it, and how deep.
 
-Shapes: B requests, K draft positions.
+Shapes: B requests, P proposers, K draft positions, Q bins of survival.
 """
 
 from abc import ABC, abstractmethod
@@ -17,81 +17,93 @@ from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread
 
 PLANNED_STEPS = 4
-"""Steps that a plan holds for, as long as the number of requests is of the same order."""
+"""Steps for which a plan is valid, as long as the bit length of the number of requests stays the same."""
 
 
 @dataclass(frozen=True)
 class PlanObservation:
-    """`found_BK`: survival of the drafts that cost nothing more, averaged over the last steps. `forecast_BK`: survival of the
-    model's drafts, 0 for requests that it cannot draft for. `costs` and `draft_costs` are None while too little was
-    measured. `now_s`: seconds that the engine has worked so far. `row_price`: tokens that it makes in the time of one more
-    row. `share_PKQ`: how survival spreads around those means, of the found drafts and of the model's (`SurvivalSpread`);
-    None: not at all."""
+    """State of the engine before a step."""
 
     found_BK: np.ndarray
+    """Survival of the text drafts, which cost nothing more, averaged over the last steps; float64."""
+
     forecast_BK: np.ndarray
+    """Expected survival of the model's drafts, float64; 0 for requests that the model does not follow."""
+
     costs: StepCosts | None
+    """Predicted step times; None while too little was measured."""
+
     draft_costs: DraftCosts | None
+    """Predicted drafting times; None while too little was measured."""
+
     now_s: float = 0.0
+    """Seconds that the engine has worked so far."""
+
     row_price: float = 0.0
+    """Tokens that the engine produces in the time of one more row."""
+
     share_PKQ: np.ndarray | None = None
+    """Histograms of survival (`SurvivalSpread`) of the text drafts and of the model's; None if they are unknown."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The model drafts `depth` tokens for each request; 0: it only reads what was sampled, so that it can draft later.
-    `won_s`: by how much the step's tokens come sooner than without the model; below 0 if it wins less than reading costs.
-    `is_hopeless`: the model will win less, until these requests end, than reading takes."""
+    """Plan for a draft model in a step."""
 
     depth: int
+    """Draft tokens for each request; 0 if the model only reads the sampled tokens, so that it can draft later."""
+
     won_s: float = 0.0
+    """Seconds by which the step's tokens come sooner than without the model; negative if reading costs more than drafts win."""
+
     is_hopeless: bool = False
+    """Whether the model will win less, until these requests end, than reading takes."""
 
 
 class DraftPlanner(ABC):
-    """Decides what a drafter with weights does in a step."""
+    """Decides what a draft model does in a step."""
 
     @abstractmethod
-    def plan(self, observed: PlanObservation) -> DraftPlan: ...
+    def plan(self, observed: PlanObservation) -> DraftPlan:
+        """Returns the plan for the next steps."""
 
     def should_plan(self, num_requests: int) -> bool:
-        """Whether the plan of the step before no longer holds, for `num_requests` requests."""
+        """Returns whether a step of `num_requests` requests needs a new plan."""
         return True
 
     @property
     def follows(self) -> bool:
-        """Whether requests that come are followed from their first token on: only then can the model draft for them."""
+        """Whether the model follows new requests from their first token on. Otherwise it can never draft for them."""
         return True
 
     @property
     def gives_up(self) -> bool:
-        """Returns whether the model stops following the running requests."""
+        """Whether the model stops following the running requests."""
         return False
 
     @property
     def weighs_model(self) -> bool:
-        """Returns whether it finds out by itself that the model does not pay."""
+        """Whether the planner itself detects that the model does not pay."""
         return False
 
-    def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
-        """A step of that plan is over, with `num_requests` requests, `now_s` seconds into the engine's work."""
+    def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
+        """Takes note of a finished step of `plan`, `now_s` seconds into the engine's work."""
 
-    def ended(self, num_requests: int) -> None:  # noqa: B027
-        """So many of the requests that were followed are done."""
+    def observe_ended(self, num_requests: int) -> None:  # noqa: B027
+        """Takes note of followed requests that have ended."""
 
     def model_changed(self) -> None:  # noqa: B027
         """Judges the model like a new one: its weights have changed, or the tasks may have."""
 
 
 class AutoPlanner(DraftPlanner):
-    """The depth that promises most tokens a second, by the times that steps and drafting take; 0 unless that beats reading
-    alone by `margin`.
+    """Plans the depth that promises the most tokens a second. Plans 0 unless that depth beats reading alone by `margin`.
 
-    At each depth a request takes the model's drafts if they promise more than those found, and the likeliest draft tokens are
-    verified. While nothing is known of what drafting costs, each depth is tried in turn. A model that wins less than
-    following the requests costs lies dormant (`Following`). When it is looked at again, its forecast is of other tasks: every
-    few steps it drafts one token all the same, which takes little more than reading. One that wins nothing now may win more
-    later than reading costs until then (`_hope_s`).
+    At each depth, a request takes the model's drafts if they promise more than the found ones, and the likeliest draft
+    tokens are verified. Until the drafting times are known, the planner tries each depth in turn. A model that wins less than
+    following costs lies dormant (`Following`). During a new trial the model drafts one token in every second step, even if
+    its forecast is bad: that forecast may come from other tasks. A model that wins nothing now is kept if it will probably
+    win more in the tail than reading costs until then (`_hope_s`).
     """
 
     def __init__(self, margin: float) -> None:
@@ -138,7 +150,7 @@ class AutoPlanner(DraftPlanner):
         return DraftPlan(depth, won_s, is_hopeless)
 
     def _best(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> tuple[int, float]:
-        """Returns the best depth, and by how much the step's tokens come sooner than without the model."""
+        """Returns the best depth, and the seconds by which the step's tokens come sooner than without the model."""
         num_requests = len(observed.found_BK)
         plain_s, read_s = float(costs.plain_s[num_requests]), draft.read_s(num_requests)
         depth, rate, rate_without = best_depth(
@@ -148,11 +160,12 @@ class AutoPlanner(DraftPlanner):
         return depth, rate * plain_s * (1.0 / rate_without - 1.0 / rate) if depth else -read_s
 
     def _hope_s(self, observed: PlanObservation, costs: StepCosts, draft: DraftCosts) -> float:
-        """Returns what the model wins until the requests end, less what reading takes, in seconds: one step with all of them,
-        one with half of them, one with half of those, and so on. Each halving takes as long where lengths are exponential.
+        """Returns the seconds that the model wins until the requests end, less the time for reading.
 
-        Those that are left are as promising as all are on average: the best of many forecasts is mostly chance. Requests that
-        the model does not follow count like the others: their successors are followed.
+        The estimate sums over one step with all requests, one with half of them, one with a quarter, and so on. If lengths
+        are exponential, each halving takes equally many steps. The requests that remain are as promising as all are on average,
+        because the best of many forecasts is mostly chance. A request that the model does not follow counts as an average
+        one, because the model will follow its successors.
         """
         found_BK, forecast_BK = observed.found_BK, observed.forecast_BK.copy()
         is_followed = forecast_BK[:, 0] > 0.0
@@ -168,10 +181,10 @@ class AutoPlanner(DraftPlanner):
             num_requests //= 2
         return hope_s
 
-    def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
+    def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
         self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)
 
-    def ended(self, num_requests: int) -> None:
+    def observe_ended(self, num_requests: int) -> None:
         self._following.ended(num_requests)
 
     def model_changed(self) -> None:
@@ -179,7 +192,7 @@ class AutoPlanner(DraftPlanner):
 
 
 class FixedPlanner(DraftPlanner):
-    """`k` tokens, always."""
+    """Always drafts `k` tokens."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -189,7 +202,7 @@ class FixedPlanner(DraftPlanner):
 
 
 class RandomPlanner(DraftPlanner):
-    """A random depth; at times requests that come are not followed, or those that run no further: for tests."""
+    """Drafts a random depth. For tests, it also stops following at random: new requests, or the running ones."""
 
     def __init__(self, seed: int = 1) -> None:
         self._rng = np.random.default_rng(seed)
@@ -203,8 +216,7 @@ class RandomPlanner(DraftPlanner):
     def gives_up(self) -> bool:
         return self._gives_up
 
-    def worked(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        """Also while no request is followed, when no plan is asked for."""
+    def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
         self._follows = bool(self._rng.random() < (31 / 32 if self._follows else 1 / 4))
         self._gives_up = bool(self._rng.random() < 1 / 128)
 
@@ -213,7 +225,7 @@ class RandomPlanner(DraftPlanner):
 
 
 def build_planner(config: BudgetConfig) -> DraftPlanner:
-    """The planner that goes with the budget policy of that name."""
+    """Returns the planner that goes with the budget policy `config.policy`."""
     if config.policy == "fixed":
         return FixedPlanner(config.k)
     return RandomPlanner() if config.policy == "random" else AutoPlanner(config.margin)

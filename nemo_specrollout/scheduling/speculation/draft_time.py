@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting with a model costs: seconds by how much it must read and how deep it drafts, learned while running."""
+"""Measured cost of drafting with a model: seconds by the tokens that it reads and the depth that it drafts."""
 
 from dataclasses import dataclass, replace
 
@@ -7,49 +7,66 @@ import numpy as np
 from numba import njit
 
 WARM_UP = 4
-"""Draftings that are not learned from: kernels compile."""
+"""First samples that are ignored, because kernels compile then."""
 ENOUGH = 12
-"""Draftings after which the prediction is believed."""
+"""Samples before the first prediction."""
 REMEMBERED = 16
-"""The latest draftings of each size of batch, in bits: large ones are not forgotten in the tail of a rollout."""
+"""Latest samples kept for each batch size class, so that the tail of a rollout does not displace large batches."""
 SIZES = 12
-AT_FIRST, EVERY = 64, 8
-"""The prediction is made again after each of the first draftings, then after every eighth."""
-REWEIGHTINGS, SWEEPS = 6, 25
+"""Batch size classes, by the bit length of the number of requests."""
+AT_FIRST = 64
+"""Samples up to which each sample updates the prediction."""
+EVERY = 8
+"""Samples between two later updates of the prediction."""
+REWEIGHTINGS = 6
+"""Rounds of iteratively reweighted least squares."""
+SWEEPS = 25
+"""Coordinate descent sweeps in each round."""
 READING_DECAY = 0.9
-"""The weight that a pass which only read leaves to those before."""
+"""Factor on the earlier estimate of the read share at each new sample."""
 
 
 @njit("float64(int64, int64, int64, float64, float64, float64, float64)", cache=True, inline="always")
 def drafting_s(num_rows, num_requests, depth, fixed_s, row_s, pass_s, token_s):  # type: ignore[no-untyped-def]
-    """`DraftCosts.draft_s`, for kernels."""
+    """Returns `DraftCosts.draft_s`, for use in compiled kernels."""
     return fixed_s + num_rows * row_s + (depth - 1) * pass_s + depth * num_requests * token_s
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Seconds of one drafting: a first pass over what the model has not read yet, then a short pass a further token; in
-    each a token of every request is sampled. A first pass that samples nothing takes `read_share` of it."""
+    """Cost model of one drafting: a first pass over the unread tokens, then a short pass for each further draft token.
+
+    Each pass samples one token for each request.
+    """
 
     fixed_s: float = 0.0
+    """Seconds of the first pass without its rows."""
+
     row_s: float = 0.0
+    """Seconds for each unread token in the first pass."""
+
     pass_s: float = 0.0
+    """Seconds of each further pass."""
+
     token_s: float = 0.0
+    """Seconds to sample one token of one request."""
+
     read_share: float = 1.0
+    """Duration of a first pass that samples nothing, relative to one that samples."""
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
-        """Seconds to read `num_rows` tokens and draft `depth` (at least one) tokens of each request."""
+        """Returns the seconds to read `num_rows` tokens and draft `depth` (at least one) tokens for each request."""
         return drafting_s(num_rows, num_requests, depth, self.fixed_s, self.row_s, self.pass_s, self.token_s)
 
     def read_s(self, num_rows: int) -> float:
-        """Seconds to read `num_rows` tokens and draft none."""
+        """Returns the seconds to read `num_rows` tokens and draft none."""
         return self.read_share * self.draft_s(num_rows, 0, 1)
 
 
 class DraftTimes:
-    """Least absolute deviations, with non-negative terms, over what the latest draftings took: those that met a kernel to be
-    compiled, or a stall, have no say unless they are half of all.
+    """Fits `DraftCosts` to the latest draftings by least absolute deviations with non-negative terms. Owns the samples.
 
+    Outliers (a stall, or a kernel that had to compile) have no influence unless they are half of all samples.
     Example: `observe(num_rows=8, num_requests=8, depth=3, seconds=0.002)`, then `costs().draft_s(8, 8, 5)`.
     """
 
@@ -62,7 +79,7 @@ class DraftTimes:
         self._read_share = 1.0
 
     def observe(self, num_rows: int, num_requests: int, depth: int, seconds: float) -> None:
-        """One drafting took so long."""
+        """Adds the measured duration of one drafting."""
         self._num_samples += 1
         n = self._num_samples
         if n <= 0:
@@ -78,7 +95,7 @@ class DraftTimes:
             self._costs = DraftCosts(fixed_s, row_s, pass_s, token_s, self._read_share)
 
     def observe_reading(self, num_rows: int, seconds: float) -> None:
-        """A pass that only read `num_rows` tokens took so long."""
+        """Adds the measured duration of a pass that only read `num_rows` tokens."""
         whole_s = 0.0 if self._costs is None else self._costs.draft_s(num_rows, 0, 1)
         if self._costs is None or whole_s == 0.0:
             return
@@ -86,14 +103,16 @@ class DraftTimes:
         self._costs = replace(self._costs, read_share=self._read_share)
 
     def costs(self) -> DraftCosts | None:
-        """The prediction; None until enough was measured."""
+        """Returns the fitted cost model, or None before enough samples."""
         return self._costs
 
 
 @njit("float64[:](float64[:,:], float64[:])", cache=True)
 def _least_deviations(terms, seconds):  # type: ignore[no-untyped-def]
-    """The x >= 0 that minimises sum |terms x - seconds|, by least squares reweighted; it leans on zero where samples do not
-    tell."""
+    """Returns the x >= 0 that minimises sum |terms x - seconds|, by iteratively reweighted least squares.
+
+    A slight regularisation draws terms to zero that the samples do not determine.
+    """
     num_samples, num_terms = terms.shape
     x = np.zeros(num_terms)
     weights = np.ones(num_samples)

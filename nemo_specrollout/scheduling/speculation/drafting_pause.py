@@ -1,58 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine's drafting rests: where drafts do not pay, they are left out of steps, and tried again now and then."""
-
-from typing import Protocol
+"""Drafting pauses: if drafts do not pay, an engine leaves them out of its steps and tries them again now and then."""
 
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 
 PATIENCE = 4
-"""Steps without drafts after which the first rest begins."""
+"""Budgets without drafts in a row before the first pause."""
 LOOKS = 2
-"""Steps without drafts that end a look between two rests: the first budget goes by figures of the rest."""
+"""Budgets without drafts in a row before each later pause. The first of them still uses numbers from the pause."""
 SIZES = 16
-"""Sizes of batches that are told apart, in bits."""
-FIRST_REST, REST_SHARE = 2, 1 / 8
-"""Steps of the shortest rest; a longer one is this share of the steps since drafts last paid. So drafts that begin to pay
-are found after as short a time, beside the time that they did not."""
+"""Batch size classes, by the bit length of the number of requests."""
+FIRST_PAUSE = 2
+"""Steps of the shortest pause."""
+PAUSE_SHARE = 1 / 8
+"""Steps of a longer pause, as a share of the steps since drafts last paid. Drafts that begin to pay are found that soon."""
 
 
-class Pacing(Protocol):
-    """Says in each step whether drafting rests."""
+class DraftingPause:
+    """Never pauses drafting: the policy for budgets that ignore the value of drafts. Base of the other policies."""
 
-    def decided(self, num_drafts: int) -> None:
-        """The budget gave the batch `num_drafts`."""
+    def drafts_decided(self, num_drafts: int) -> None:
+        """Takes note that the budget gave the batch `num_drafts` draft tokens."""
 
-    def opened(self, num_requests: int) -> None:
-        """`num_requests` have come."""
+    def requests_arrived(self, num_requests: int) -> None:
+        """Takes note of new requests."""
 
-    def rests(self, num_requests: int) -> bool:
-        """Whether drafting should rest now; asked once in each step, which has `num_requests` requests."""
+    def should_pause(self, num_requests: int) -> bool:
+        """Returns whether to leave out drafts in this step of `num_requests` requests. Call it once in each step."""
+        return False
 
 
-class Pacer:
-    """Counts steps whose drafts did not pay, for each size of batch: what pays for few requests may not for many. States:
-    awake, resting for some steps, then awake for as many steps as it takes to see what drafts are worth.
+class AutoPause(DraftingPause):
+    """Pauses after some steps whose drafts did not pay, counted for each batch size class.
 
-    A batch of which half is new is looked at whatever the rest. Example: `decided(0)` after each step's budget, then
-    `rests(8)` says whether to leave drafts out.
+    Each pause lasts the longer, the longer drafts have not paid. Between two pauses, drafting is on until `LOOKS` budgets in
+    a row have refused all drafts. A batch with at least half new requests ends the pause.
+    Example: call `drafts_decided(0)` after each budget, then `should_pause(8)` for the next step.
     """
 
     def __init__(self) -> None:
-        self._num_idle = [0] * SIZES  # steps since drafts last paid
+        self._num_idle = [0] * SIZES
+        """Steps since drafts last paid, for each batch size class."""
         self._size = self._num_refused = self._left = self._num_new = 0
 
-    def decided(self, num_drafts: int) -> None:
+    def drafts_decided(self, num_drafts: int) -> None:
         if num_drafts:
             self._num_idle[self._size] = self._num_refused = self._left = 0
         elif not self._left:
             self._num_refused += 1
 
-    def opened(self, num_requests: int) -> None:
+    def requests_arrived(self, num_requests: int) -> None:
         self._num_new += num_requests
 
-    def rests(self, num_requests: int) -> bool:
+    def should_pause(self, num_requests: int) -> bool:
         size = min(num_requests.bit_length(), SIZES - 1)
         if size != self._size or 2 * self._num_new >= num_requests:
             self._size, self._num_refused, self._left, self._num_new = size, 0, 0, 0
@@ -63,35 +64,22 @@ class Pacer:
         num_idle = self._num_idle[size]
         if self._num_refused < (PATIENCE if num_idle <= PATIENCE else LOOKS):
             return False
-        self._left = max(FIRST_REST, int(num_idle * REST_SHARE))
+        self._left = max(FIRST_PAUSE, int(num_idle * PAUSE_SHARE))
         self._num_refused = 0
         return True
 
 
-class Restless:
-    """Never rests: for budgets that do not weigh what drafts are worth."""
-
-    def decided(self, num_drafts: int) -> None:
-        pass
-
-    def opened(self, num_requests: int) -> None:
-        pass
-
-    def rests(self, num_requests: int) -> bool:
-        return False
-
-
-class RandomPacer(Restless):
-    """Begins and ends rests at random: for tests that outputs do not depend on them."""
+class RandomPause(DraftingPause):
+    """Begins and ends pauses at random. Tests use it to show that outputs do not depend on pauses."""
 
     def __init__(self, seed: int = 1) -> None:
-        self._rng, self._rests = np.random.default_rng(seed), False
+        self._rng, self._is_paused = np.random.default_rng(seed), False
 
-    def rests(self, num_requests: int) -> bool:
-        self._rests ^= bool(self._rng.random() < 1 / 4)
-        return self._rests
+    def should_pause(self, num_requests: int) -> bool:
+        self._is_paused ^= bool(self._rng.random() < 1 / 4)
+        return self._is_paused
 
 
-def build_pacer(config: BudgetConfig) -> Pacing:
-    """The pacing that goes with the budget policy of that name."""
-    return {"auto": Pacer, "random": RandomPacer}.get(config.policy, Restless)()
+def build_pause(config: BudgetConfig) -> DraftingPause:
+    """Returns the pause policy that goes with the budget policy `config.policy`."""
+    return {"auto": AutoPause, "random": RandomPause}.get(config.policy, DraftingPause)()

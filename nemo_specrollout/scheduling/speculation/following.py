@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to keep a drafter with weights up to date with the requests, which costs a little in every step, or let it lie."""
+"""Decides whether a draft model follows new requests. Following costs some time in every step."""
 
 GENERATIONS = 2
-"""A judgement is over this multiple of the requests that ran at once: beginnings, middles and tails."""
-FIRST_WATCH_SHARE, WATCH_SHARE = 0.02, 0.0025
-"""Following again, to see whether it pays by now, takes the first share of the time at most. The share is halved each time
-that it did not pay, down to the second: other tasks may have come, but a drafter without hope must cost nothing."""
+"""Length of an evaluation: ended requests, as a multiple of the requests that ran at once. It covers beginnings and tails."""
+FIRST_WATCH_SHARE = 0.02
+"""Share of the engine's time for the first new trial of a dormant model. The share halves after each trial that fails."""
+WATCH_SHARE = 0.0025
+"""Smallest share of the engine's time for trials: the tasks may change, but a hopeless model must cost nothing."""
 HOPELESS_STEPS = 64
-"""Steps in a row without hope after which it is given up: a silent model's forecast is back at what is usual by then. A new
-look is as long, before the forecast is believed."""
+"""Hopeless steps in a row before the model is given up, and steps of a new trial before its forecast is trusted. By then the
+forecast of a model without drafts has returned to its prior."""
 
 
 class Following:
-    """A drafter can only be asked for requests that it was told of from the first token on. It is told as long as what its
-    drafts win is more than what telling takes; if not, it lies dormant, and hears of none until it is worth another look.
+    """Decides whether a draft model follows new requests. Owns the seconds that drafts saved and that following took.
 
-    The judgement comes early where there is no hope that the drafter wins its time back: the running requests are given up.
-    States: following, dormant. A request that comes while it is dormant gets none of its drafts. Example: `step(64, 0.002,
-    0.0002, now_s)` after each step, `ended(3)` when requests are done; then `is_on` says whether new ones are followed.
+    A model can only draft for a request that it has followed from the first token on. The model follows new requests as
+    long as its drafts save more time than following takes. Otherwise it lies dormant until the next trial. A request that
+    arrives meanwhile never gets drafts of the model. If there is no hope that the model recovers its cost, the evaluation
+    comes early and the running requests are given up.
+
+    Example: call `step(64, 0.002, 0.0002, now_s)` after each step and `ended(3)` when 3 followed requests have ended. Then
+    `is_on` tells whether new requests are followed.
     """
 
     def __init__(self) -> None:
@@ -29,17 +33,20 @@ class Following:
 
     @property
     def is_looking(self) -> bool:
-        """Returns whether the drafter is followed for the first steps after a rest, or with new weights."""
+        """Whether this is one of the first steps of a trial."""
         return self.is_on and self._num_to_look > 0
 
     @property
     def gives_up(self) -> bool:
-        """Returns whether the drafter stops following the running requests."""
+        """Whether the model stops following the running requests."""
         return self._num_hopeless >= HOPELESS_STEPS
 
     def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float, is_hopeless: bool = False) -> None:
-        """A step with `num_requests` is over: by how much drafts shortened the rollout, what following took, and the clock of
-        the engine's work, all in seconds. `is_hopeless`: the drafter will win less, until they end, than following takes."""
+        """Takes note of a finished step.
+
+        `won_s`: seconds that drafts saved. `cost_s`: seconds that following took. `now_s`: seconds that the engine has
+        worked. `is_hopeless`: until these requests end, the model will save less than following takes.
+        """
         self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
         if not self.is_on:
             if now_s >= self._resumes_at_s:
@@ -56,21 +63,21 @@ class Following:
             else:
                 self._resumes_at_s = now_s + self._cost_s / self._watch_share
                 self._watch_share = max(WATCH_SHARE, self._watch_share / 2)
-            self._judge_again()
+            self._restart_evaluation()
 
     def ended(self, num_requests: int) -> None:
-        """So many requests that were followed are done."""
+        """Takes note of followed requests that have ended."""
         self._num_ended += num_requests
 
     def begin(self) -> None:
-        """Requests are followed from now on, for the drafter is another one."""
+        """Starts a trial of a model whose weights have changed."""
         self._watch_share = FIRST_WATCH_SHARE
         self._look()
 
     def _look(self) -> None:
         self.is_on, self._num_to_look, self._num_hopeless = True, HOPELESS_STEPS, 0
-        self._judge_again()
+        self._restart_evaluation()
 
-    def _judge_again(self) -> None:
+    def _restart_evaluation(self) -> None:
         self._won_s = self._cost_s = 0.0
         self._num_ended = self._most_at_once = 0

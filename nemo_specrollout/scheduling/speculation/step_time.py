@@ -1,41 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: seconds by the number of requests and draft rows, learned while running.
+"""Measured step times: seconds of an engine step by its number of requests and draft rows.
 
-A step with n draft rows costs about what a plain step of as many rows does, plus a constant for handling drafts, and more
-or less a draft row: it needs no request of its own to be scheduled, but is accepted or rejected (measured,
-docs/benchmarks.md). Samples are clipped and decayed, for clocks are noisy and contexts grow.
+A step with n draft rows takes about as long as a plain step of as many rows, plus a constant for handling drafts. A draft row
+costs more or less than a request's row: it needs no scheduling, but it is accepted or rejected (docs/benchmarks.md).
+Samples are clipped and decayed, because clocks are noisy and contexts grow.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# Buckets: the rate of their means, the factor that a sample may be off in a known and in a new one, and the weights of a
-# sample that had drafts and of one that had a size for the first time.
 DECAY = 0.05
-CLIP, CLIP_OF_NEW, CLIP_FROM_WEIGHT = 2.0, 1.5, 3.0
-BORROWED_WEIGHT, COLD_WEIGHT = 0.25, 0.05
-# The blend of buckets and line: the most that a bucket weighs, its decay by step, the line's weight.
-MAX_WEIGHT, FORGET, LINE_WEIGHT = 20.0, 0.995, 1.0
-# Beyond all that was seen a row is believed to take such a share of the line's: what is tried is corrected, what is not never.
+"""Learning rate of a bucket's mean."""
+CLIP = 2.0
+"""Factor by which a sample may differ from the mean of a known bucket."""
+CLIP_OF_NEW = 1.5
+"""Factor by which the samples of a new bucket may exceed the prediction."""
+CLIP_FROM_WEIGHT = 3.0
+"""Weight from which a bucket counts as known."""
+BORROWED_WEIGHT = 0.25
+"""Weight of a sample with drafts in a bucket without plain steps."""
+COLD_WEIGHT = 0.05
+"""Weight of the first sample with drafts of a size."""
+MAX_WEIGHT = 20.0
+"""Maximum weight of a bucket in the blend of buckets and line."""
+FORGET = 0.995
+"""Factor on a bucket's weight for each sample elsewhere."""
+LINE_WEIGHT = 1.0
+"""Weight of the line in the blend."""
 OPTIMISM = 0.5
-# The surcharge of drafts: decay by sample and by step without drafts, samples' worth of zero, limit as a share of a step.
-SURCHARGE_DECAY, SURCHARGE_FORGET, ZERO_WEIGHT, MAX_SURCHARGE = 0.98, 0.99, 4.0, 0.5
+"""Cost of a row beyond all measured sizes, as a share of the line's slope. A low guess is tried and corrected; a high one
+never is."""
+SURCHARGE_DECAY = 0.98
+"""Factor on the surcharge's sums for each step with drafts."""
+SURCHARGE_FORGET = 0.99
+"""Factor on the surcharge's sums for each step without drafts."""
+ZERO_WEIGHT = 4.0
+"""Weight of the prior that the surcharge is zero, in samples."""
+MAX_SURCHARGE = 0.5
+"""Maximum surcharge of a sample, as a share of the plain step."""
 REFRESH = 32
-"""Samples after which predictions are made again."""
+"""Maximum number of samples between two predictions."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Predicted seconds of a step: `plain_s[r]` without drafts, of r requests; with n draft rows for b requests it is
-    `plain_s[b + n] + overhead_s - n * discount_s`, and never less than without."""
+    """Predicted step times. A step of b requests and n > 0 draft rows takes `plain_s[b + n] + overhead_s - n * discount_s`
+    seconds, and never less than `plain_s[b]`."""
 
     plain_s: np.ndarray
+    """Seconds of a step without drafts by the number of requests, float64."""
+
     overhead_s: float = 0.0
+    """Constant seconds of a step with drafts."""
+
     discount_s: float = 0.0
+    """Seconds by which a draft row is cheaper than a request's row; negative if it is more expensive."""
 
     def step_s(self, num_requests: int, num_drafts: int) -> float:
-        """Seconds of one step."""
+        """Returns the predicted seconds of one step."""
         plain_s = float(self.plain_s[num_requests])
         if num_drafts == 0:
             return plain_s
@@ -43,7 +66,7 @@ class StepCosts:
         return max(plain_s, speculated_s)
 
     def row_s(self, num_requests: int, num_drafts: int) -> float:
-        """Seconds that a draft row adds, on average over `num_drafts`; over one for each request where there are none."""
+        """Returns the mean seconds that each of `num_drafts` draft rows adds. If there are none, assumes one a request."""
         num_drafts = min(num_drafts or num_requests, len(self.plain_s) - 1 - num_requests)
         if num_drafts <= 0:
             return 0.0
@@ -51,36 +74,37 @@ class StepCosts:
 
 
 class DraftSurcharge:
-    """What a step with n draft rows costs beyond a plain one of as many rows, as overhead - n * discount.
+    """Surcharge of a step with n draft rows over a plain step of as many rows: overhead - n * discount.
 
-    Decayed least squares, leaning on zero while few samples are fresh: a stall in the first step with drafts must not
-    scare off for good, for nothing would ever correct it. The overhead is never negative. The discount is negative where
-    a draft row costs more than a request's row.
+    Fits decayed least squares with a prior of zero. Without the prior, a stall in the first step with drafts would stop
+    drafting for good. The overhead is never negative.
     """
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # of 1, n, n^2, seconds, n * seconds
+        self._sums = [0.0] * 5
+        """Decayed sums of 1, n, n^2, seconds, n * seconds."""
 
     def observe(self, num_drafts: int, seconds: float) -> None:
-        """A step with that many draft rows took `seconds` more than a plain one of as many rows."""
+        """Adds a step with `num_drafts` draft rows that took `seconds` more than a plain step of as many rows."""
         terms = (1.0, num_drafts, num_drafts * num_drafts, seconds, num_drafts * seconds)
         self._sums = [SURCHARGE_DECAY * s + t for s, t in zip(self._sums, terms, strict=True)]
 
     def age(self) -> None:
-        """A step without drafts went by."""
+        """Reduces the weight of the samples after a step without drafts."""
         self._sums = [SURCHARGE_FORGET * s for s in self._sums]
 
-    def of(self, num_drafts: int) -> float:
-        """Seconds, possibly negative."""
-        overhead_s, discount_s = self.fitted()
+    def seconds(self, num_drafts: int) -> float:
+        """Returns the surcharge, which may be negative."""
+        overhead_s, discount_s = self.fit()
         return overhead_s - num_drafts * discount_s
 
-    def fitted(self) -> tuple[float, float]:
-        """Seconds of overhead, and of discount for each draft row."""
+    def fit(self) -> tuple[float, float]:
+        """Returns the seconds of overhead, and the seconds of discount for each draft row."""
         one, n, nn, r, nr = self._sums
         if nn <= 0.0:
             return 0.0, 0.0
-        mean = n / one  # zeros at no drafts, and one where the samples are: a single stall is believed by half
+        mean = n / one
+        # One zero of the prior lies at the mean, so that a single stall counts only by half.
         one, n, nn = one + ZERO_WEIGHT + 1.0, n + mean, nn + mean * mean
         variance = nn * one - n * n
         slope = (nr * one - n * r) / variance if variance > 1e-6 * nn * one else 0.0
@@ -91,11 +115,11 @@ class DraftSurcharge:
 
 
 class StepTimeTable:
-    """Decayed mean plain-step times in buckets of rows, a quarter octave wide; owns the surcharge of drafts.
+    """Decayed mean times of plain steps in buckets of rows, a quarter octave wide. Owns the surcharge of drafts.
 
-    Buckets lean on a line through all of them, the more the less was seen of them lately.
-
-    Invariant: `plain_s` never falls as rows grow. Example: `observe(8, 8, 0.004)`, then `costs().plain_s[8]`.
+    A prediction blends each bucket with a line through all buckets. The line weighs more if the bucket has few recent
+    samples. Invariant: `plain_s` never falls as rows grow.
+    Example: `observe(8, 8, 0.004, rows_before=8)`, then `costs().plain_s[8]`.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -103,7 +127,7 @@ class StepTimeTable:
         buckets = np.clip(np.searchsorted(edges, np.arange(max_rows + 1), "right") - 1, 0, None)
         self._bucket_of_row: list[int] = buckets.tolist()
         self._max_rows = max_rows
-        # Lists, not arrays: they are touched one element a step, where an array costs ten times as much.
+        # Lists, because access to single elements of an array takes ten times as long.
         self._seconds = [0.0] * len(edges)
         self._rows = [0.0] * len(edges)
         self._weight = [0.0] * len(edges)
@@ -116,11 +140,11 @@ class StepTimeTable:
         self._changes = 0
 
     def observe(self, num_requests: int, num_rows: int, seconds: float, rows_before: int) -> None:
-        """One pure decode step took `seconds`; its rows beyond `num_requests` were drafts; the step before had
-        `rows_before`.
+        """Adds the duration of a pure decode step; its rows beyond `num_requests` are drafts. The step before had
+        `rows_before` rows.
 
-        A step without drafts counts only if it repeats the size of the one before, as plain decoding nearly always does:
-        caches and kernels are warm then. With drafts sizes vary: the first step of each counts for little.
+        A step without drafts counts only if it repeats the size of the step before, as in plain decoding: then caches and
+        kernels are warm. Steps with drafts vary in size, so the first step of each size counts for little.
         """
         rows, num_drafts = min(num_rows, self._max_rows), num_rows - num_requests
         is_warm = rows in self._sizes_drafted if num_drafts else num_rows == rows_before
@@ -129,17 +153,17 @@ class StepTimeTable:
         bucket = self._bucket_of_row[rows]
         if not is_warm:
             if num_drafts and self._num_samples and not self._num_plain[bucket]:
-                self._learn(bucket, num_rows, seconds - self._surcharge.of(num_drafts), COLD_WEIGHT)
+                self._learn(bucket, num_rows, seconds - self._surcharge.seconds(num_drafts), COLD_WEIGHT)
                 self._changes += 1
             return
         if num_drafts and self._num_plain[bucket]:
             plain_s = self._seconds[bucket]
             self._surcharge.observe(num_drafts, min(seconds - plain_s, MAX_SURCHARGE * plain_s))
         elif num_drafts:
-            self._learn(bucket, num_rows, seconds - self._surcharge.of(num_drafts), BORROWED_WEIGHT)
+            self._learn(bucket, num_rows, seconds - self._surcharge.seconds(num_drafts), BORROWED_WEIGHT)
         else:
             if self._num_plain[bucket] == 0:
-                self._weight[bucket] = 0.0  # forget what was borrowed from steps with drafts
+                self._weight[bucket] = 0.0  # A plain step replaces samples of steps with drafts.
             self._learn(bucket, num_rows, seconds, 1.0)
             self._num_plain[bucket] += 1
             self._surcharge.age()
@@ -147,7 +171,7 @@ class StepTimeTable:
         self._num_samples += 1
 
     def costs(self) -> StepCosts | None:
-        """Predictions for 0 to max_rows rows; None before the first observation. Old by 32 samples at most."""
+        """Returns predictions for 0 to max_rows rows, at most 32 samples old. None before the first sample."""
         if self._cached is None or self._changes >= min(REFRESH, self._num_samples / 8):
             self._cached, self._changes = self._predict(), 0
         return self._cached
@@ -162,7 +186,7 @@ class StepTimeTable:
         self._last_sample[bucket] = self._num_samples
 
     def _clip(self, bucket: int, num_rows: int, seconds: float) -> float:
-        """`seconds`, within a factor of what is known of the bucket; in a new one, not far above what is expected."""
+        """Returns `seconds`, limited to a factor of a known bucket's mean, or to slightly above the prediction for a new one."""
         if self._weight[bucket] >= CLIP_FROM_WEIGHT:
             return min(max(seconds, self._seconds[bucket] / CLIP), self._seconds[bucket] * CLIP)
         costs = self.costs()
@@ -182,19 +206,19 @@ class StepTimeTable:
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
-        overhead_s, discount_s = self._surcharge.fitted()
+        overhead_s, discount_s = self._surcharge.fit()
         discount_s = min(discount_s, row_s)
         plain[beyond] += (grid[beyond] - rows[-1]) * max(OPTIMISM * row_s, discount_s)
         return StepCosts(plain, overhead_s, discount_s)
 
     def _fresh_weights(self) -> np.ndarray:
-        """Weights of the buckets, less where a bucket was not seen for long: one slow sample must not scare off for good."""
+        """Returns the buckets' weights, decayed since their last sample: one slow sample must not count for good."""
         ages = self._num_samples - np.array(self._last_sample)
         return np.minimum(self._weight, MAX_WEIGHT) * FORGET**ages
 
 
 def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """The line (seconds at no rows, seconds a row) through the buckets; half of the time is fixed if there is but one."""
+    """Returns the line through the buckets (seconds at no rows, seconds a row). One bucket alone is taken as half fixed."""
     mean_rows, mean_s = np.average(rows, weights=weights), np.average(seconds, weights=weights)
     variance = np.average((rows - mean_rows) ** 2, weights=weights)
     if variance < 0.05 * mean_rows**2:
@@ -205,11 +229,12 @@ def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[f
 
 
 def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The non-decreasing sequence nearest to `values` in weighted squares, by pooling adjacent violators.
+    """Returns the non-decreasing sequence nearest to `values` in weighted squares, by pooling adjacent violators.
 
     A running maximum would instead let one slow sample raise every larger batch. Source: Barlow et al. 1972.
     """
-    pools: list[list[float]] = []  # mean, weight, count
+    # Each pool is [mean, weight, count].
+    pools: list[list[float]] = []
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
         pools.append([value, weight, 1])
         while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
