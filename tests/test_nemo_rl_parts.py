@@ -86,7 +86,7 @@ def test_threads_never_share_a_seed() -> None:
 
 @pytest.mark.parametrize("hold", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda h: h.name)
 def test_every_patch_point_is_on_the_page(hold: PatchPoint) -> None:
-    page = (ROOT / "docs" / "nemo_rl.md").read_text()
+    page = (ROOT / "docs" / "reference" / "nemo-rl-patch-points.md").read_text()
     assert f"| {hold.where} |" in page
     assert hold.name.rpartition(".")[2] in page
 

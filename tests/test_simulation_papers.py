@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account against both papers: how near each figure is, and the few that are out of reach (docs/simulator.md)."""
+"""The account against both papers: how near each figure is, and the few that are out of reach (docs/concepts/simulator.md)."""
 
 import pytest
 

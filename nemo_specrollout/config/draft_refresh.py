@@ -8,7 +8,7 @@ from nemo_specrollout.config.strict import bounded, choice
 
 TRIGGERS = ("auto", "interval", "every_step", "never")
 MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
-"""Half KL, half TV, as `speculators` wants it: what a new head learns best by (docs/benchmarks.md)."""
+"""Half KL, half TV, as `speculators` wants it: what a new head learns best by (docs/benchmarks/index.md)."""
 LOSSES = ("kl_div", "tv", "nla", "lk_hybrid", "tv+kl_div")
 
 
@@ -40,7 +40,7 @@ class DraftRefreshConfig:
     """The longest that one refresh may train; null: 8 s, or in NeMo-RL an RL step if that is longer."""
 
     loss: str = choice(*LOSSES, default="tv+kl_div")
-    """What the head minimizes: speculators' loss of that name, or the mean of two (docs/benchmarks.md compares them)."""
+    """What the head minimizes: speculators' loss of that name, or the mean of two (docs/benchmarks/index.md compares them)."""
 
     learning_rate: float | None = bounded(None, above=0.0, high=1.0)
     """Learning rate of AdamW, which trains the head. It is constant within a refresh. null: 1e-3 up to a hidden size of 256,

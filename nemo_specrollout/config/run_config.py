@@ -227,7 +227,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`data`: the task. Problems are made on the spot from the run's seed (docs/task.md)."""
+    """`data`: the task. Problems are made on the spot from the run's seed (docs/reference/tasks.md)."""
 
     dataset_name: str = choice("step_addition", "reasoning_gym", "free_text", default="step_addition")
     """`step_addition` is the demo's own task; `reasoning_gym` takes `tasks` from that package;

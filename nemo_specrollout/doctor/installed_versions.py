@@ -112,7 +112,7 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     if version is None:
         return Diagnosis(SECTION, NEMO_RL, State.OK, "not installed; only runs in NeMo-RL need it")
     if is_release:
-        to_do = "Use main of August 2026 (docs/nemo_rl.md); releases up to v0.7.0 lack what we rely on."
+        to_do = "Use main of August 2026 (docs/reference/versions.md); releases up to v0.7.0 lack what we rely on."
         return Diagnosis(SECTION, NEMO_RL, State.FAIL, f"{version}, a release", to_do)
     return Diagnosis(SECTION, NEMO_RL, State.OK, f"calls itself {version}, is newer than v0.7.0")
 

@@ -15,7 +15,9 @@ from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PA
 
 SECTION = "patch points"
 TIMEOUT_S = 300.0
-_OTHER_NEMO_RL = "Use main of August 2026 (docs/nemo_rl.md), or set policy.generation.specrollout.enabled: false."
+_OTHER_NEMO_RL = (
+    "Use main of August 2026 (docs/reference/versions.md), or set policy.generation.specrollout.enabled: false."
+)
 _BROKEN_IMPORT = "Mend this import: NeMo-RL itself cannot run in this environment without it."
 _OTHER_VLLM = "Install a vLLM that is supported, unchanged, and send us the vLLM version if it is supported."
 
@@ -52,7 +54,7 @@ def _of_patch_point(hold: PatchPoint, change: str) -> Diagnosis:
 
 
 def name_of(hold: PatchPoint) -> str:
-    """A hold's name with the file that it is in, as docs/nemo_rl.md has it."""
+    """A hold's name with the file that it is in, as docs/reference/nemo-rl-patch-points.md has it."""
     return f"{hold.module.rpartition('.')[2]}.{hold.name}"
 
 

@@ -56,7 +56,7 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """The content of `summary.json`, from the lines of `metrics.jsonl`; docs/metrics.md names every key."""
+    """The content of `summary.json`, from the lines of `metrics.jsonl`; docs/reference/metrics.md names every key."""
     summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
     if not metrics:
         return summary

@@ -262,7 +262,7 @@ def generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor
 
 
 def sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
-    """What is known of each sample of a step; docs/metrics.md names every key."""
+    """What is known of each sample of a step; docs/reference/metrics.md names every key."""
     rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
     return [
         {
@@ -276,7 +276,7 @@ def sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
 def step_record(
     step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
 ) -> dict[str, Any]:
-    """A line of `metrics.jsonl`; docs/metrics.md names every key."""
+    """A line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
     stats = rollout.stats
     lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
     mask_BT = scored.batch.response_mask_BT

@@ -7,7 +7,7 @@ from nemo_specrollout.nemo_rl.remote_drafters import CallAll
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 
-# By the names of docs/metrics.md, and of `DrafterStats.figures`.
+# By the names of docs/reference/metrics.md, and of `DrafterStats.figures`.
 _LOGGED = {
     "draft_occupancy": "occupancy",
     "draft_run_ahead": "run_ahead",

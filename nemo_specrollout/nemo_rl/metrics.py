@@ -13,7 +13,7 @@ from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:
-    """Figures of what all engines did between two readings, by name (docs/metrics.md)."""
+    """Figures of what all engines did between two readings, by name (docs/reference/metrics.md)."""
     done = _done(before, after)
     figures: dict[str, float] = {
         "engine_steps": done.num_steps,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole hold on NeMo-RL: every name that this package replaces, overrides or calls. docs/nemo_rl.md has the lines.
+"""Every name of NeMo-RL that this package replaces, overrides or calls (docs/reference/nemo-rl-patch-points.md has the lines).
 
 `install` checks them all before anything starts. Support of another version of NeMo-RL begins here.
 """
@@ -336,7 +336,7 @@ def check_patch_points(holds: tuple[PatchPoint, ...]) -> None:
     if changes:
         raise ConfigError(
             f"this NeMo-RL is not one that specrollout knows: {'; '.join(changes)}. Use main of "
-            "August 2026 (docs/nemo_rl.md), or set policy.generation.specrollout.enabled: false"
+            "August 2026 (docs/reference/nemo-rl-patch-points.md), or set policy.generation.specrollout.enabled: false"
         )
 
 

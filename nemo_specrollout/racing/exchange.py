@@ -144,7 +144,7 @@ class TailExchange:
     # Figures
 
     def take_figures(self) -> dict[str, float]:
-        """Of what ended since last asked, by the names of docs/metrics.md."""
+        """Of what ended since last asked, by the names of docs/reference/metrics.md."""
         with self._guarded():
             totals, self._totals = self._totals, TailTotals()
             return totals.figures()

@@ -70,7 +70,7 @@ class Timeline:
         return 1.0 - busy_s / (self.num_workers * end_s) if end_s else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """By the names of docs/metrics.md."""
+        """By the names of docs/reference/metrics.md."""
         return {
             "moves": self.num_moves,
             "races": self.num_races,

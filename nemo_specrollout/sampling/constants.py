@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that fix seeds for ever: changing one changes every rollout. See `docs/exactness.md`."""
+"""Numbers that fix seeds for ever: changing one changes every rollout. See `docs/concepts/exactness.md`."""
 
 MASK_64 = (1 << 64) - 1
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_specrollout.cli.main import main
 
 TRIED: Counter[tuple[str, int]] = Counter()
-"""Cases by kind and exit code, for the table of docs/reliability.md."""
+"""Cases by kind and exit code, for the table of docs/developing/reliability.md."""
 _LONGEST_SENTENCE = 1500
 
 

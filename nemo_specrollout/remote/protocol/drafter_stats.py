@@ -91,7 +91,7 @@ class DrafterStats:
         )
 
     def figures(self) -> dict[str, Any]:
-        """By the names of docs/metrics.md."""
+        """By the names of docs/reference/metrics.md."""
         return {
             "occupancy": self.occupancy,
             "run_ahead": self.run_ahead,

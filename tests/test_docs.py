@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README and documentation: fields, commands and links exist, every page is in the site's menu, and the prose is plain."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from prose import findings_of_page
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
+
+pytestmark = pytest.mark.unit
+
+README = ROOT / "README.md"
+BLOCK_PAGE = ROOT / "docs" / "reference" / "block.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+READ_ON_GITHUB = [README, ROOT / "CONTRIBUTING.md", ROOT / "slurm" / "README.md", *PAGES]
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def block_of(page: Path) -> dict:
+    """Returns the fenced YAML block of a page that shows `specrollout:`."""
+    for text in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+        tree = yaml.safe_load(text)
+        while isinstance(tree, dict) and "specrollout" not in tree and len(tree) == 1:
+            tree = next(iter(tree.values()))
+        if isinstance(tree, dict) and "specrollout" in tree:
+            return tree["specrollout"]
+    raise AssertionError(f"{page} shows no specrollout block")
+
+
+def field_names(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def test_the_block_page_shows_the_defaults_and_every_field() -> None:
+    block = block_of(BLOCK_PAGE)
+    assert build(SpecrolloutConfig, block, BLOCK_PATH) == SpecrolloutConfig()
+    assert set(block) == field_names(SpecrolloutConfig)
+    for name in ("budget", "verify"):
+        assert set(block[name]) == field_names(type(getattr(SpecrolloutConfig(), name)))
+    for name in ("type", "max_order", "num_slots"):
+        assert any(name in drafter for drafter in block["drafters"])
+
+
+def test_the_readme_is_short_and_its_block_builds() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+    build(SpecrolloutConfig, block_of(README), BLOCK_PATH)
+
+
+@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=names)
+def test_make_targets_and_links_exist(page: Path) -> None:
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z0-9-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    if "upstream" in page.parts:
+        return  # these pages name files of other projects
+    packages = [p.name for p in (ROOT / "nemo_specrollout").iterdir() if p.is_dir()]
+    for name in re.findall(rf"`((?:{'|'.join(packages)})/[a-z0-9_/]+\.py)`", page.read_text()):
+        is_theirs = page.name == "nemo-rl-patch-points.md" and name.startswith("nemo_rl/models")
+        assert is_theirs or (ROOT / "nemo_specrollout" / name).exists(), name
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    assert [p for p in PAGES if str(p.relative_to(ROOT / "docs")) not in menu] == []
+
+
+@pytest.mark.parametrize("page", READ_ON_GITHUB, ids=names)
+def test_pages_are_in_plain_english(page: Path) -> None:
+    assert findings_of_page(page) == []
