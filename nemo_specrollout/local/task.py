@@ -2,7 +2,7 @@
 """The demo's task: add 2 to 16 numbers step by step, made from a seed, with a reward by rule.
 
 A worked response is written left to right by a small random grammar. It repeats itself no more than an LLM's text does:
-n-gram drafting gains less here than papers report (docs/reference/tasks.md), so drafters are not helped by the task being made up.
+n-gram drafting gains less here than papers report (docs/reference/tasks.md). So the task does not favour drafters.
 Nothing here imports torch; transformers is imported only by `build_tokenizer`.
 """
 
