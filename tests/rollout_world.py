@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.racing.rollout_worker import RolloutWorker
-from nemo_specrollout.racing.turns import Orders, Report
+from nemo_specrollout.racing.turn_engine import TurnEngine
+from nemo_specrollout.racing.turns import Orders, TurnResult
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision, TailObservation
 
 
@@ -33,11 +33,11 @@ class EnginesInTurn:
         self.num_deaths = 0
         self._weights = None if weights is None else list(weights.items())
         self._policy_version = 0
-        self._unheard: list[tuple[int, Report | None]] = []
+        self._unheard: list[tuple[int, TurnResult | None]] = []
         self._engines, self._sampling = engines, sampling
         self._rng = np.random.default_rng(seed)
         self._deaths = list(deaths) or [0] * len(engines)
-        self._workers: dict[int, RolloutWorker] = {}
+        self._workers: dict[int, TurnEngine] = {}
         self._left: dict[int, int] = {}
         self._turns: dict[int, deque[Orders]] = {w: deque() for w in self.methods}
         self._revive(self.methods)
@@ -53,19 +53,19 @@ class EnginesInTurn:
 
     def finish_turns(self) -> None:
         while any(self._turns.values()):
-            self.reports()
+            self.results()
 
     def has_requests(self) -> bool:
         """Whether any engine still has any."""
         return any(engine._llm.llm_engine.has_unfinished_requests() for engine in self._engines)
 
-    def reports(self) -> list[tuple[int, Report | None]]:
+    def results(self) -> list[tuple[int, TurnResult | None]]:
         if self._unheard:
             heard, self._unheard = self._unheard, []
             return heard
-        return self._reports()
+        return self._results()
 
-    def _reports(self) -> list[tuple[int, Report | None]]:
+    def _results(self) -> list[tuple[int, TurnResult | None]]:
         worker = int(self._rng.choice([w for w, turns in self._turns.items() if turns]))
         self._left[worker] -= 1
         if self._left[worker] == 0:
@@ -80,20 +80,20 @@ class EnginesInTurn:
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
         known = list(tensors)
         while any(self._turns.values()):
-            self._unheard += self._reports()
+            self._unheard += self._results()
         self._weights, self._policy_version = known, policy_version
         for worker in self._workers.values():
             worker.load_weights(known, policy_version, recompute_kv_cache=True)
 
     def _die(self, worker: int) -> None:
         """With all that it had; what it had not reported is lost."""
-        self._workers.pop(worker).forget()
+        self._workers.pop(worker).stop_all()
         self._turns[worker].clear()
         self.num_deaths += 1
 
     def _revive(self, workers: Sequence[int]) -> None:
         for worker in workers:
-            self._workers[worker] = RolloutWorker(self._engines[worker], **self._sampling)
+            self._workers[worker] = TurnEngine(self._engines[worker], **self._sampling)
             self._left[worker] = self._deaths[worker]
             if self._weights is not None:
                 self._workers[worker].load_weights(self._weights, self._policy_version, recompute_kv_cache=False)

@@ -14,10 +14,9 @@ from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRe
 from nemo_specrollout.generation.hosted_engine import HostedEngine, shard_request
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.racing.exchange import TailExchange
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Reply, Starts
+from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.shard_rollout import ShardRollout
-from nemo_specrollout.racing.turns import Report
+from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
 from nemo_specrollout.sampling.seeds import request_seed
 
 _ENGINES_TURN = threading.Lock()
@@ -43,7 +42,7 @@ class OneAtATime(HostedEngine):
 class ThreadLink:
     """To an exchange in the same process, which dies after so many exchanges, if at all."""
 
-    exchange_: TailExchange
+    exchange_: StragglerExchange
     worker: int
     dies_after: int = 1 << 60
     num_exchanges: int = 0
@@ -52,11 +51,11 @@ class ThreadLink:
     def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None:
         self.exchange_.join(self.worker, capacity, requests)
 
-    def exchange(self, report: Report | None) -> Callable[[], Reply]:
+    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
         self.num_exchanges += 1
         if self.num_exchanges > self.dies_after:
             raise ExchangeFailed("it died")
-        return self._pool.submit(self.exchange_.exchange, self.worker, report).result
+        return self._pool.submit(self.exchange_.exchange, self.worker, result).result
 
     def leave(self) -> None:
         self.exchange_.leave(self.worker)
@@ -106,7 +105,7 @@ class StreamingEngine:
 class LoopLink:
     """To an exchange in the same process, which dies after so many exchanges, if at all."""
 
-    exchange_: TailExchange
+    exchange_: StragglerExchange
     worker: int
     dies_after: int = 1 << 60
 
@@ -119,11 +118,11 @@ class LoopLink:
     async def cancel(self, numbers: Sequence[int]) -> None:
         await asyncio.to_thread(self.exchange_.cancel, self.worker, numbers)
 
-    async def exchange(self, report: Report | None) -> Reply:
+    async def exchange(self, result: TurnResult | None) -> Reply:
         self.dies_after -= 1
         if self.dies_after < 0:
             raise ExchangeFailed("it died")
-        return await asyncio.to_thread(self.exchange_.exchange, self.worker, report)
+        return await asyncio.to_thread(self.exchange_.exchange, self.worker, result)
 
     async def leave(self) -> None:
         await asyncio.to_thread(self.exchange_.leave, self.worker)

@@ -29,9 +29,9 @@ from nemo_specrollout.racing import rollout_pool
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.private_ray import ray
 from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.racing.rollout_pool import GONE, MOST_RESTARTS, RolloutPool
-from nemo_specrollout.racing.rollout_worker import RolloutWorker
-from nemo_specrollout.racing.timeline import BEATEN, DIED, MOVED, WON, Timeline
+from nemo_specrollout.racing.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool
+from nemo_specrollout.racing.timeline import Outcome, Timeline
+from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders, Progress
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
@@ -98,7 +98,7 @@ def test_no_decision_and_no_death_changes_a_token(
 
 def assert_sound(timeline: Timeline, made: list[Rollout]) -> None:
     """Every request is won once; spans end after they begin, and begin where somebody had been."""
-    won = [s for s in timeline.spans if s.outcome == WON]
+    won = [s for s in timeline.spans if s.outcome == Outcome.WON]
     assert sorted(s.request for s in won) == list(range(len(made)))
     assert all(s.outcome and s.end_s >= s.start_s and s.last_token >= s.first_token for s in timeline.spans)
     assert all(s.last_token == len(made[s.request].token_ids) for s in won)
@@ -115,7 +115,7 @@ def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expecte
         workers.finish_turns()
         assert_equal(made, expected["T=1"])
         outcomes.update(s.outcome for s in timeline.spans)
-    assert outcomes[MOVED] + outcomes[BEATEN] > 0
+    assert outcomes[Outcome.MOVED] + outcomes[Outcome.BEATEN] > 0
     assert {r.method for r in ladder.rungs()} == {"drafting", "plain"} and ladder.prefill_s(100) > 0
 
 
@@ -124,8 +124,8 @@ def test_without_a_policy_a_request_stays_where_it_is_dealt(
 ) -> None:
     made, timeline = rolled_out(EnginesInTurn(engines, 6), None, six_prompts())
     assert_equal(made, expected["T=1"])
-    assert {s.outcome for s in timeline.spans} == {WON}
-    assert [s.worker for s in sorted(timeline.spans, key=lambda s: s.request)] == [0] * 12 + [1] * 12
+    assert {s.outcome for s in timeline.spans} == {Outcome.WON}
+    assert [s.engine for s in sorted(timeline.spans, key=lambda s: s.request)] == [0] * 12 + [1] * 12
 
 
 def test_an_interrupted_rollout_leaves_nothing_behind(
@@ -242,7 +242,7 @@ def test_a_run_goes_on_from_any_prefix(engines: list[RolloutEngine], expected: d
 
 
 def test_a_worker_tells_every_token_once(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
-    worker, told, finished = RolloutWorker(engines[0]), {}, {}
+    worker, told, finished = TurnEngine(engines[0]), {}, {}
     orders = Orders(tuple(enumerate(six_prompts())), seconds=0.002)
     while len(finished) < len(six_prompts()):
         report = worker.turn(orders)
@@ -269,7 +269,7 @@ def pool() -> Iterator[RolloutPool]:
         VllmConfig(max_model_len=512), MOST_TOKENS, vllm_kwargs={"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 28},
         specrollout=replace(DRAFTING, fastest_of_n=tail),
     )  # fmt: skip
-    workers = RolloutPool(STEP_ADDER, generation, seed=7, num_workers=2)
+    workers = RolloutPool(STEP_ADDER, generation, seed=7, num_engines=2)
     yield workers
     workers.close()
 
@@ -281,7 +281,7 @@ def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[st
     rollout = Coordinator(pool, FastestOfN(FastestOfNConfig(), ladder), ladder, LengthEstimator(MOST_TOKENS))
     made, timeline = rollout.roll_out(six_prompts())
     assert_equal(made, expected["T=1"])
-    assert {s.worker for s in timeline.spans} == {0, 1}
+    assert {s.engine for s in timeline.spans} == {0, 1}
 
 
 @pytest.mark.slow
@@ -308,11 +308,11 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     made, timeline = rollout.roll_out(six_prompts(), kill_amid)
     assert_equal(made, expected["T=1"])
     assert killed.is_set() and pool.num_restarts == [1, 0]
-    assert any(s.outcome == DIED and s.worker == 0 for s in timeline.spans)
+    assert any(s.outcome == Outcome.DIED and s.engine == 0 for s in timeline.spans)
     (sentence,) = pool.take_deaths()
-    assert sentence.startswith("rollout worker 0 died; others make its requests") and pool.take_deaths() == []
+    assert sentence.startswith("rollout worker 0 died; the others take over its requests") and pool.take_deaths() == []
     timeline = roll_out_with_all(pool, rollout, expected["T=1"])
-    assert pool.pids[0] != victim and {s.worker for s in timeline.spans} == {0, 1}
+    assert pool.pids[0] != victim and {s.engine for s in timeline.spans} == {0, 1}
 
 
 def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Rollout]) -> Timeline:
@@ -337,14 +337,14 @@ def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
     rollout = coordinator(pool, WildPolicy(11))
     os.kill(pool.pids[0], signal.SIGKILL)  # while it has no request
     time.sleep(1.0)
-    assert pool.ask(0, "capture_seconds") is GONE
+    assert pool.ask(0, "capture_seconds") is DEAD
     (sentence,) = pool.take_deaths()
     assert sentence.startswith("rollout worker 0 died")
     pool.revive()
     rollout.load_weights(new.items(), 1)
     assert not pool.is_alive(0), "an engine takes seconds to start"
     timeline = roll_out_with_all(pool, rollout, wanted)
-    assert {s.worker for s in timeline.spans} == {0, 1}
+    assert {s.engine for s in timeline.spans} == {0, 1}
     rollout.load_weights(old.items(), 0)
 
 
@@ -359,7 +359,7 @@ def test_a_worker_that_does_not_take_new_weights_is_killed(
     (sentence,) = pool.take_deaths()
     assert sentence.startswith("rollout worker 1 died")
     monkeypatch.undo()
-    assert {s.worker for s in roll_out_with_all(pool, rollout, expected["T=1"]).spans} == {0, 1}
+    assert {s.engine for s in roll_out_with_all(pool, rollout, expected["T=1"]).spans} == {0, 1}
 
 
 @pytest.mark.slow
@@ -372,14 +372,14 @@ def test_a_death_that_no_turn_tells_of_costs_no_token(pool: RolloutPool, expecte
     for worker in (0, 1):
         os.kill(old[worker], signal.SIGKILL)
     time.sleep(1.0)
-    assert pool.ask(0, "capture_seconds") is GONE and pool.is_alive(1)
+    assert pool.ask(0, "capture_seconds") is DEAD and pool.is_alive(1)
     rollout.load_weights(load_file(STEP_ADDER / "model.safetensors").items(), 0)
     assert not pool.is_alive(0) and not pool.is_alive(1)
     while rollout.is_busy:
         rollout.advance()
     responses, timeline = rollout.take(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
-    assert {s.worker for s in timeline.spans if s.outcome == DIED} == {0, 1}
+    assert {s.engine for s in timeline.spans if s.outcome == Outcome.DIED} == {0, 1}
     assert [now - before for now, before in zip(pool.num_restarts, restarts, strict=True)] == [1, 1]
     pool.finish_turns()
 
@@ -398,7 +398,9 @@ def test_who_is_silent_for_too_long_is_killed_though_others_talk(
         rollout.advance()
     responses, timeline = rollout.take(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
-    assert pool.num_restarts[1] == restarts + 1 and {s.worker for s in timeline.spans if s.outcome == DIED} == {1}
+    assert pool.num_restarts[1] == restarts + 1 and {s.engine for s in timeline.spans if s.outcome == Outcome.DIED} == {
+        1
+    }
     pool.finish_turns()
     assert [s for s in pool.take_deaths() if s.startswith("rollout worker 1 died")]
     roll_out_with_all(pool, coordinator(pool, None), expected["T=1"])
@@ -412,7 +414,7 @@ def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:
         assert worker not in pool.ask_each("capture_seconds")
         if worker:
             pool.revive()
-    with pytest.raises(RuntimeError, match="all rollout workers have died, each 4 times"):
+    with pytest.raises(RuntimeError, match="all rollout workers have died 4 times"):
         pool.revive()
 
 
@@ -421,4 +423,4 @@ def test_what_vllm_refuses_is_a_sentence(tmp_path: Path) -> None:
         VllmConfig(max_model_len=512), 64, vllm_kwargs={"max_num_sqes": 8}, specrollout=SpecrolloutConfig(drafters=())
     )
     with pytest.raises(ConfigError, match="max_num_sqes"):
-        RolloutPool(STEP_ADDER, generation, seed=7, num_workers=1)
+        RolloutPool(STEP_ADDER, generation, seed=7, num_engines=1)

@@ -4,7 +4,6 @@
 import json
 import math
 import random
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,9 +20,10 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.local.progress import Progress
 from nemo_specrollout.local.run_report import write_report
-from nemo_specrollout.racing.responses import Response, Run
+from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
+from nemo_specrollout.racing.responses import Attempt, Response
 from nemo_specrollout.racing.savings import Savings
-from nemo_specrollout.racing.timeline import Span, SpanLog, Timeline, in_words
+from nemo_specrollout.racing.timeline import Outcome, Span, SpanLog, Timeline, describe
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.tail_panels import MOST_LANES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
 from nemo_specrollout.scheduling.racing.drain import Held, drain, undisturbed_end_s
@@ -49,7 +49,7 @@ SPANS = (
 
 def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
     """A line of `timeline.jsonl`."""
-    return {"step": step, **Timeline(num_workers, SPANS, ("suffix", "ngram") * (num_workers // 2), saved_s).wire()}
+    return {"step": step, **Timeline(num_workers, SPANS, ("suffix", "ngram") * (num_workers // 2), saved_s).record()}
 
 
 def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -87,26 +87,38 @@ def responses(**runs: tuple[int, int]) -> dict[int, Response]:
     """By number of a request, the worker that has it and its tokens so far; worker -1 is none."""
     found = {}
     for name, (worker, num_tokens) in runs.items():
-        response = Response(RolloutRequest([1, 2], 0, 0), "any", [7] * num_tokens)
-        response.runs = {worker: Run(0, num_tokens)} if worker >= 0 else {}
+        response = Response(RolloutRequest([1, 2], 0, 0), [7] * num_tokens)
+        response.attempts = {worker: Attempt(0, num_tokens)} if worker >= 0 else {}
         found[int(name.removeprefix("r"))] = response
     return found
 
 
-def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, lengths: dict[int, int]) -> float:
+class EvenLadder(EvenPaces):
+    """A ladder of one method, on which all tasks are equally fast."""
+
+    methods = ("any",)
+
+    def ease(self, task: str, method: int) -> float:
+        return 1.0
+
+
+def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, lengths: dict[int, int]) -> float | None:
+    """Returns the estimate if the responses have those lengths in the end."""
     for key, length in lengths.items():
         under_way[key].tokens = [7] * length
-    speed_RM = np.ones((len(savings.keys), 1))
-    return savings.saved_s(ended_s, under_way, speed_RM, np.array([0, 0]), EvenPaces())
+    ladder: Any = EvenLadder()
+    speeds = DecodeSpeeds(ladder)
+    speeds.begin(list(under_way), "any")
+    return savings.saved_s(ended_s, under_way, speeds, [0, 0])
 
 
 def test_what_was_saved_counts_from_the_first_move_and_what_workers_had_told() -> None:
     savings, under_way = Savings(2, 10.0), responses(r5=(0, 100), r6=(0, 50), r8=(1, 30))
-    savings.told(0, 11.0)
+    savings.heard_from(0, 11.0)
     savings.before(TailDecision(), [5, 6, 8], under_way)
     assert savings.keys == [], "nobody moved yet"
     savings.before(TailDecision(starts=((0, 1),), stops=((0, 0),)), [5, 6, 8], under_way)
-    savings.told(0, 12.0)
+    savings.heard_from(0, 12.0)
     savings.before(TailDecision(starts=((1, 1),)), [5, 6, 8], under_way)
     assert saved_s(savings, under_way, 12.5, {5: 400, 6: 150, 8: 60}) == pytest.approx(11.0 + 3.0 - 12.5)
 
@@ -114,13 +126,13 @@ def test_what_was_saved_counts_from_the_first_move_and_what_workers_had_told() -
 def test_what_was_saved_may_be_less_than_nothing_or_unknown() -> None:
     under_way = responses(r0=(0, 0), r1=(-1, 0))
     savings = Savings(2, 0.0)
-    assert not savings.is_known, "nobody moved"
+    assert saved_s(savings, under_way, 3.0, {}) is None, "no request has moved"
     savings.before(TailDecision(starts=((1, 1),)), [0, 1], under_way)
     assert savings.keys == [], "who begins for want of a worker does not move"
     savings.before(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
-    assert savings.is_known and saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
+    assert saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
     savings.give_up()
-    assert not savings.is_known, "a worker died"
+    assert saved_s(savings, under_way, 3.0, {}) is None, "an engine died"
 
 
 # Counts and words
@@ -138,18 +150,18 @@ def test_a_death_is_one_whatever_it_took_along() -> None:
     for request, worker in ((0, 0), (1, 0), (2, 1)):
         log.begin(request, worker, 0)
     for request in (0, 1):
-        log.end(request, 0, 5, "died", 1e9)
-    log.end(2, 1, 5, "won")
+        log.end(request, 0, 5, Outcome.DIED, 1e9)
+    log.end(2, 1, 5, Outcome.WON)
     found = log.take([0, 1, 2])
-    assert found.num_deaths == 1 and found.num_workers == 2 and found.methods == ("suffix", "ngram")
+    assert found.num_deaths == 1 and found.num_engines == 2 and found.methods == ("suffix", "ngram")
 
 
 def test_words_of_a_tail() -> None:
     figures = Timeline(2, SPANS, saved_s=0.5).figures()
-    assert in_words(figures) == (
-        "1 move, 2 races (1 won by the racer), 1 worker died; saved 0.50 s, by estimate; workers idle for 5% of their time"
+    assert describe(figures) == (
+        "1 move, 2 races (1 won by the racer), 1 worker died; saved 0.50 s (estimate); workers idle for 5% of their time"
     )
-    assert in_words(Timeline(2, SPANS[:1]).figures()) == ""
+    assert describe(Timeline(2, SPANS[:1]).figures()) == ""
 
 
 def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
@@ -193,9 +205,9 @@ def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
 
 
 def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
-    spans = [asdict(s) for s in SPANS]
+    spans = Timeline(2, SPANS).record()["spans"]
     assert shown_requests(spans) == [3, 1, 0, 2]
-    many = [asdict(Span(r, 0, 0.0, 0, 10.0 + r, 9, "won")) for r in range(10, 60)]
+    many = Timeline(2, tuple(Span(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))).record()["spans"]
     assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MOST_ROWS + 3, 60)]
 
 

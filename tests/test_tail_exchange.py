@@ -22,11 +22,10 @@ from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
 from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
 from nemo_specrollout.racing import coordinator
-from nemo_specrollout.racing.exchange import TailExchange
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed
+from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.private_ray import OwnRay, ray
-from nemo_specrollout.racing.shard_rollout import ShardRollout, _Known
-from nemo_specrollout.racing.turns import Orders, Progress, Report
+from nemo_specrollout.racing.shard_rollout import ShardRollout, _OwnTexts
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Progress, TurnResult
 
 pytestmark = pytest.mark.integration
 
@@ -52,14 +51,14 @@ def expected(start_engine: Callable[..., RolloutEngine]) -> dict[str, list[Rollo
     return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
 
 
-def wild(seed: int, methods: list[str] = METHODS) -> TailExchange:
-    exchange = TailExchange(methods, FastestOfNConfig(), MOST_TOKENS)
+def wild(seed: int, methods: list[str] = METHODS) -> StragglerExchange:
+    exchange = StragglerExchange(methods, FastestOfNConfig(), MOST_TOKENS)
     exchange._coordinator.policy = WildPolicy(seed)
     return exchange
 
 
 def workers(
-    engines: list[RolloutEngine], exchange: TailExchange, dies_after: int = 1 << 60
+    engines: list[RolloutEngine], exchange: StragglerExchange, dies_after: int = 1 << 60
 ) -> tuple[list[ThreadLink], list[ShardRollout]]:
     links = [ThreadLink(exchange, w, dies_after) for w in range(len(engines))]
     hosted = [OneAtATime(engine._llm) for engine in engines]
@@ -100,7 +99,7 @@ def test_moves_between_shards_change_no_token(
 def test_the_policy_moves_what_an_uneven_dealing_leaves(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
-    exchange = TailExchange(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
+    exchange = StragglerExchange(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
     num_changes = 0.0
     for _ in range(3):
         exchange.begin()
@@ -146,9 +145,8 @@ def test_what_is_added_begins_at_once_and_what_moves_there_with_the_next_turn(en
     exchange._coordinator._start(moved, 1)
     ((_, begun),) = exchange.add(1, second[1:2])
     assert begun.prompt_token_ids == second[1].prompt_token_ids
-    assert moved in exchange._coordinator._starts[1].values(), (
-        "it waits for a turn, whoever may miss what `add` returns"
-    )
+    desk = exchange._coordinator._desks[1]
+    assert moved in [desk.attempts[name] for name in desk.starts], "the move waits for a turn"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 5, 9, 14])
@@ -169,20 +167,22 @@ def test_a_worker_knows_of_its_own_what_its_runs_made_without_a_gap() -> None:
     def orders(name: int, home: tuple[int, int], prefix: str) -> Orders:
         return Orders(((name, ShardRequest([0], 0, home, b"", list(map(int, prefix)))),))
 
-    def report(name: int, tokens: str, reason: str | None = None) -> Report:
+    def report(name: int, tokens: str, reason: str | None = None) -> TurnResult:
         made = list(map(int, tokens))
-        return Report(Progress.of({name: (made, [-float(t) for t in made])}), {} if reason is None else {name: reason})
+        return TurnResult(
+            Progress.of({name: (made, [-float(t) for t in made])}), {} if reason is None else {name: reason}
+        )
 
-    known = _Known(worker=1)
+    known = _OwnTexts(engine=1)
     for name, home, prefix in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12")):
         known.begin(orders(name, home, prefix))
-    known.told(report(7, "123"))
-    known.told(report(8, "9", "stop"))
-    known.told(report(9, "3", "stop"))
+    known.extend(report(7, "123"))
+    known.extend(report(8, "9", "stop"))
+    known.extend(report(9, "3", "stop"))
     assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, "of others', or after a gap"
     known.begin(orders(10, (1, 0), "12"))
-    known.told(report(10, "34"))
-    known.told(report(10, "5", "length"))
+    known.extend(report(10, "34"))
+    known.extend(report(10, "5", "length"))
     assert known.rollouts == {0: Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")}
 
 
@@ -220,9 +220,9 @@ def test_an_engine_that_fails_leaves_its_requests_to_others(
         steps += 1
         if steps > 5:
             raise MemoryError("the engine")
-        return OneAtATime.step(rollouts[1]._engine)
+        return OneAtATime.step(rollouts[1]._stepped)
 
-    rollouts[1]._engine.step = fail_at_last
+    rollouts[1]._stepped.step = fail_at_last
     made: list[Rollout] = []
     other = threading.Thread(target=lambda: made.extend(rollouts[0].run(shards[0])))
     other.start()
@@ -266,7 +266,7 @@ def test_an_exchange_in_an_actor(
     else:
         assert [r.failure for r in rollouts] == [None, None]
         answer_of(actor.end.remote())
-        with pytest.raises(ExchangeFailed, match="worker 0 is none of the rollout"):
+        with pytest.raises(ExchangeFailed, match="engine 0 is not part of the rollout"):
             TailLink(actor, 0).exchange(None)()
         ray.kill(actor)
 

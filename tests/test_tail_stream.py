@@ -23,11 +23,10 @@ from nemo_specrollout.generation.hosted_engine import shard_request
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.racing import coordinator
-from nemo_specrollout.racing.exchange import TailExchange
-from nemo_specrollout.racing.exchange_messages import Starts
+from nemo_specrollout.racing.exchange import StragglerExchange
+from nemo_specrollout.racing.stream_engine import StreamEngine
 from nemo_specrollout.racing.stream_shard import StreamShard
-from nemo_specrollout.racing.stream_worker import StreamWorker
-from nemo_specrollout.racing.turns import Orders
+from nemo_specrollout.racing.turns import Orders, Starts
 
 pytestmark = pytest.mark.integration
 
@@ -58,11 +57,11 @@ class Fleet:
     """Engines, and what they are asked for in turns, as NeMo-RL's collector does it."""
 
     def __init__(self, engines: list[RolloutEngine], seed: int, dies_after: int = 1 << 60) -> None:
-        self.exchange = TailExchange(["drafting", "plain"], FastestOfNConfig(), MOST_TOKENS)
+        self.exchange = StragglerExchange(["drafting", "plain"], FastestOfNConfig(), MOST_TOKENS)
         self.exchange._coordinator.policy = WildPolicy(seed)
         self.engines, self.streams = engines, [StreamingEngine(engine) for engine in engines]
         self.shards = [
-            StreamShard(w, 6, StreamWorker(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
+            StreamShard(w, 6, StreamEngine(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
             for w, stream in enumerate(self.streams)
         ]
 
@@ -230,7 +229,7 @@ def test_who_goes_alone_leaves_what_others_brought_to_others(
     async def work() -> list[Any]:
         fleet = Fleet(engines, seed)
         fleet.streams[0] = Broken(engines[0])  # the one that steps this engine
-        fleet.shards[0]._engine = StreamWorker(fleet.streams[0].generate, 6)
+        fleet.shards[0]._engine = StreamEngine(fleet.streams[0].generate, 6)
         await fleet.begin()
         made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
         await fleet.end("RuntimeError: it is broken", None)
@@ -252,7 +251,7 @@ def test_a_run_that_ends_with_an_empty_record_has_ended() -> None:
         return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
 
     async def work() -> tuple[dict[int, Any], dict[int, str]]:
-        worker, parts, finished = StreamWorker(aborted, 1), {}, {}
+        worker, parts, finished = StreamEngine(aborted, 1), {}, {}
         orders = Orders(((7, as_sent),), seconds=0.03)
         while not finished:
             report = await worker.turn(orders)
@@ -277,15 +276,15 @@ def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(
         fleet = await Fleet(engines, 4).begin()
         asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
         await fleet.until_some_are_under_way()
-        assert await asyncio.to_thread(fleet.exchange.settle)
+        assert await asyncio.to_thread(fleet.exchange.pause)
         under_way = [
             r for key in fleet.exchange._coordinator._active for r in [fleet.exchange._coordinator.response(key)]
         ]
-        assert under_way and all(len(r.runs) <= 1 for r in under_way)
-        held = [set(shard._engine._runs) for shard in fleet.shards]
+        assert under_way and all(len(r.attempts) <= 1 for r in under_way)
+        held = [set(shard._engine._attempts) for shard in fleet.shards]
         late = asyncio.create_task(fleet.ask(50, six_prompts()[0]))
         await asyncio.sleep(0.1)
-        assert all(set(shard._engine._runs) <= names for shard, names in zip(fleet.shards, held, strict=True))
+        assert all(set(shard._engine._attempts) <= names for shard, names in zip(fleet.shards, held, strict=True))
         for engine in engines:
             engine.load_weights(new.items())
         await asyncio.to_thread(fleet.exchange.resume)

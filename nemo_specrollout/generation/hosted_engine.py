@@ -21,7 +21,7 @@ from nemo_specrollout.sampling.seeds import content_hash
 
 
 class HostedEngine:
-    """A `vllm.LLM`, as a `RolloutWorker` drives one. Owns the names of its requests."""
+    """A `vllm.LLM`, as a `TurnEngine` drives one. Owns the names of its requests."""
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine

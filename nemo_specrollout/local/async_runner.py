@@ -80,7 +80,7 @@ class AsyncGrpoRunner(GrpoRunner):
             )
         ]
         num_older = [_num_older(r, found.target) for r in found.responses]
-        figures, wire = self._figures(found), timeline.wire()
+        figures, wire = self._figures(found), timeline.record()
         return StepRollout(found.prompts, rollouts, stats, 0, 0, 0.0, sample_stats, figures, num_older, wire)
 
     def _count(self) -> None:

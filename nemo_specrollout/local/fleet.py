@@ -16,8 +16,8 @@ from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.rollout_pool import GONE, RolloutPool
-from nemo_specrollout.racing.timeline import WON, Span, Timeline
+from nemo_specrollout.racing.rollout_pool import DEAD, RolloutPool
+from nemo_specrollout.racing.timeline import Outcome, Span, Timeline
 from nemo_specrollout.scheduling.racing.dispatch import in_shards
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
@@ -64,7 +64,7 @@ class RolloutFleet:
         seconds = time.perf_counter() - started
         self.pool.finish_turns()
         stats = replace(self.counted(rollouts, seconds), tail=self._timeline.figures())
-        return rollouts, stats, self._timeline.wire()
+        return rollouts, stats, self._timeline.record()
 
     def begin_counting(self) -> None:
         """What engines do counts from now on."""
@@ -85,10 +85,10 @@ class RolloutFleet:
     def _reports_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         alive = [w for w in self._before if self.pool.is_alive(w) and self.pool.num_restarts[w] == self._restarts[w]]
         asked = {w: self.pool.ask(w, "report", self._before[w]["num_steps"]) for w in alive}
-        after = {w: report for w, report in asked.items() if report is not GONE}
+        after = {w: report for w, report in asked.items() if report is not DEAD}
         before = {w: self._before[w] for w in after}
         for w, report in after.items():
-            method, counts = self.pool.method_names[self.pool.methods[w]], draft_counts(before[w], report)
+            method, counts = self.pool.method_name(w), draft_counts(before[w], report)
             self._drafts[method] = self._drafts[method][0] + counts[0], self._drafts[method][1] + counts[1]
         return before, after
 
@@ -152,7 +152,7 @@ class RolloutFleet:
 
 
 def _sample_stats(spans: Sequence[Span], of: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    winner = next(s.worker for s in spans if s.outcome == WON)
+    winner = next(s.engine for s in spans if s.outcome == Outcome.WON)
     counts = {key: sum(s[key] for s in of.values()) for key in ("num_drafted", "num_accepted") if of}
-    workers = list(dict.fromkeys(s.worker for s in sorted(spans, key=lambda s: s.start_s)))
+    workers = list(dict.fromkeys(s.engine for s in sorted(spans, key=lambda s: s.start_s)))
     return {**of.get(winner, {}), **counts, "won_by": winner, "workers": workers}

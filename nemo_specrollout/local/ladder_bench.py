@@ -18,8 +18,8 @@ from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.local.statistics import draft_counts
 from nemo_specrollout.local.tasks import Task
 from nemo_specrollout.racing.rollout_pool import RolloutPool
-from nemo_specrollout.racing.rollout_worker import FEW_RUNS
-from nemo_specrollout.racing.turns import Orders, Report, Work
+from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS
+from nemo_specrollout.racing.turns import Orders, TurnResult, Work
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, SIZES, LadderFile, Rung
 
 WARM_UP_ROUNDS = 1
@@ -70,12 +70,12 @@ class Stream:
         self.under_way.update(new)
         return new
 
-    def take(self, report: Report) -> None:
+    def take(self, result: TurnResult) -> None:
         """What a turn has made."""
-        for name, (tokens, _) in report.progress.parts().items():
+        for name, (tokens, _) in result.progress.parts().items():
             request = self.under_way[name]
             self.under_way[name] = replace(request, prefix_token_ids=(*request.prefix_token_ids, *tokens))
-        for name in report.finished:
+        for name in result.finished:
             del self.under_way[name]
 
 
@@ -131,7 +131,7 @@ class LadderBench:
         sums = [self._decoded[worker, batch] for batch in self.batches]
         paces = tuple(max(s.tokens, 1) / s.seconds for s in sums)
         verified, accepted = draft_counts(self._before[worker], self._after[worker])
-        name = self.pool.method_names[self.pool.methods[worker]]
+        name = self.pool.method_name(worker)
         seconds = tuple(s.seconds for s in sums)
         return Rung(task, name, tuple(self.batches), paces, seconds, accepted / verified if verified else 0.0)
 
@@ -141,7 +141,7 @@ class LadderBench:
             for i in self._workers:
                 worker = (i + number) % len(self._workers)
                 self._slice(worker, batch, slice_s)
-                on_slice(f"{self.pool.method_names[self.pool.methods[worker]]}, batch {batch}")
+                on_slice(f"{self.pool.method_name(worker)}, batch {batch}")
 
     def _slice(self, worker: int, batch: int, slice_s: float) -> None:
         """The seconds of opening it are those of computing texts: nothing else is under way then."""
@@ -151,7 +151,7 @@ class LadderBench:
         self._prefilled.add(opening.num_prefilled, opening.prefill_s)
         left_s = slice_s
         while left_s > 0.0:
-            turn_s = left_s if batch <= FEW_RUNS else min(_TURN_S, left_s)
+            turn_s = left_s if batch <= FEW_ATTEMPTS else min(_TURN_S, left_s)
             work = self._turn(worker, stream, Orders(tuple(stream.fill()), seconds=turn_s))
             decoded.add(work.num_tokens, work.request_s)
             left_s -= work.decode_s
@@ -159,12 +159,12 @@ class LadderBench:
 
     def _turn(self, worker: int, stream: Stream, orders: Orders) -> Work:
         self.pool.send(worker, orders)
-        ((_, report),) = self.pool.reports()
-        if report is None:
-            method = self.pool.method_names[self.pool.methods[worker]]
+        ((_, result),) = self.pool.results()
+        if result is None:
+            method = self.pool.method_name(worker)
             raise RuntimeError(f"the worker that drafts by {method}: {' '.join(self.pool.take_deaths())}")
-        stream.take(report)
-        return report.work
+        stream.take(result)
+        return result.work
 
 
 def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from nemo_specrollout.racing.timeline import in_words as tail_in_words
+from nemo_specrollout.racing.timeline import describe as describe_tail
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _COLUMNS = {
@@ -67,7 +67,7 @@ class Progress:
         )
         if "draft_supply" in record:
             self._note(in_words(record["draft_supply"]), "dim")
-        if "tail" in record and (words := tail_in_words(record["tail"])):
+        if "tail" in record and (words := describe_tail(record["tail"])):
             self._note(words, "dim")
         for alarm in record["alarms"]:
             self._note(f"ALARM: {alarm}", "bold red")

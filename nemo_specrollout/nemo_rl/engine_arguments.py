@@ -10,7 +10,7 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.older_runners import allow_text_drafters
-from nemo_specrollout.racing.worker_blocks import block_of_worker
+from nemo_specrollout.racing.engine_blocks import block_of_engine
 
 _CPU, _GPU = "nemo_specrollout.nemo_rl.cpu_engine_worker.", "nemo_specrollout.nemo_rl.gpu_engine_workers."
 _WORKER_OF = {
@@ -29,7 +29,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     compat.check_drafters(block)
     allow_text_drafters()
     if len(block.drafters_of_workers) > 1:
-        block = block_of_worker(block, engine_number(generation_config["vllm_cfg"]))
+        block = block_of_engine(block, engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device, **compat.drafting_abilities())
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":

@@ -30,7 +30,7 @@ from nemo_specrollout.nemo_rl.metrics import (
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
 from nemo_specrollout.nemo_rl.run_facts import RunFacts
 from nemo_specrollout.nemo_rl.step_log import StepNotes
-from nemo_specrollout.racing.worker_blocks import worker_blocks
+from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.training.head.head_folder import HeadFolder
 
@@ -171,7 +171,7 @@ class Supervisor:
 
         order = TrainerOrder(config["specrollout"], config["model_name"], self._facts.heads, config["temperature"])
         call = partial(_call_engines, self._engines)
-        blocks = worker_blocks(block, self._engines.dp_size)
+        blocks = blocks_of_engines(block, self._engines.dp_size)
         has_head = [of_engine.head is not None for of_engine in blocks]
         folder = HeadFolder(Path(self._facts.heads))
         return HeadRefresh(block, folder, partial(TrainerLink, order), call, has_head, self._notes)

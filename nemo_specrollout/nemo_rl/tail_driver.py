@@ -12,8 +12,8 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.step_log import StepNotes
 from nemo_specrollout.nemo_rl.tail_link import THREADS_OF_ENGINE, SpecrolloutTail, answer_of
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed
-from nemo_specrollout.racing.worker_blocks import method_name, worker_blocks
+from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
+from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 
@@ -26,7 +26,7 @@ class TailDriver:
         assert config is not None
         field = f"{BLOCK_PATH}.fastest_of_n.ladder"
         ladder = None if config.ladder is None else LadderFile.read(Path(config.ladder), field)
-        methods = [method_name(of_worker) for of_worker in worker_blocks(block, num_engines)]
+        methods = [method_name(of_worker) for of_worker in blocks_of_engines(block, num_engines)]
         actor: Any = SpecrolloutTail
         options = {"max_concurrency": THREADS_OF_ENGINE * (num_engines + 1), "runtime_env": engine_environment()}
         self.actor = actor.options(**options).remote(methods, config, max_new_tokens, ladder)
@@ -44,7 +44,7 @@ class TailDriver:
     @contextmanager
     def new_weights(self) -> Iterator[None]:
         """They reach the engines within: no race is under way by then, and nothing begins."""
-        self._call("settle")
+        self._call("pause")
         try:
             yield
         finally:

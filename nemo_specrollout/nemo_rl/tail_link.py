@@ -9,9 +9,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.racing.exchange import TailExchange
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Reply, Starts
-from nemo_specrollout.racing.turns import Report
+from nemo_specrollout.racing.exchange import StragglerExchange
+from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
 
 # An answer that takes longer is none.
 PATIENCE_S = 300.0
@@ -20,7 +19,7 @@ THREADS_OF_ENGINE = 4
 
 
 @ray.remote(num_cpus=0)
-class SpecrolloutTail(TailExchange):
+class SpecrolloutTail(StragglerExchange):
     """The actor. It ends with the driver, which made it; everybody goes on without it."""
 
 
@@ -34,9 +33,9 @@ class TailLink:
         """The engine is there, with room for `capacity` requests, and brings some."""
         answer_of(self._actor.join.remote(self._worker, capacity, requests))
 
-    def exchange(self, report: Report | None) -> Callable[[], Reply]:
-        """Hands in the report of a turn; the answer is waited for when it is asked for."""
-        reply = self._actor.exchange.remote(self._worker, report)
+    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
+        """Hands in the result of a turn; the answer is waited for when it is asked for."""
+        reply = self._actor.exchange.remote(self._worker, result)
         return lambda: answer_of(reply)
 
     def leave(self) -> None:
@@ -63,9 +62,9 @@ class TailStreamLink:
         """These are no longer wanted."""
         await self._answer("cancel", numbers)
 
-    async def exchange(self, report: Report | None) -> Reply:
-        """Hands in the report of a turn."""
-        return await self._answer("exchange", report)
+    async def exchange(self, result: TurnResult | None) -> Reply:
+        """Hands in the result of a turn."""
+        return await self._answer("exchange", result)
 
     async def leave(self) -> None:
         """The engine goes alone."""

@@ -1,97 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rolls requests out over several workers: deals them out, takes what is made, moves and races stragglers, survives deaths.
+"""Rolls requests out over several engines: deals them out, collects tokens, moves and races stragglers, survives deaths.
 
-Shapes: R requests under way, K runs that made tokens, U runs, W workers; see `scheduling/racing/straggler_policy.py`.
+Shapes: R requests under way, U attempts, W engines; see `scheduling/racing/straggler_policy.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.racing.responses import Response, Run
+from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
+from nemo_specrollout.racing.responses import Attempt, Response
 from nemo_specrollout.racing.savings import Savings
-from nemo_specrollout.racing.timeline import (
-    ABANDONED,
-    BEATEN,
-    DIED,
-    DIVERGED,
-    GAVE_UP,
-    MOVED,
-    WON,
-    SpanLog,
-    Timeline,
-)
-from nemo_specrollout.racing.turns import Orders, Report, Request
+from nemo_specrollout.racing.timeline import Outcome, SpanLog, Timeline
+from nemo_specrollout.racing.turns import Engines, Orders, Request, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
-from nemo_specrollout.scheduling.racing.request_speeds import RunSpeeds
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailObservation
 
-# A turn takes such a share of what the requests under way took so far, within bounds: short ones cost, long ones delay.
-TURN_SHARE, SHORTEST_TURN_S, LONGEST_TURN_S = 0.05, 0.05, 0.5
-# Turns that a worker has before it: it begins the next while the report of the last is read.
+TURN_SHARE = 0.05
+"""Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
+SHORTEST_TURN_S = 0.05
+"""Seconds of the shortest turn."""
+LONGEST_TURN_S = 0.5
+"""Seconds of the longest turn."""
 MOST_AHEAD = 2
+"""Turns that an engine has queued: it begins one while the result of the one before is read."""
 
 
-class Workers(Protocol):
-    """What a coordinator drives."""
+@dataclass
+class _Desk:
+    """One engine's open attempts, and what its next turn has to tell it."""
 
-    methods: list[int]
-    """The draft method of each worker, as numbered by the ladder."""
-    capacity: int
-    """Requests that a worker may have at a time."""
-
-    def send(self, worker: int, orders: Orders) -> None:
-        """Asks for a turn. A worker takes its turns, and new weights, in order."""
-
-    def reports(self) -> list[tuple[int, Report | None]]:
-        """Waits until a turn ends, or a worker that was being revived is alive; a worker that has died reports None, once,
-        instead of all turns that it still had."""
-
-    def num_turns(self, worker: int) -> int:
-        """Turns that it was asked for and has not reported."""
-
-    def is_alive(self, worker: int) -> bool:
-        """Whether it takes orders."""
-
-    def revive(self) -> None:
-        """Begins to start those that died again, with the weights of the others. Raises RuntimeError if no worker is left."""
-
-    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """Gives every worker new weights, after the turns that it was asked for."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Request of each open attempt, by the attempt's name."""
+    starts: dict[int, None] = field(default_factory=dict)
+    """Open attempts that the engine was not told of yet, in order."""
+    stops: list[int] = field(default_factory=list)
+    """Closed attempts that the engine still works on."""
 
 
 class Coordinator:
-    """Rollouts over workers. Owns what is known of each response; ladder and lengths outlive them.
+    """Rolls requests out over several engines, and moves and races stragglers among them.
 
-    A round: *give workers their turns, take what they report, consult the policy.* Without a policy a request stays where it
-    was dealt, unless its worker dies.
+    Owns the response of each request, its attempts, and the orders that engines were not sent yet. An attempt is one engine's
+    work on one request. Engines, ladder and length estimates belong to the caller.
+
+    Life of a request: `add` begins it. It waits while no engine has it, runs while one has it, and is raced while several
+    have it. It ends when one attempt completes the response, and is forgotten when `take` returns it or `abandon` drops it.
+
+    Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy. Without a policy, a
+    request stays where it was dealt unless that engine dies.
+
+    Invariant: `Response.attempts` and the engines' `_Desk.attempts` hold the same open attempts, and only requests under way
+    have any. Closing an attempt removes it from both at once, so what its engine still reports is ignored.
     """
 
-    def __init__(self, workers: Workers, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
-        self.workers, self.policy, self.ladder, self.lengths = workers, policy, ladder, lengths
-        self._workers = range(len(workers.methods))
+    def __init__(self, engines: Engines, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
+        self.engines = engines
+        self.policy = policy
+        self.ladder = ladder
+        self.lengths = lengths
         self._responses: dict[int, Response] = {}
         self._active: dict[int, None] = {}
-        self._waiting: dict[int, None] = {}  # of those, who has no run
         self._ended: list[int] = []
-        self._starts: list[dict[int, int]] = [{} for _ in self._workers]  # request of a run, by its name
-        self._stops: list[list[int]] = [[] for _ in self._workers]
-        self._run_names: dict[int, tuple[int, int]] = {}
-        self._num_runs_W = [0] * len(workers.methods)
-        self._num_requests = self._num_runs = 0
-        self._speeds = RunSpeeds(np.ones((0, len(ladder.methods))))
-        self._rows: dict[int, int] = {}  # of requests that were not taken, among the speeds
-        self._first_key = 0  # of those that began since nothing was under way
-        self._log = SpanLog(tuple(ladder.methods[m] for m in workers.methods))
-        self._busy_since_s = self._next_look_s = 0.0
-        self._savings = Savings(len(self._workers), 0.0)
-        self._saved_s: float | None = None
+        self._numbers = range(len(engines.methods))
+        self._desks = [_Desk() for _ in self._numbers]
+        self._num_requests = 0
+        self._num_attempts = 0
+        self._speeds = DecodeSpeeds(ladder)
+        self._log = SpanLog(tuple(ladder.methods[m] for m in engines.methods))
         self._stood_still: set[int] = set()
+        self._saved_s: float | None = None
+        self._begin_afresh()
+
+    # The life of requests
 
     def roll_out(
         self,
@@ -99,7 +85,7 @@ class Coordinator:
         on_finished: Callable[[int], None] = lambda done: None,
         task: str = ANY_TASK,
     ) -> tuple[list[Rollout], Timeline]:
-        """The responses, in the order of `requests`, and who made them. If interrupted, workers are told to forget them."""
+        """Returns the responses, in the order of `requests`, and the timeline. An interrupted rollout is abandoned."""
         keys = self.add(requests, task)
         try:
             num_done = 0
@@ -112,285 +98,277 @@ class Coordinator:
         responses, timeline = self.take(keys)
         return [r.rollout for r in responses], timeline
 
+    def add(self, requests: Sequence[Request], task: str = ANY_TASK, engine: int | None = None) -> list[int]:
+        """Begins requests and returns their keys. They begin on `engine`, which must be alive, or are dealt out."""
+        self.engines.revive()
+        if self._active:
+            self._savings.more_requests()
+        else:
+            self._begin_afresh()
+        keys = list(range(self._num_requests, self._num_requests + len(requests)))
+        self._num_requests += len(requests)
+        self._responses |= {key: Response(r) for key, r in zip(keys, requests, strict=True)}
+        self._active |= dict.fromkeys(keys)
+        self._speeds.begin(keys, task)
+        if engine is None:
+            self._deal_out(keys)
+        else:
+            for key in keys:
+                self._start(key, engine)
+        return keys
+
+    def advance(self) -> list[int]:
+        """Does one round; returns the keys of the requests that ended in it."""
+        if not self._active:
+            return []
+        self.send_turns()
+        self._read_results()
+        self._consult_policy()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
+        """Returns and forgets responses that have ended.
+
+        The timeline says what moves and races saved if the requests were under way together, and no others with them.
+        """
+        is_all = len(keys) == self._num_requests - self._first_key
+        if not is_all:
+            self._savings.give_up()
+        timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
+        self._speeds.forget(keys)
+        return [self._responses.pop(key) for key in keys], timeline
+
+    def abandon(self, keys: Iterable[int] | None = None) -> None:
+        """Stops and forgets these requests, or all that are under way. A request that has ended is left alone."""
+        if keys is None:
+            self._ended = []
+        for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
+            for engine in list(self._responses[key].attempts):
+                self._stop(key, engine, Outcome.ABANDONED)
+            del self._active[key]
+            self.take([key])
+        self._send_stops()
+
     @property
     def is_busy(self) -> bool:
         """Whether any request is under way."""
         return bool(self._active)
 
-    def add(self, requests: Sequence[Request], task: str = ANY_TASK, worker: int | None = None) -> list[int]:
-        """More requests are under way from the next round on; their numbers. They begin on `worker` if one is named, who is
-        alive, else they are dealt out."""
-        self.workers.revive()
-        if not self._active:
-            self._begin_afresh()
-        else:
-            self._savings.more()
-        keys = list(range(self._num_requests, self._num_requests + len(requests)))
-        self._num_requests += len(requests)
-        self._responses |= {key: Response(r, task) for key, r in zip(keys, requests, strict=True)}
-        self._active |= dict.fromkeys(keys)
-        self._waiting |= dict.fromkeys(keys)
-        ease_M = np.array([self.ladder.ease(task, m) for m in range(len(self.ladder.methods))])
-        self._rows |= zip(keys, self._speeds.begin(len(keys), ease_M), strict=True)
-        if worker is None:
-            self._deal_out(keys)
-        else:
-            for key in keys:
-                self._start(key, worker)
-        return keys
-
-    def _begin_afresh(self) -> None:
-        """Nothing is under way."""
-        self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
-        self._first_key = self._num_requests
-        self._savings, self._saved_s = Savings(len(self._workers), self._busy_since_s), None
-
-    def advance(self) -> list[int]:
-        """One round; the requests that ended in it."""
-        if not self._active:
-            return []
-        self.send_turns()
-        self._take_reports()
-        self._consult()
-        ended, self._ended = self._ended, []
-        return ended
-
-    def take(self, keys: Sequence[int]) -> tuple[list[Response], Timeline]:
-        """Responses that have ended, which are forgotten here, and who made them. What moves and races saved is known if they
-        were under way together and without others."""
-        is_all = len(keys) == self._num_requests - self._first_key
-        if not is_all:
-            self._savings.give_up()
-        timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
-        self._speeds.forget([self._rows.pop(key) for key in keys])
-        return [self._responses.pop(key) for key in keys], timeline
-
     def response(self, key: int) -> Response:
-        """What is known of a response that was not taken yet."""
+        """Returns the known part of a response that was not taken yet."""
         return self._responses[key]
 
-    def abandon(self, keys: Iterable[int] | None = None) -> None:
-        """These are no longer wanted, or nothing of what is under way is; what ended is none of them."""
-        self._ended = [] if keys is None else self._ended
-        for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
-            for worker in list(self._responses[key].runs):
-                self._stop(key, worker, ABANDONED)
-            self.take([key])
-            del self._active[key], self._waiting[key]
-        self._send_stops()
+    def request_of(self, engine: int, name: int) -> int | None:
+        """Returns the key of the request that an open attempt of an engine is for; None if there is no such attempt."""
+        return self._desks[engine].attempts.get(name)
+
+    # New weights
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """New weights for all workers, also amid requests."""
-        self.settle()
-        self.workers.load_weights(tensors, policy_version)
+        """Gives all engines new weights, also while requests are under way."""
+        self.decide_races()
+        self.engines.load_weights(tensors, policy_version)
 
-    def settle(self) -> None:
-        """New weights are to come. A race ends with its leader: racers that get new weights at different tokens would make
-        different texts."""
+    def decide_races(self) -> None:
+        """Ends every race in favour of its leader.
+
+        Call it before new weights: racers that get them at different tokens would make different responses.
+        """
         self._savings.give_up()
         for key in self._active:
-            runs = self._responses[key].runs
-            for worker in sorted(runs, key=lambda w: -runs[w].position)[1:]:
-                self._stop(key, worker, GAVE_UP)
+            attempts = self._responses[key].attempts
+            for engine in sorted(attempts, key=lambda e: -attempts[e].position)[1:]:
+                self._stop(key, engine, Outcome.GAVE_UP)
         self._send_stops()
 
-    def resumed(self) -> None:
-        """They are there: the next report of each worker is also of a time in which it may have stood still."""
-        self._stood_still = set(self._workers)
+    def resume(self) -> None:
+        """Ends an interruption by new weights: each engine's next turn may have stood still, so its speed is not learned."""
+        self._stood_still = set(self._numbers)
 
-    # Runs
+    # Attempts
 
-    def request_of(self, name: int) -> int | None:
-        """Whose run that is, if it is one of those under way."""
-        return self._run_names[name][0] if name in self._run_names else None
+    def _start(self, key: int, engine: int) -> None:
+        """Opens an attempt. Where it begins is fixed when its order is sent."""
+        response, name = self._responses[key], self._num_attempts
+        self._num_attempts += 1
+        response.attempts[engine] = Attempt(name, len(response.tokens))
+        self._desks[engine].attempts[name] = key
+        self._desks[engine].starts[name] = None
+        self._log.begin(key, engine, len(response.tokens))
+
+    def _stop(self, key: int, engine: int, outcome: Outcome) -> None:
+        """Closes an attempt that its engine may still work on."""
+        name, desk = self._close(key, engine, outcome), self._desks[engine]
+        if name in desk.starts:
+            del desk.starts[name]
+        else:
+            desk.stops.append(name)
+
+    def _close(self, key: int, engine: int, outcome: Outcome, at_s: float | None = None) -> int:
+        """Closes an attempt, now or at `at_s`, and returns its name."""
+        attempt = self._responses[key].attempts.pop(engine)
+        del self._desks[engine].attempts[attempt.name]
+        self._log.end(key, engine, attempt.position, outcome, at_s)
+        return attempt.name
+
+    # Turns
+
+    def send_turns(self) -> None:
+        """Keeps the queue of every engine that has something to do filled with turns."""
+        for engine, desk in enumerate(self._desks):
+            while self._needs_turn(engine):
+                orders = Orders(self.begin_now(engine), tuple(desk.stops), self._turn_s)
+                desk.stops = []
+                self.engines.send(engine, orders)
+
+    def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
+        """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
+        desk, wanted = self._desks[engine], None if keys is None else set(keys)
+        names = [name for name in desk.starts if wanted is None or desk.attempts[name] in wanted]
+        for name in names:
+            del desk.starts[name]
+        return tuple((name, self._responses[desk.attempts[name]].begin(engine)) for name in names)
+
+    @property
+    def _turn_s(self) -> float:
+        return min(max(TURN_SHARE * (self._log.now_s - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
+
+    def _needs_turn(self, engine: int) -> bool:
+        if not self.engines.is_alive(engine) or self.engines.num_turns(engine) >= MOST_AHEAD:
+            return False
+        return bool(self._desks[engine].attempts or self._desks[engine].stops)
+
+    def _send_stops(self) -> None:
+        """Sends stops in turns of their own, behind the turns that are queued."""
+        for engine, desk in enumerate(self._desks):
+            if desk.stops and self.engines.is_alive(engine):
+                self.engines.send(engine, Orders(stops=tuple(desk.stops)))
+            desk.stops = []
+
+    # Results
+
+    def _read_results(self) -> None:
+        for engine, result in self.engines.results():
+            if result is None:
+                self._lose(engine)
+            else:
+                self._read_result(engine, result)
+
+    def _read_result(self, engine: int, result: TurnResult) -> None:
+        """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
+        self._savings.heard_from(engine, self._log.now_s)
+        attempts = self._desks[engine].attempts
+        parts = {name: part for name, part in result.progress.parts().items() if name in attempts}
+        self._learn(engine, result, {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()})
+        for name, part in parts.items():
+            key, reason = attempts[name], result.finished.get(name)
+            if not self._responses[key].extend(engine, *part, reason, result.policy_version):
+                self._stop(key, engine, Outcome.DIVERGED)
+            elif reason is not None:
+                self._finish(key, engine)
+
+    def _learn(self, engine: int, result: TurnResult, num_made: dict[int, int]) -> None:
+        """Learns decode speeds from the attempts that are still open."""
+        if engine in self._stood_still:
+            self._stood_still.remove(engine)
+            return
+        attempts = self._desks[engine].attempts
+        steady = [attempts[name] for name in result.steady if name in attempts]
+        self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
+
+    def _finish(self, key: int, winner: int) -> None:
+        """Ends a request: stops the other racers and learns the response's length."""
+        response = self._responses[key]
+        self._close(key, winner, Outcome.WON)
+        for rival in list(response.attempts):
+            self._stop(key, rival, Outcome.BEATEN)
+        del self._active[key]
+        self._ended.append(key)
+        self.lengths.finished(response.request.prompt_index, len(response.tokens))
+        if not self._active:
+            self._send_stops()
+            self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, self._speeds, self.engines.methods)
+
+    def _lose(self, engine: int) -> None:
+        """Closes the attempts of an engine that has died. Their requests wait for another engine."""
+        self._savings.give_up()
+        now_s = self._log.now_s
+        for key in list(self._desks[engine].attempts.values()):
+            self._close(key, engine, Outcome.DIED, now_s)
+        self._desks[engine] = _Desk()
+        self.engines.revive()
+
+    # Decisions
+
+    def _begin_afresh(self) -> None:
+        """Resets the clock and the estimate of savings: no request is under way."""
+        self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
+        self._first_key = self._num_requests
+        self._savings, self._saved_s = Savings(len(self._numbers), self._busy_since_s), None
+
+    def _consult_policy(self) -> None:
+        """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
+        waiting = [key for key in self._active if not self._responses[key].attempts]
+        if self.policy is None:
+            if waiting:
+                self._deal_out(waiting)
+        elif self._active and (waiting or self._log.now_s >= self._next_look_s):
+            keys = list(self._active)
+            decision = self.policy.decide(self._observe(keys))
+            self._savings.before(decision, keys, self._responses)
+            started = {request for request, _ in decision.starts}
+            for request, engine in decision.stops:
+                self._stop(keys[request], engine, Outcome.MOVED if request in started else Outcome.GAVE_UP)
+            for request, engine in decision.starts:
+                self._start(keys[request], engine)
+            self._next_look_s = self._log.now_s + self._turn_s
 
     def _deal_out(self, keys: Sequence[int]) -> None:
+        """Starts requests: by expected length if there is a policy, else in equal shards as NeMo-RL does."""
         requests = [self._responses[key].request for key in keys]
         groups = [r.prompt_index for r in requests]
         expected_R = self.lengths.remaining(groups, np.zeros(len(keys), np.int64))
-        alive = [w for w in self._workers if self.workers.is_alive(w)]
+        alive = [e for e in self._numbers if self.engines.is_alive(e)]
         if not alive:
             return
         if self.policy is None:
-            deal_R = np.array(alive)[in_shards(len(keys), len(alive))]
+            engine_R = np.array(alive)[in_shards(len(keys), len(alive))]
         else:
-            deal_R = longest_first(groups, expected_R, self._loads())
+            engine_R = longest_first(groups, expected_R, self._loads())
         for i in np.argsort(-expected_R, kind="stable").tolist():
-            self._start(keys[i], int(deal_R[i]))
+            self._start(keys[i], int(engine_R[i]))
 
     def _loads(self) -> np.ndarray:
-        """Expected tokens that each worker has before it, float64 [W]; infinite of one that is gone."""
-        loads_W = np.where([self.workers.is_alive(w) for w in self._workers], 0.0, np.inf)
-        responses = [self._responses[key] for key in self._active if self._responses[key].runs]
-        remaining_R = self._remaining(responses)
-        for response, tokens in zip(responses, remaining_R.tolist(), strict=True):
-            for worker in response.runs:
-                loads_W[worker] += tokens
+        """Returns the expected tokens to come by engine, float64 [W]; infinity for a dead engine."""
+        loads_W = np.where([self.engines.is_alive(e) for e in self._numbers], 0.0, np.inf)
+        responses = [self._responses[key] for key in self._active if self._responses[key].attempts]
+        for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):
+            for engine in response.attempts:
+                loads_W[engine] += tokens
         return loads_W
 
     def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
         lengths_R = np.array([len(r.tokens) for r in responses], np.int64)
         return self.lengths.remaining([r.request.prompt_index for r in responses], lengths_R)
 
-    def _start(self, key: int, worker: int) -> None:
-        """The worker is to begin with the request, at what will be known of its response when the order goes out."""
-        response, name = self._responses[key], self._num_runs
-        self._num_runs += 1
-        self._run_names[name] = key, worker
-        response.runs[worker] = Run(name, len(response.tokens))
-        self._num_runs_W[worker] += 1
-        self._waiting.pop(key, None)
-        self._starts[worker][name] = key
-        self._log.begin(key, worker, len(response.tokens))
-
-    def _stop(self, key: int, worker: int, outcome: str) -> None:
-        """The worker's run of a request is over; what it still reports of it is not heard."""
-        name = self._close(key, worker, outcome)
-        if self._starts[worker].pop(name, None) is None:
-            self._stops[worker].append(name)
-
-    def _close(self, key: int, worker: int, outcome: str, at_s: float | None = None) -> int:
-        runs = self._responses[key].runs
-        run = runs.pop(worker)
-        self._num_runs_W[worker] -= 1
-        if not runs:
-            self._waiting[key] = None
-        del self._run_names[run.name]
-        self._log.end(key, worker, run.position, outcome, at_s)
-        return run.name
-
-    # Turns
-
-    @property
-    def _turn_s(self) -> float:
-        return min(max(TURN_SHARE * (self._log.now_s - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
-
-    def send_turns(self) -> None:
-        """Gives every worker the turns that it wants."""
-        for worker in self._workers:
-            while self._wants_turn(worker):
-                orders = Orders(self.begin_now(worker), tuple(self._stops[worker]), self._turn_s)
-                self._stops[worker] = []
-                self.workers.send(worker, orders)
-
-    def begin_now(self, worker: int, keys: Iterable[int] | None = None) -> tuple[tuple[int, Request], ...]:
-        """What the worker is to begin with, or of it these requests, by name: in its next turn, or before if the caller sees
-        to it."""
-        starts, wanted = self._starts[worker], None if keys is None else set(keys)
-        names = [name for name, key in starts.items() if wanted is None or key in wanted]
-        return tuple((name, self._responses[starts.pop(name)].begin(worker)) for name in names)
-
-    def _wants_turn(self, worker: int) -> bool:
-        if not self.workers.is_alive(worker) or self.workers.num_turns(worker) >= MOST_AHEAD:
-            return False
-        return bool(self._num_runs_W[worker] or self._starts[worker] or self._stops[worker])
-
-    def _send_stops(self) -> None:
-        """At once, whatever turns a worker has before it."""
-        for worker in filter(self.workers.is_alive, self._workers):
-            if self._stops[worker]:
-                self.workers.send(worker, Orders(stops=tuple(self._stops[worker])))
-            self._stops[worker] = []
-
-    def _take_reports(self) -> None:
-        for worker, report in self.workers.reports():
-            if report is None:
-                self._lose(worker)
-            else:
-                self._take_report(worker, report)
-
-    def _take_report(self, worker: int, report: Report) -> None:
-        self._savings.told(worker, self._log.now_s)
-        parts = {name: part for name, part in report.progress.parts().items() if name in self._run_names}
-        self._learn(worker, report, {name: len(tokens) for name, (tokens, _) in parts.items()})
-        for name, part in parts.items():
-            key, reason = self._run_names[name][0], report.finished.get(name)
-            if not self._responses[key].take(worker, *part, reason, report.policy_version):
-                self._stop(key, worker, DIVERGED)
-            elif reason is not None:
-                self._finish(key, worker)
-
-    def _finish(self, key: int, winner: int) -> None:
-        response = self._responses[key]
-        self._close(key, winner, WON)
-        for rival in list(response.runs):
-            self._stop(key, rival, BEATEN)
-        del self._active[key], self._waiting[key]
-        self._ended.append(key)
-        self.lengths.finished(response.request.prompt_index, len(response.tokens))
-        if not self._active:
-            self._send_stops()
-            self._estimate_savings()
-
-    def _estimate_savings(self) -> None:
-        if not self._savings.is_known:
-            return
-        rows_R = np.array([self._rows[key] for key in self._savings.keys], np.int64)
-        speed_RM, method_W = self._speeds.speeds(rows_R), np.array(self.workers.methods)
-        self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, speed_RM, method_W, self.ladder)
-
-    def _learn(self, worker: int, report: Report, counts: dict[int, int]) -> None:
-        """What a turn tells of paces: of the method, and of each request that made tokens all through it."""
-        work, method = report.work, self.workers.methods[worker]
-        if worker in self._stood_still:
-            self._stood_still.discard(worker)
-            return
-        if work.num_prefilled:
-            self.ladder.observe_prefill(work.num_prefilled, work.prefill_s)
-        if not work.num_tokens or not counts:
-            return
-        batch = max(1, round(work.mean_batch))
-        typical = self.ladder.tokens_per_s(method, batch) * work.decode_s
-        tasks = {self._responses[self._run_names[name][0]].task for name in counts}
-        self.ladder.observe(
-            tasks.pop() if len(tasks) == 1 else ANY_TASK, method, batch, work.num_tokens, work.request_s
-        )
-        steady = [name for name in report.steady if name in self._run_names]
-        whole = {self._rows[self._run_names[name][0]]: counts.get(name, 0) for name in steady}
-        self._speeds.observe(np.array(list(whole), np.int64), method, np.array(list(whole.values()), float), typical)
-
-    def _lose(self, worker: int) -> None:
-        """A worker has died; its requests wait for another."""
-        self._starts[worker], self._stops[worker] = {}, []
-        self._savings.give_up()
-        now_s = self._log.now_s
-        for key in self._active:
-            if worker in self._responses[key].runs:
-                self._close(key, worker, DIED, now_s)
-        self.workers.revive()
-
-    # Decisions
-
-    def _consult(self) -> None:
-        """Moves and races what the policy says, now and then, and at once where a request has no worker."""
-        if self.policy is None:
-            if self._waiting:
-                self._deal_out(list(self._waiting))
-        elif self._active and (self._waiting or self._log.now_s >= self._next_look_s):
-            keys = list(self._active)
-            decision = self.policy.decide(self._observe(keys))
-            self._savings.before(decision, keys, self._responses)
-            started = {request for request, _ in decision.starts}
-            for request, worker in decision.stops:
-                self._stop(keys[request], worker, MOVED if request in started else GAVE_UP)
-            for request, worker in decision.starts:
-                self._start(keys[request], worker)
-            self._next_look_s = self._log.now_s + self._turn_s
-
     def _observe(self, keys: list[int]) -> TailObservation:
-        under_way, rows_R = [self._responses[key] for key in keys], np.array([self._rows[key] for key in keys])
-        runs_U = [(i, w, len(r.tokens) - run.position) for i, r in enumerate(under_way) for w, run in r.runs.items()]
-        runs_U3 = np.array(runs_U, np.int64).reshape(-1, 3)
-        is_alive_W = np.array([self.workers.is_alive(w) for w in self._workers])
+        """Returns what the policy decides by; it numbers requests by their place in `keys`."""
+        under_way = [self._responses[key] for key in keys]
+        attempts_U = [
+            (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()
+        ]
+        attempts_U3 = np.array(attempts_U, np.int64).reshape(-1, 3)
+        is_alive_W = np.array([self.engines.is_alive(e) for e in self._numbers])
         return TailObservation(
             num_tokens_R=np.array([r.num_text for r in under_way]),
             remaining_R=self._remaining(under_way),
-            speed_RM=self._speeds.speeds(rows_R),
-            doubt_RM=self._speeds.doubts(rows_R),
-            request_U=runs_U3[:, 0],
-            worker_U=runs_U3[:, 1],
-            lag_U=runs_U3[:, 2],
-            method_W=np.array(self.workers.methods),
-            capacity_W=np.where(is_alive_W, self.workers.capacity, 0),
+            speed_RM=self._speeds.of(keys),
+            doubt_RM=self._speeds.doubts(keys),
+            request_U=attempts_U3[:, 0],
+            worker_U=attempts_U3[:, 1],
+            lag_U=attempts_U3[:, 2],
+            method_W=np.array(self.engines.methods),
+            capacity_W=np.where(is_alive_W, self.engines.capacity, 0),
             hop_s=self._turn_s,
         )

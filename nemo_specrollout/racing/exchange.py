@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where engines that are served by somebody else meet: each brings its requests, reports its turns and fetches orders.
+"""Meeting point of engines that another framework serves: they bring requests, hand in turn results and fetch orders.
 
-No process of its own: a worker that reports does the coordinator's work, for all whose reports wait by then.
+The exchange has no loop of its own: an engine that calls it does the coordinator's work for all results that wait.
 """
 
 import threading
@@ -12,31 +12,36 @@ from contextlib import contextmanager
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Made, Reply, Starts
-from nemo_specrollout.racing.exchange_totals import TailTotals
 from nemo_specrollout.racing.mailboxes import Mailboxes
-from nemo_specrollout.racing.turns import Report
+from nemo_specrollout.racing.turns import Answer, ExchangeFailed, Reply, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
-# Who has nothing to do asks again after so long. Who reports nothing of the turns that it has for so long is given up.
-POLL_S, SILENCE_S = 1.0, 300.0
+POLL_S = 1.0
+"""Seconds after which an idle engine's call returns; the engine then asks again."""
+SILENCE_S = 300.0
+"""Seconds without a result after which an engine that has turns is given up."""
+_COUNTS = ("moves", "races", "won_by_racer", "diverged")
+"""Metrics of `Timeline.figures` that the exchange adds up, beside `saved_s`."""
 
 
-class TailExchange:
-    """Owns the coordinator of one fleet of engines, what is known of their paces and of lengths, and figures until they are
-    taken. Called by several threads; a call that has to wait gives way to others.
+class StragglerExchange:
+    """Owns the coordinator of a fleet of engines, with its ladder and lengths, and the metrics until they are taken.
 
-    Two ways to use it. *A rollout*: `begin`; every worker joins with its shard, or leaves; all go on until everything is done;
-    `end`. *Requests at any time*: every worker joins once, and adds requests as they come; `settle` and `resume` enclose
-    an update of weights.
+    Several threads may call it. A call that waits lets others in.
+
+    Synchronous engines call it for one rollout: `begin`, then each engine joins with its shard or leaves, all exchange turns
+    until everything is done, then `end`. Asynchronous engines join once and `add` requests at any time; `pause` and `resume`
+    enclose an update of the weights.
+
+    Invariant: after an error every call raises ExchangeFailed, so that each engine finishes its own requests alone.
     """
 
     def __init__(
         self, methods: Sequence[str], config: FastestOfNConfig, max_new_tokens: int, ladder: LadderFile | None = None
     ) -> None:
-        """`methods`: how each worker drafts."""
+        """`methods` is the name of each engine's draft method."""
         names = list(dict.fromkeys(methods))
         known = Ladder(names, ladder)
         self._boxes = Mailboxes([names.index(name) for name in methods])
@@ -44,116 +49,118 @@ class TailExchange:
         self._changed = threading.Condition()
         self._heard_s = [0.0] * len(methods)
         self._keys: dict[tuple[int, int], int] = {}
-        self._homes: dict[int, tuple[int, int]] = {}
-        self._made: list[list[Made]] = [[] for _ in methods]
+        """The coordinator's key of each request under way, by the request's home."""
+        self._answers: list[list[Answer]] = [[] for _ in methods]
         self._awaited: set[int] | None = None
+        """Engines that have not joined the rollout yet; None where engines are asynchronous."""
         self._ended: list[int] = []
-        self._is_settled = False
-        self._totals = TailTotals()
+        """Keys of requests that have ended and were not taken from the coordinator."""
+        self._is_paused = False
+        self._totals: dict[str, float] = {}
         self._failure: str | None = None
 
-    # A rollout
+    # A rollout of synchronous engines
 
     def begin(self) -> None:
-        """A rollout of all workers begins."""
+        """Begins a rollout of all engines."""
         with self._guarded():
-            self._drop()
-            self._awaited = set(range(len(self._made)))
+            self._clear()
+            self._awaited = set(range(len(self._answers)))
 
     def end(self) -> None:
-        """It has ended, well or badly: no worker waits for another any more."""
+        """Ends the rollout, complete or not; no engine waits for another any longer."""
         with self._guarded():
-            self._drop()
+            self._clear()
             self._awaited = set()
 
-    def _drop(self) -> None:
+    def _clear(self) -> None:
         self._coordinator.abandon()
-        self._boxes.close()
+        self._boxes.clear()
         self._take_ended()
-        self._keys, self._homes = {}, {}
-        self._made = [[] for _ in self._made]
+        self._keys = {}
+        self._answers = [[] for _ in self._answers]
 
-    # Workers
+    # For engines
 
-    def join(self, worker: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
-        """The worker is there, with room for `capacity` requests, and brings some."""
+    def join(self, engine: int, capacity: int, requests: Sequence[ShardRequest] = ()) -> None:
+        """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
         with self._guarded():
-            self._boxes.join(worker, capacity)
-            self._heard_s[worker] = time.monotonic()
+            self._boxes.join(engine, capacity)
+            self._heard_s[engine] = time.monotonic()
             if self._awaited is not None:
-                self._awaited.discard(worker)
-            self._add(worker, requests)
+                self._awaited.discard(engine)
+            self._add(engine, requests)
             self._advance()
 
-    def add(self, worker: int, requests: Sequence[ShardRequest]) -> Starts:
-        """The worker, who has joined, brings more; what it is to begin with at once, unless weights are on their way."""
+    def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
+        """Adds requests; returns the attempts that the engine begins at once, none while the exchange is paused."""
         with self._guarded():
-            self._check(worker)
-            keys = self._add(worker, requests)
-            starts = () if self._is_settled else self._coordinator.begin_now(worker, keys)
+            self._check(engine)
+            keys = self._add(engine, requests)
+            starts = () if self._is_paused else self._coordinator.begin_now(engine, keys)
             self._advance()
             return starts
 
-    def cancel(self, worker: int, numbers: Sequence[int]) -> None:
-        """The responses to its requests of these numbers are no longer wanted."""
+    def cancel(self, engine: int, numbers: Sequence[int]) -> None:
+        """Drops the engine's requests of these numbers."""
         with self._guarded():
-            self._forget([self._keys[worker, n] for n in numbers if (worker, n) in self._keys])
+            self._forget([self._keys[engine, n] for n in numbers if (engine, n) in self._keys])
 
-    def leave(self, worker: int) -> None:
-        """The worker comes no more. What it has for others goes on elsewhere; what it brought is dropped."""
+    def leave(self, engine: int) -> None:
+        """Removes an engine. Its attempts at others' requests go on elsewhere; its own requests are dropped."""
         with self._guarded():
             if self._awaited is not None:
-                self._awaited.discard(worker)
-            self._boxes.leave(worker)
-            self._forget([key for (home, _), key in self._keys.items() if home == worker])
+                self._awaited.discard(engine)
+            self._boxes.leave(engine)
+            self._forget([key for (home, _), key in self._keys.items() if home == engine])
             self._advance()
 
-    def exchange(self, worker: int, report: Report | None = None) -> Reply:
-        """What the worker's last turn brought, for what it is to do next. Who has nothing to do waits, a second at most."""
+    def exchange(self, engine: int, result: TurnResult | None = None) -> Reply:
+        """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`."""
         with self._guarded():
-            self._check(worker)
-            self._heard_s[worker] = time.monotonic()
-            if report is not None:
-                self._boxes.report(worker, report)
-                self._refuse(report.refused)
+            self._check(engine)
+            self._heard_s[engine] = time.monotonic()
+            if result is not None:
+                self._boxes.hand_in(engine, result)
+                self._refuse(engine, result.refused)
             self._advance()
-            self._changed.wait_for(lambda: self._has_word_for(worker), POLL_S)
-            self._check(worker)
-            made, self._made[worker] = tuple(self._made[worker]), []
-            return Reply(self._boxes.fetch(worker), made, self._is_over)
+            self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
+            self._check(engine)
+            answers, self._answers[engine] = tuple(self._answers[engine]), []
+            return Reply(self._boxes.fetch(engine), answers, self._is_over)
 
-    # Weights
+    # For the driver
 
-    def settle(self, patience_s: float = 30.0) -> bool:
-        """New weights are to come: races end, and nothing begins until `resume`. Returns whether every worker has carried that
-        out, for which it waits so long at most."""
+    def pause(self, patience_s: float = 30.0) -> bool:
+        """Ends races and begins nothing until `resume`, because new weights are coming.
+
+        Returns whether all engines have done so within `patience_s` seconds.
+        """
         with self._guarded():
-            self._coordinator.settle()
-            self._is_settled = True
+            self._coordinator.decide_races()
+            self._is_paused = True
             self._changed.notify_all()
-            workers = range(len(self._made))
-            return self._changed.wait_for(lambda: all(self._boxes.num_turns(w) == 0 for w in workers), patience_s)
+            engines = range(len(self._answers))
+            return self._changed.wait_for(lambda: all(self._boxes.num_turns(e) == 0 for e in engines), patience_s)
 
     def resume(self) -> None:
-        """They are there."""
+        """Begins requests again: all engines have the new weights."""
         with self._guarded():
-            self._is_settled = False
+            self._is_paused = False
             self._advance()
-            self._coordinator.resumed()
-
-    # Figures
+            self._coordinator.resume()
 
     def take_figures(self) -> dict[str, float]:
-        """Of what ended since last asked, by the names of docs/reference/metrics.md."""
+        """Returns the metrics `tail.*` of what ended since the last call; `saved_s` is missing if it is not known."""
         with self._guarded():
-            totals, self._totals = self._totals, TailTotals()
-            return totals.figures()
+            totals, self._totals = self._totals, {}
+            return {**dict.fromkeys(_COUNTS, 0.0), **totals}
 
     # Inside
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One at a time. What goes wrong once is told to everybody."""
+        """Lets one call in at a time. An error in one call is raised in all later ones."""
         with self._changed:
             self._check()
             try:
@@ -165,68 +172,75 @@ class TailExchange:
                 self._changed.notify_all()
                 raise ExchangeFailed(self._failure) from error
 
-    def _check(self, worker: int | None = None) -> None:
+    def _check(self, engine: int | None = None) -> None:
         if self._failure is not None:
             raise ExchangeFailed(self._failure)
-        if worker is not None and not self._boxes.is_alive(worker):
+        if engine is not None and not self._boxes.is_alive(engine):
             raise ExchangeFailed(
-                f"worker {worker} is none of the rollout: it was silent for long, or the rollout was ended"
+                f"engine {engine} is not part of the rollout: it was silent for too long, or the rollout has ended"
             )
 
     @property
     def _is_over(self) -> bool:
         return self._awaited is not None and not self._awaited and not self._coordinator.is_busy
 
-    def _has_word_for(self, worker: int) -> bool:
-        is_needed = self._boxes.num_turns(worker) > 0 or bool(self._made[worker])
-        return is_needed or self._is_over or self._failure is not None or not self._boxes.is_alive(worker)
+    def _has_reply_for(self, engine: int) -> bool:
+        has_mail = self._boxes.num_turns(engine) > 0 or bool(self._answers[engine])
+        return has_mail or self._is_over or self._failure is not None or not self._boxes.is_alive(engine)
 
-    def _add(self, worker: int, requests: Sequence[ShardRequest]) -> list[int]:
-        keys = self._coordinator.add(requests, worker=worker) if requests else []
-        self._homes |= {key: r.home for key, r in zip(keys, requests, strict=True)}
+    def _add(self, engine: int, requests: Sequence[ShardRequest]) -> list[int]:
+        keys = self._coordinator.add(requests, engine=engine) if requests else []
         self._keys |= {r.home: key for key, r in zip(keys, requests, strict=True)}
         return keys
 
-    def _refuse(self, names: Sequence[int]) -> None:
-        """Who asked for them is told."""
-        keys = [key for name in names if (key := self._coordinator.request_of(name)) is not None]
-        for worker, number in [self._homes[key] for key in keys]:
-            self._made[worker].append(Made.of(number, None))
+    def _refuse(self, engine: int, names: Sequence[int]) -> None:
+        """Tells the engines whose requests were refused."""
+        keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
+        for home, number in map(self._home, keys):
+            self._answers[home].append(Answer.of(number, None))
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
-        """The responses to these go to no worker."""
-        self._coordinator.abandon(keys)
+        """Drops requests: their responses are sent to no engine."""
         for key in keys:
-            del self._keys[self._homes.pop(key)]
+            del self._keys[self._home(key)]
+        self._coordinator.abandon(keys)
+
+    def _home(self, key: int) -> tuple[int, int]:
+        request = self._coordinator.response(key).request
+        assert isinstance(request, ShardRequest)
+        return request.home
 
     def _advance(self) -> None:
-        if not self._is_settled:
-            self._lose_silent()
+        if not self._is_paused:
+            self._lose_silent_engines()
             for key in self._coordinator.advance():
                 self._finish(key)
             if self._awaited is None or self._is_over:
                 self._take_ended()
             self._coordinator.send_turns()
             if not self._coordinator.is_busy:
-                self._boxes.reports()  # of those that were beaten
+                self._boxes.results()  # of attempts that were beaten
         self._changed.notify_all()
 
-    def _lose_silent(self) -> None:
+    def _lose_silent_engines(self) -> None:
         now = time.monotonic()
-        for worker, heard_s in enumerate(self._heard_s):
-            if self._boxes.num_turns(worker) and now - heard_s > SILENCE_S:
-                self._boxes.leave(worker)
+        for engine, heard_s in enumerate(self._heard_s):
+            if self._boxes.num_turns(engine) and now - heard_s > SILENCE_S:
+                self._boxes.leave(engine)
 
     def _finish(self, key: int) -> None:
-        worker, number = self._homes.pop(key)
-        del self._keys[worker, number]
-        self._made[worker].append(Made.of(number, self._coordinator.response(key).rollout))
+        home = engine, number = self._home(key)
+        del self._keys[home]
+        self._answers[engine].append(Answer.of(number, self._coordinator.response(key).rollout))
         self._ended.append(key)
 
     def _take_ended(self) -> None:
-        """Of a rollout all at once: so it is known what moving has saved."""
+        """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""
         if self._ended:
             _, timeline = self._coordinator.take(self._ended)
-            self._totals.add(timeline)
+            figures = timeline.figures()
+            for name in (*_COUNTS, "saved_s"):
+                if figures[name] is not None:
+                    self._totals[name] = self._totals.get(name, 0.0) + figures[name]
             self._ended = []

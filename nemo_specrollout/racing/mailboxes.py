@@ -1,96 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that come for their orders: a mailbox for each, and one inbox for what they report."""
+"""Mailboxes of engines that come for their orders, and an inbox for their results."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nemo_specrollout.racing.turns import Orders, Report
+from nemo_specrollout.racing.turns import Orders, TurnResult
 
 
 class Mailboxes:
-    """A coordinator's `Workers`, none of which is called. Owns the orders that were not fetched yet, the reports that were not
-    read, and how many turns each worker has before it.
+    """The `Engines` of a coordinator that cannot call them.
 
-    A worker is away until it joins, and again when it leaves or is lost. It fetches its orders in order and reports every
-    one of them once, in the same order.
+    Owns the orders that were not fetched, the results that were not read, and the number of turns that each engine has.
+
+    An engine is absent until it joins, and again after it leaves or is lost. It fetches its orders in order, and hands in
+    one result for each turn, in the same order.
     """
 
     def __init__(self, methods: Sequence[int]) -> None:
         self.methods = list(methods)
         self.capacity = 0
-        self._mail: list[deque[Orders]] = [deque() for _ in self.methods]
+        self._orders: list[deque[Orders]] = [deque() for _ in self.methods]
         self._num_turns = [0] * len(self.methods)
         self._present: set[int] = set()
-        self._inbox: deque[tuple[int, Report | None]] = deque()
+        self._inbox: deque[tuple[int, TurnResult | None]] = deque()
 
-    def join(self, worker: int, capacity: int) -> None:
-        """The worker is there, with room for `capacity` requests and nothing to do."""
+    # For engines
+
+    def join(self, engine: int, capacity: int) -> None:
+        """Adds an engine that decodes `capacity` requests at a time and has no turn."""
         self.capacity = min(capacity, self.capacity or capacity)
-        self._forget(worker)
-        self._present.add(worker)
+        self._forget(engine)
+        self._present.add(engine)
 
-    def close(self) -> None:
-        """Everybody is away, and nothing is left to read."""
+    def leave(self, engine: int) -> None:
+        """Removes an engine; to the coordinator it has died."""
+        if engine in self._present:
+            self._present.discard(engine)
+            self._forget(engine)
+            self._inbox.append((engine, None))
+
+    def clear(self) -> None:
+        """Removes all engines and all mail."""
         self._present.clear()
         self._inbox.clear()
-        for worker in range(len(self.methods)):
-            self._forget(worker)
+        for engine in range(len(self.methods)):
+            self._forget(engine)
 
-    def leave(self, worker: int) -> None:
-        """It comes no more: what it has belongs to no worker until another begins with it."""
-        if worker in self._present:
-            self._present.discard(worker)
-            self._forget(worker)
-            self._inbox.append((worker, None))
-
-    def _forget(self, worker: int) -> None:
-        self._mail[worker].clear()
-        self._num_turns[worker] = 0
-
-    def fetch(self, worker: int) -> tuple[Orders, ...]:
-        """The orders that wait for it."""
-        orders = tuple(self._mail[worker])
-        self._mail[worker].clear()
+    def fetch(self, engine: int) -> tuple[Orders, ...]:
+        """Returns the orders that wait for the engine."""
+        orders = tuple(self._orders[engine])
+        self._orders[engine].clear()
         return orders
 
-    def has_mail(self, worker: int) -> bool:
-        """Whether any wait for it."""
-        return bool(self._mail[worker])
+    def hand_in(self, engine: int, result: TurnResult) -> None:
+        """Takes the result of a turn."""
+        self._num_turns[engine] -= 1
+        self._inbox.append((engine, result))
 
-    def has_reports(self) -> bool:
-        """Whether any wait to be read."""
-        return bool(self._inbox)
+    def _forget(self, engine: int) -> None:
+        self._orders[engine].clear()
+        self._num_turns[engine] = 0
 
-    def report(self, worker: int, report: Report) -> None:
-        """What a turn has brought."""
-        self._num_turns[worker] -= 1
-        self._inbox.append((worker, report))
+    # For the coordinator: see `Engines`
 
-    # Workers
+    def send(self, engine: int, orders: Orders) -> None:
+        """Puts a turn into the engine's mailbox."""
+        self._orders[engine].append(orders)
+        self._num_turns[engine] += 1
 
-    def send(self, worker: int, orders: Orders) -> None:
-        """Puts a turn into its mailbox."""
-        self._mail[worker].append(orders)
-        self._num_turns[worker] += 1
-
-    def reports(self) -> list[tuple[int, Report | None]]:
-        """What came since last asked; does not wait."""
-        reports = list(self._inbox)
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Returns the results since the last call; does not wait."""
+        results = list(self._inbox)
         self._inbox.clear()
-        return reports
+        return results
 
-    def num_turns(self, worker: int) -> int:
-        """Turns that it was asked for and has not reported."""
-        return self._num_turns[worker]
+    def num_turns(self, engine: int) -> int:
+        """Returns the number of turns that were sent and whose results are missing."""
+        return self._num_turns[engine]
 
-    def is_alive(self, worker: int) -> bool:
-        """Whether it comes for orders."""
-        return worker in self._present
+    def is_alive(self, engine: int) -> bool:
+        """Returns whether the engine is present."""
+        return engine in self._present
 
     def revive(self) -> None:
-        """No worker can be called."""
+        """Does nothing: an absent engine comes back by itself or not at all."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
-        """They come another way."""
+        """Raises NotImplementedError: these engines get their weights from their own framework."""
         raise NotImplementedError

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray for this run alone: on the loopback, and deaf to who lacks the token that is made here and that its processes inherit.
-It looks for both when it is loaded, so load it from here."""
+"""Ray for this run alone: on the loopback interface, and closed to processes without the run's token.
+
+The token is made here and inherited by child processes. Ray reads it when it is imported, so import `ray` from this module.
+"""
 
 import logging
 import os
@@ -15,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _OBJECT_STORE_BYTES = 512 << 20
-# Ray's sockets have names of up to 107 bytes, of which it makes 66 itself.
+"""Shared memory of Ray's object store: it holds the weights."""
 _LONGEST_FOLDER = 40
+"""Characters of the folder that Ray may be given: its socket names may have 107 bytes, of which Ray adds 66."""
 
-if "ray" not in sys.modules:  # who has loaded it has decided already
+if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray's switch for systems whose firewalls ask about each listener: without it, it listens on all addresses.
+    # Ray's switch for systems whose firewalls ask about each listener. Without it, Ray listens on all addresses.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -32,8 +35,8 @@ __all__ = ["OwnRay", "ray"]
 
 
 @contextmanager
-def _same_handler_of_sigterm() -> Iterator[None]:
-    """Puts the handler back that Ray replaces, when it starts and when it ends: by its own the process aborts."""
+def _keeps_sigterm_handler() -> Iterator[None]:
+    """Restores the handler of SIGTERM, which Ray replaces when it starts and ends by one that aborts the process."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -43,16 +46,16 @@ def _same_handler_of_sigterm() -> Iterator[None]:
 
 
 class OwnRay:
-    """Ray, if none runs yet. Owns its processes and its folder. States: running, then stopped."""
+    """Ray, started here unless it already runs. Owns its processes and its folder. States: running, then stopped."""
 
     def __init__(self) -> None:
-        """Starts it, unless one runs, which then stays another's."""
+        """Starts Ray. A Ray that already runs stays its starter's."""
         self._folder: Path | None = None
         if ray.is_initialized():
             return
         base = tempfile.gettempdir()
         self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=base if len(base) <= _LONGEST_FOLDER else "/tmp"))
-        with _same_handler_of_sigterm():
+        with _keeps_sigterm_handler():
             ray.init(
                 address="local",
                 num_gpus=0,
@@ -63,9 +66,8 @@ class OwnRay:
                 _temp_dir=str(self._folder),
             )
 
-    def last_words(self, pid: int) -> str:
-        """The last line that a worker process wrote on stderr, empty if there is none that is known. Lines that begin with a
-        colon are Ray's own marks."""
+    def last_error(self, pid: int) -> str:
+        """Returns the last line of an actor process on stderr, or an empty string. Ray's own marks begin with a colon."""
         files = [] if self._folder is None else self._folder.glob(f"session_latest/logs/worker-*-{pid}.err")
         lines = [line.strip() for file in files for line in file.read_text(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line and not line.startswith(":")), "")
@@ -73,7 +75,7 @@ class OwnRay:
     def stop(self) -> None:
         """Ends Ray and removes its folder, if it was started here."""
         if self._folder is not None:
-            with _same_handler_of_sigterm():
+            with _keeps_sigterm_handler():
                 ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the response to a request that several workers may be making."""
+"""The known part of a response, and the attempts of engines to make it."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,52 +8,55 @@ from nemo_specrollout.racing.turns import Request
 
 
 @dataclass
-class Run:
-    """A worker's work on a response: its name in orders and reports, and how many of the response's tokens the worker has."""
+class Attempt:
+    """One engine's work on one request."""
 
     name: int
+    """The attempt's name in orders and results."""
     position: int
+    """Number of the response's tokens that the engine has reported or was given."""
 
 
 @dataclass
 class Response:
-    """Tokens and log-probs as far as any worker has told, and the run of each worker that has it.
+    """A response as far as any engine has reported it, with the attempts under way.
 
-    Invariant: every token was told once first, and a worker that tells one again tells the same, or its run is no run of this
-    response any more. So the response is one worker's work up to each point, in whatever order workers report.
+    Invariant: the first engine to report a token decides it. An engine that reports another token at its place loses its
+    attempt. So the response up to each point is the work of one engine, in whatever order engines report.
     """
 
     request: Request
-    task: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first token of the response) of each policy that sampled of it."""
-    runs: dict[int, Run] = field(default_factory=dict)
+    """Version and first token of the response, for each policy that sampled part of it."""
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """Attempt by engine."""
     finish_reason: str | None = None
+    """`stop` or `length`; None until the response is complete."""
 
     @property
     def num_text(self) -> int:
-        """Tokens of prompt and response so far."""
+        """Number of tokens of the prompt and of the response so far."""
         return len(self.request.prompt_token_ids) + len(self.tokens)
 
     @property
     def rollout(self) -> Rollout:
-        """When it has ended."""
+        """The complete response."""
         assert self.finish_reason is not None
         return Rollout(self.tokens, self.logprobs, self.finish_reason)
 
-    def begin(self, worker: int) -> Request:
-        """The run of `worker` begins at what is known; what the worker is asked."""
-        self.runs[worker].position = len(self.tokens)
+    def begin(self, engine: int) -> Request:
+        """Returns the request that the engine gets: its attempt begins after the known part of the response."""
+        self.attempts[engine].position = len(self.tokens)
         return replace(self.request, prefix_token_ids=tuple(self.tokens))
 
-    def take(
-        self, worker: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
+    def extend(
+        self, engine: int, tokens: list[int], logprobs: list[float], finish_reason: str | None, policy_version: int
     ) -> bool:
-        """Adds what a run has made; whether it is what is known of it. If not, nothing is added."""
-        run = self.runs[worker]
-        start, num_known = run.position, len(self.tokens)
+        """Adds what an attempt made. Returns False, and adds nothing, if it contradicts the known part."""
+        attempt = self.attempts[engine]
+        start, num_known = attempt.position, len(self.tokens)
         overlap = min(len(tokens), num_known - start)
         is_short = finish_reason is not None and start + len(tokens) < num_known
         if is_short or self.tokens[start : start + overlap] != tokens[:overlap]:
@@ -62,6 +65,6 @@ class Response:
             self.policy_spans.append((policy_version, num_known))
         self.tokens += tokens[overlap:]
         self.logprobs += logprobs[overlap:]
-        run.position += len(tokens)
+        attempt.position += len(tokens)
         self.finish_reason = finish_reason
         return True

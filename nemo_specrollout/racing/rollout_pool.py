@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout workers on this machine: an engine in each of several Ray actors of one core."""
+"""Rollout engines on this machine, each in a Ray actor of one core."""
 
 import os
 import time
@@ -12,229 +12,210 @@ import torch
 
 from nemo_specrollout.config.run_config import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
 from nemo_specrollout.racing.private_ray import OwnRay, ray
-from nemo_specrollout.racing.rollout_worker import RolloutWorker
-from nemo_specrollout.racing.turns import Orders, Report
-from nemo_specrollout.racing.worker_blocks import method_name, worker_blocks
+from nemo_specrollout.racing.turn_engine import TurnEngine
+from nemo_specrollout.racing.turns import Orders, TurnResult
 
-# A worker that ends no turn for so long is killed, and one that is not there so long after its start; how often one may be
-# started again.
-HANG_S, START_S, MOST_RESTARTS = 300.0, 1800.0, 3
-_LONGEST_WORDS = 300
+HANG_S = 300.0
+"""Seconds without an answer after which an engine that has something to do is killed."""
+START_S = 1800.0
+"""Seconds after which an engine that is still starting is killed."""
+MOST_RESTARTS = 3
+"""Restarts of each engine."""
+_LONGEST_ERROR = 300
+"""Characters of a dead engine's last error that are shown."""
 ONE_CORE = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-GONE = object()
-"""The answer of a worker that has died."""
+"""Runtime environment of an engine's actor."""
+DEAD = object()
+"""Answer of an engine that has died."""
 
 Weights = tuple[dict[str, torch.Tensor], int]
-"""Tensors by Hugging Face names, and the version of the policy."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A worker that is being started, and the weights that it starts with."""
-
-    worker: int
-    actor: Any
-    weights: Any
+"""Tensors by Hugging Face name, and the version of the policy."""
 
 
 class RolloutActor:
-    """What runs in an actor's process: an engine and the worker that takes its turns."""
+    """Content of an actor's process: an engine that works in turns."""
 
     def start(self, model: str, generation: GenerationConfig, seed: int, weights: Weights | None) -> tuple[int, int]:
-        """Starts the engine; how many requests it may have at a time, and its process. Raises ConfigError for what vLLM
-        refuses."""
+        """Starts the engine; returns its `max_num_seqs` and the process id. Raises ConfigError for what vLLM refuses."""
         self._engine = RolloutEngine(Path(model), generation, seed)
-        self._worker = RolloutWorker(self._engine)
+        self._turns = TurnEngine(self._engine)
         if weights is not None:
             self.load_weights(weights, recompute_kv_cache=False)
         return self._engine.max_num_seqs, os.getpid()
 
-    def turn(self, orders: Orders) -> Report:
-        return self._worker.turn(orders)
+    def turn(self, orders: Orders) -> TurnResult:
+        return self._turns.turn(orders)
 
     def load_weights(self, weights: Weights, recompute_kv_cache: bool) -> None:
         tensors, version = weights
-        self._worker.load_weights(tensors.items(), version, recompute_kv_cache=recompute_kv_cache)
+        self._turns.load_weights(tensors.items(), version, recompute_kv_cache=recompute_kv_cache)
 
     def ask(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Any other method of the engine."""
+        """Calls another method of the engine."""
         return getattr(self._engine, method)(*arguments)
 
 
-class RolloutPool:
-    """The workers of a run: Ray's, if none runs yet, the actors, and the weights that a new one starts with are its own.
+@dataclass(frozen=True)
+class _Start:
+    """An engine that is starting, and the weights that it starts with."""
 
-    A worker is alive, or dead, or being revived. Its death is reported once, whoever notices it. Until then it
-    takes no orders, even if it is alive again. Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
+    engine: int
+    actor: Any
+    weights: Any
+
+
+class RolloutPool:
+    """The engines of a run. Owns their actors, the weights that a restarted engine gets, and Ray unless it ran before.
+
+    States of an engine: alive, dead, restarting. `results` reports each death once, however it was noticed. Until then the
+    engine takes no orders, even if it is alive again.
+
+    Example: `Coordinator(pool, policy, ladder, lengths).roll_out(requests)`.
     """
 
     def __init__(
-        self, model: Path, generation: GenerationConfig, seed: int, num_workers: int, *, recompute_kv_cache: bool = True
+        self, model: Path, generation: GenerationConfig, seed: int, num_engines: int, *, recompute_kv_cache: bool = True
     ) -> None:
-        """Starts Ray, unless one runs, and `num_workers` workers. Raises ConfigError for what vLLM refuses.
+        """Starts `num_engines` engines, and Ray unless it runs. Raises ConfigError for what vLLM refuses.
 
-        `recompute_kv_cache`: what new weights amid requests mean for what those have so far (`RolloutWorker.load_weights`).
+        `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`).
         """
-        blocks = worker_blocks(generation.specrollout, num_workers)
+        blocks = blocks_of_engines(generation.specrollout, num_engines)
         names = [method_name(block) for block in blocks]
         self.method_names = list(dict.fromkeys(names))
         self.methods = [self.method_names.index(name) for name in names]
-        self.num_restarts = [0] * num_workers
+        self.num_restarts = [0] * num_engines
+        self.capacity = 0
+        self.pids: dict[int, int] = {}
+        """Process of each engine; of a dead engine the last one."""
         self._recompute_kv_cache = recompute_kv_cache
-        self._orders = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
+        self._arguments = [(str(model), replace(generation, specrollout=block), seed) for block in blocks]
         self._actors: dict[int, Any] = {}
         self._starting: dict[Any, _Start] = {}
         self._turns: dict[Any, int] = {}
-        self._deaths: dict[int, None] = {}  # that were not reported to the coordinator
+        self._deaths: dict[int, None] = {}
+        """Dead engines that `results` has not reported."""
         self._untold: list[tuple[int, str]] = []
-        """Dead workers that `take_deaths` has not told of, each with its last words."""
-        self._last_words = ""
-        self.pids: dict[int, int] = {}
-        """The process of each worker, of one that died the last."""
-        self._heard_s = [0.0] * num_workers
+        """Dead engines that `take_deaths` has not told of, each with its last error."""
+        self._last_error = ""
+        self._heard_s = [0.0] * num_engines
         self._weights: Any = None
-        self.capacity = 0
         self._ray = OwnRay()
         try:
-            for worker in range(num_workers):
-                self._start(worker)
+            for engine in range(num_engines):
+                self._start(engine)
             self._wait_for_starts()
             self._deaths.clear()
         except BaseException:
             self.close()
             raise
 
-    def is_alive(self, worker: int) -> bool:
-        """Whether it takes orders."""
-        return worker in self._actors and worker not in self._deaths
+    # For a coordinator: see `Engines`
 
-    def send(self, worker: int, orders: Orders) -> None:
-        """Asks for a turn; a worker takes its turns, and new weights, in order."""
-        if not self.num_turns(worker):
-            self._heard_s[worker] = time.monotonic()
-        self._turns[self._actors[worker].turn.remote(orders)] = worker
+    def is_alive(self, engine: int) -> bool:
+        """Returns whether the engine takes orders."""
+        return engine in self._actors and engine not in self._deaths
 
-    def num_turns(self, worker: int) -> int:
-        """Turns that it was asked for and has not reported."""
-        return sum(w == worker for w in self._turns.values())
+    def send(self, engine: int, orders: Orders) -> None:
+        """Queues a turn."""
+        if not self.num_turns(engine):
+            self._heard_s[engine] = time.monotonic()
+        self._turns[self._actors[engine].turn.remote(orders)] = engine
 
-    def reports(self) -> list[tuple[int, Report | None]]:
-        """Waits until a turn ends, or a worker that was being revived is alive, and takes all that have; None, once, of a
-        worker that has died, without waiting if that is known by now."""
+    def num_turns(self, engine: int) -> int:
+        """Returns the number of turns that were sent and whose results are missing."""
+        return sum(e == engine for e in self._turns.values())
+
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Waits until a turn ends, an engine has restarted, or a death is known; returns results and deaths."""
         ready = [] if self._deaths else self._wait()
         answers = [(self._turns[turn], self._answer(self._turns[turn], turn)) for turn in ready if turn in self._turns]
         for turn in ready:
             self._turns.pop(turn, None)
         deaths, self._deaths = self._deaths, {}
-        return [(w, answer) for w, answer in answers if answer is not GONE] + [(w, None) for w in deaths]
-
-    def finish_turns(self) -> None:
-        """Waits for the turns that are left of an earlier rollout; what they report is dropped."""
-        while self._turns:
-            self.reports()
+        return [(e, answer) for e, answer in answers if answer is not DEAD] + [(e, None) for e in deaths]
 
     def revive(self) -> None:
-        """Begins to start dead workers again, with the newest weights, but none that has died too often. Raises RuntimeError
-        if that leaves no worker."""
-        being_revived = {start.worker for start in self._starting.values()}
-        for worker in set(range(len(self.methods))) - self._actors.keys() - being_revived:
-            if self.num_restarts[worker] < MOST_RESTARTS:
-                self.num_restarts[worker] += 1
-                self._start(worker)
+        """Begins to restart dead engines with the newest weights, each at most `MOST_RESTARTS` times.
+
+        Raises RuntimeError if no engine is left.
+        """
+        restarting = {start.engine for start in self._starting.values()}
+        for engine in set(range(len(self.methods))) - self._actors.keys() - restarting:
+            if self.num_restarts[engine] < MOST_RESTARTS:
+                self.num_restarts[engine] += 1
+                self._start(engine)
         if not self._actors and not self._starting:
             raise RuntimeError(
-                f"all rollout workers have died, each {MOST_RESTARTS + 1} times; the last words of one: "
-                f"{self._last_words or 'none'}"
+                f"all rollout workers have died {MOST_RESTARTS + 1} times; the last error of one: "
+                f"{self._last_error or 'unknown'}"
             )
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Gives every worker new weights, by Hugging Face names, after the turns that it was asked for; waits for it.
+        """Gives every live engine new weights, by Hugging Face name, after its queued turns; waits for them.
 
-        A worker that is being revived is not waited for: it gets them before its first turn.
+        An engine that is restarting gets them before its first turn.
         """
         self._weights = ray.put(({name: tensor.contiguous() for name, tensor in tensors}, policy_version))
-        loads = {w: a.load_weights.remote(self._weights, self._recompute_kv_cache) for w, a in self._actors.items()}
-        for worker, load in loads.items():
-            self._answer(worker, load)
+        loads = {e: a.load_weights.remote(self._weights, self._recompute_kv_cache) for e, a in self._actors.items()}
+        for engine, load in loads.items():
+            self._answer(engine, load)
 
-    def ask(self, worker: int, method: str, *arguments: Any) -> Any:
-        """What a method of the engine of a worker that is alive returns, or GONE."""
-        return self._answer(worker, self._actors[worker].ask.remote(method, arguments))
+    # For the run
+
+    def finish_turns(self) -> None:
+        """Waits for the turns that are left of an earlier rollout, and drops their results."""
+        while self._turns:
+            self.results()
+
+    def method_name(self, engine: int) -> str:
+        """Returns the name of the engine's draft method."""
+        return self.method_names[self.methods[engine]]
+
+    def ask(self, engine: int, method: str, *arguments: Any) -> Any:
+        """Calls a method of the engine, which must be alive. Returns its result, or DEAD if the engine has died."""
+        return self._answer(engine, self._actors[engine].ask.remote(method, arguments))
 
     def ask_each(self, method: str, *arguments: Any, drafting_by: str | None = None) -> dict[int, Any]:
-        """What a method of the engine returns, of each worker that is alive, or of those that have a drafter of that type."""
+        """Calls a method of every live engine, or of those with a drafter of that type; returns the results by engine."""
         asked = {
-            worker: actor.ask.remote(method, arguments)
-            for worker, actor in sorted(self._actors.items())
-            if drafting_by in (None, *self.method_names[self.methods[worker]].split("+"))
+            engine: actor.ask.remote(method, arguments)
+            for engine, actor in sorted(self._actors.items())
+            if drafting_by in (None, *self.method_name(engine).split("+"))
         }
-        return {worker: answer for worker, ref in asked.items() if (answer := self._answer(worker, ref)) is not GONE}
+        return {engine: answer for engine, ref in asked.items() if (answer := self._answer(engine, ref)) is not DEAD}
 
     def take_deaths(self) -> list[str]:
-        """A sentence for each death of a worker, or of a drafter process of one, since last asked."""
+        """Returns a sentence for each death of an engine, or of an engine's drafter process, since the last call."""
         deaths = [sentence for sentences in self.ask_each("take_deaths").values() for sentence in sentences]
         untold, self._untold = self._untold, []
         return deaths + [
-            f"rollout worker {worker} died{f' ({words})' if words else ''}; others make its requests, and it "
+            f"rollout worker {engine} died{f' ({error})' if error else ''}; the others take over its requests, and it "
             + (
-                f"is started again (at most {MOST_RESTARTS} times)"
-                if self.num_restarts[worker] < MOST_RESTARTS
-                else "has died too often to be started again"
+                f"is restarted (at most {MOST_RESTARTS} times)"
+                if self.num_restarts[engine] < MOST_RESTARTS
+                else "has died too often to be restarted"
             )
-            for worker, words in untold
+            for engine, error in untold
         ]
 
     def close(self) -> None:
-        """Ends the workers, and Ray if it is ours."""
+        """Ends the engines, and Ray if it was started here."""
         for actor in (*self._actors.values(), *(start.actor for start in self._starting.values())):
             ray.kill(actor)
         self._actors, self._starting, self._turns = {}, {}, {}
         self._ray.stop()
 
-    def _start(self, worker: int) -> None:
-        """Begins to start a worker. It asks Ray for no CPU: if there are more workers than cores, each is slower, and none
-        waits for ever for a place."""
+    # Inside
+
+    def _start(self, engine: int) -> None:
+        """Begins to start an engine. It asks Ray for no CPU: more engines than cores are slower, but none waits for a core."""
         actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=ONE_CORE).remote()
-        started = actor.start.remote(*self._orders[worker], self._weights)
-        self._starting[started] = _Start(worker, actor, self._weights)
-        self._heard_s[worker] = time.monotonic()
-
-    def _wait(self) -> list[Any]:
-        """Turns that have ended, at least one unless a worker is alive now that was not, or is to be killed."""
-        waiting = [*self._turns, *self._starting]
-        ready = self._ready(waiting)
-        patience_s = self._patience_s()
-        if not ready:
-            ray.wait(waiting, timeout=patience_s)
-            ready = self._ready(waiting)
-        for start in [ref for ref in ready if ref in self._starting]:
-            begun = self._starting.pop(start)
-            self._actors[begun.worker] = begun.actor
-            answer = self._answer(begun.worker, start)
-            if answer is GONE:
-                continue
-            self.capacity, self.pids[begun.worker] = answer
-            if begun.weights is not self._weights:  # new ones came while it started
-                self._answer(begun.worker, begun.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
-        return [ref for ref in ready if ref in self._turns]
-
-    def _ready(self, waiting: list[Any]) -> list[Any]:
-        """Those of them that have ended, whose workers are heard of by that."""
-        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-        for turn in ready:
-            if turn in self._turns:
-                self._heard_s[self._turns[turn]] = time.monotonic()
-        return ready
-
-    def _patience_s(self) -> float:
-        """Until somebody will have been silent for too long; kills who has been."""
-        at_work = {worker: (self._actors[worker], HANG_S) for worker in self._turns.values()}
-        at_work |= {start.worker: (start.actor, START_S) for start in self._starting.values()}
-        left_s = {worker: self._heard_s[worker] + most_s - time.monotonic() for worker, (_, most_s) in at_work.items()}
-        for worker in [worker for worker, left in left_s.items() if left <= 0]:
-            ray.kill(at_work[worker][0])
-        return max(min(left_s.values()), 1.0)
+        started = actor.start.remote(*self._arguments[engine], self._weights)
+        self._starting[started] = _Start(engine, actor, self._weights)
+        self._heard_s[engine] = time.monotonic()
 
     def _wait_for_starts(self) -> None:
         while self._starting:
@@ -242,16 +223,56 @@ class RolloutPool:
             self._wait()
             self.revive()
 
-    def _answer(self, worker: int, ref: Any) -> Any:
-        """Returns a worker's answer, or GONE if it has died. Kills a worker that does not answer within `HANG_S`."""
+    def _wait(self) -> list[Any]:
+        """Returns turns that have ended: at least one, unless an engine has started or is to be killed."""
+        waiting = [*self._turns, *self._starting]
+        ready = self._ready(waiting)
+        patience_s = self._patience_s()
+        if not ready:
+            ray.wait(waiting, timeout=patience_s)
+            ready = self._ready(waiting)
+        for start in [ref for ref in ready if ref in self._starting]:
+            self._end_start(start)
+        return [ref for ref in ready if ref in self._turns]
+
+    def _end_start(self, started: Any) -> None:
+        """Makes an engine that has started alive, or dead if its start failed."""
+        start = self._starting.pop(started)
+        self._actors[start.engine] = start.actor
+        answer = self._answer(start.engine, started)
+        if answer is DEAD:
+            return
+        self.capacity, self.pids[start.engine] = answer
+        if start.weights is not self._weights:  # new weights came while it started
+            self._answer(start.engine, start.actor.load_weights.remote(self._weights, self._recompute_kv_cache))
+
+    def _ready(self, waiting: list[Any]) -> list[Any]:
+        """Returns which of the calls have ended, and notes that their engines were heard of."""
+        ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for turn in ready:
+            if turn in self._turns:
+                self._heard_s[self._turns[turn]] = time.monotonic()
+        return ready
+
+    def _patience_s(self) -> float:
+        """Returns the seconds until an engine will have been silent for too long; kills engines that already have."""
+        busy = {engine: (self._actors[engine], HANG_S) for engine in self._turns.values()}
+        busy |= {start.engine: (start.actor, START_S) for start in self._starting.values()}
+        left_s = {engine: self._heard_s[engine] + limit_s - time.monotonic() for engine, (_, limit_s) in busy.items()}
+        for engine in [engine for engine, left in left_s.items() if left <= 0]:
+            ray.kill(busy[engine][0])
+        return max(min(left_s.values()), 1.0)
+
+    def _answer(self, engine: int, ref: Any) -> Any:
+        """Returns an engine's answer, or DEAD if it has died. Kills an engine that does not answer within `HANG_S`."""
         try:
             return ray.get(ref, timeout=HANG_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            actor = self._actors.pop(worker, None)
+            actor = self._actors.pop(engine, None)
             if isinstance(error, ray.exceptions.GetTimeoutError) and actor is not None:
                 ray.kill(actor)
-            self._turns = {turn: w for turn, w in self._turns.items() if w != worker}
-            self._deaths[worker] = None
-            self._last_words = self._ray.last_words(self.pids.get(worker, 0))[:_LONGEST_WORDS]
-            self._untold.append((worker, self._last_words))
-            return GONE
+            self._turns = {turn: e for turn, e in self._turns.items() if e != engine}
+            self._deaths[engine] = None
+            self._last_error = self._ray.last_error(self.pids.get(engine, 0))[:_LONGEST_ERROR]
+            self._untold.append((engine, self._last_error))
+            return DEAD

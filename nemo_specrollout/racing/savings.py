@@ -1,67 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout's moves and races have saved, by estimate: who had what before the first of them, and when that would have
-ended.
+"""Estimate of the seconds that a rollout's moves and races have saved.
 
-Shapes: R requests under way then, M draft methods, W workers.
+The estimate asks when the rollout would have ended if every engine had kept what it had before the first move or race.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
 from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.scheduling.racing.draft_ladder import Paces
 from nemo_specrollout.scheduling.racing.drain import Held, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
 
 class Savings:
-    """Of requests that began together. Owns when each worker told last, and what was held before the first move or race."""
+    """Savings of requests that began together.
 
-    def __init__(self, num_workers: int, now_s: float) -> None:
+    Owns the time of each engine's latest result, and the distribution of requests before the first move or race.
+    """
+
+    def __init__(self, num_engines: int, now_s: float) -> None:
         self.keys: list[int] = []
-        """The requests that were held then."""
-        self._told_s_W = np.full(num_workers, now_s)
+        """Requests under way just before the first move or race."""
+        self._heard_s_W = np.full(num_engines, now_s)
         self._held: Held | None = None
         self._gave_up = False
 
-    def told(self, worker: int, now_s: float) -> None:
-        """The worker has reported."""
-        self._told_s_W[worker] = now_s
+    def heard_from(self, engine: int, now_s: float) -> None:
+        """Notes that the engine has handed in a result at `now_s`."""
+        self._heard_s_W[engine] = now_s
 
     def give_up(self) -> None:
-        """Something happened after which there is nothing to compare with: a death, new weights."""
+        """Gives up the estimate: after a death or new weights, nothing remains to compare with."""
         self._gave_up = True
 
-    def more(self) -> None:
-        """More requests are under way: there is nothing to compare with, unless no request has moved or raced yet."""
+    def more_requests(self) -> None:
+        """Gives up the estimate if requests are added after the first move or race."""
         self._gave_up = self._gave_up or self._held is not None
 
     def before(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
-        """The decision is about to be carried out, over requests `keys`; who waits counts as begun where it is to begin."""
-        workers = {key: list(responses[key].runs) for key in keys}
-        if self._held is not None or not any(workers[keys[request]] for request, _ in decision.starts):
+        """Notes which engine has which request, just before the first decision that moves or races one.
+
+        `keys` are the requests that the decision numbers. A waiting request counts for the engine where it will begin.
+        """
+        engines = {key: list(responses[key].attempts) for key in keys}
+        if self._held is not None or not any(engines[keys[request]] for request, _ in decision.starts):
             return
-        begun = {keys[request]: worker for request, worker in decision.starts}
-        holders = {**begun, **{key: has[0] for key, has in workers.items() if has}}
+        begun = {keys[request]: engine for request, engine in decision.starts}
+        holders = {**begun, **{key: has[0] for key, has in engines.items() if has}}
         num_tokens_R = np.array([len(responses[key].tokens) for key in holders])
         self.keys = list(holders)
-        self._held = Held(np.array(list(holders.values())), num_tokens_R, self._told_s_W.copy())
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anybody moved or raced, and there is something to compare with."""
-        return self._held is not None and not self._gave_up
+        self._held = Held(np.array(list(holders.values())), num_tokens_R, self._heard_s_W.copy())
 
     def saved_s(
-        self,
-        ended_s: float,
-        responses: Mapping[int, Response],
-        speed_RM: np.ndarray,
-        method_W: np.ndarray,
-        paces: Paces,
-    ) -> float:
-        """Seconds by which what ended at `ended_s` would have ended later, if that is known. `speed_RM`: of `keys`."""
-        assert self._held is not None
+        self, ended_s: float, responses: Mapping[int, Response], speeds: DecodeSpeeds, methods: Sequence[int]
+    ) -> float | None:
+        """Returns by how many seconds a rollout that ended at `ended_s` would have ended later.
+
+        None if no request moved or raced, or if nothing remains to compare with. `methods` is the draft method by engine.
+        """
+        if self._held is None or self._gave_up:
+            return None
         lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
-        return undisturbed_end_s(self._held, lengths_R, speed_RM, method_W, paces) - ended_s
+        speed_RM, method_W = speeds.of(self.keys), np.array(methods)
+        return undisturbed_end_s(self._held, lengths_R, speed_RM, method_W, speeds.ladder) - ended_s

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's shard of a rollout: takes turns with those of other workers, until nothing is left to do for anybody.
+"""A synchronous engine's part in a rollout: it takes turns with other engines until none has anything left to do.
 
-If the exchange is gone the worker finishes its own requests alone: the same tokens, later.
+If the exchange is lost, the engine finishes its own requests alone: the same tokens, later.
 """
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,34 +12,32 @@ from typing import Protocol
 
 from nemo_specrollout.generation.engine import Rollout
 from nemo_specrollout.generation.shard_request import ShardRequest
-from nemo_specrollout.racing.exchange_messages import ExchangeFailed, Reply
-from nemo_specrollout.racing.rollout_worker import RolloutWorker, Steps
-from nemo_specrollout.racing.turns import Orders, Report
-
-logger = logging.getLogger(__name__)
+from nemo_specrollout.racing.turn_engine import SteppedEngine, TurnEngine
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, TurnResult
 
 
 class Link(Protocol):
-    """A worker's end of the exchange, which is elsewhere. Every call raises ExchangeFailed where that is gone."""
+    """An engine's connection to the exchange. Every call but `leave` raises ExchangeFailed if the exchange is lost."""
 
     def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None: ...
 
-    def exchange(self, report: Report | None) -> Callable[[], Reply]:
-        """Hands the report in; the answer is waited for when it is asked for."""
+    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
+        """Sends the result of a turn; the returned function waits for the reply."""
 
-    def leave(self) -> None:
-        """Raises nothing."""
+    def leave(self) -> None: ...
 
 
 @dataclass
-class _Known:
-    """What this worker knows of its own requests, by number: as far as its own runs of them reach without a gap, and why those
-    ended that it saw ending."""
+class _OwnTexts:
+    """The responses to an engine's own requests, as far as its own attempts reach without a gap."""
 
-    worker: int
+    engine: int
     texts: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    """Tokens and log-probs by the number of the request."""
     reasons: dict[int, str] = field(default_factory=dict)
-    _runs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Finish reason of the requests that ended here."""
+    _attempts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Number of the request and next position, by the name of the attempt."""
 
     def text(self, number: int) -> tuple[list[int], list[float]]:
         return self.texts.setdefault(number, ([], []))
@@ -52,22 +49,22 @@ class _Known:
     def begin(self, orders: Orders) -> None:
         for name, request in orders.starts:
             assert isinstance(request, ShardRequest)
-            worker, number = request.home
-            if worker == self.worker:
-                self._runs[name] = number, len(request.prefix_token_ids)
+            engine, number = request.home
+            if engine == self.engine:
+                self._attempts[name] = number, len(request.prefix_token_ids)
 
-    def told(self, report: Report) -> None:
-        for name, part in report.progress.parts().items():
-            if name in self._runs:
-                number, start = self._runs[name]
-                self._runs[name] = number, start + len(part[0])
-                self._extend(number, start, part, report.finished.get(name))
+    def extend(self, result: TurnResult) -> None:
+        for name, part in result.progress.parts().items():
+            if name in self._attempts:
+                number, start = self._attempts[name]
+                self._attempts[name] = number, start + len(part[0])
+                self._extend(number, start, part, result.finished.get(name))
 
     def _extend(self, number: int, start: int, part: tuple[list[int], list[float]], reason: str | None) -> None:
         tokens, logprobs = self.text(number)
         num_old = len(tokens) - start
         if num_old < 0:
-            return  # somebody else made what is between
+            return  # another engine made the tokens between
         tokens.extend(part[0][num_old:])
         logprobs.extend(part[1][num_old:])
         if reason is not None:
@@ -75,63 +72,62 @@ class _Known:
 
 
 class ShardRollout:
-    """One worker's part of a rollout. Owns what its requests came to.
+    """One engine's part in a rollout. Owns the responses to its requests.
 
-    Invariant: one exchange at most is under way, while the engine takes the turn that it has by then.
+    Invariant: at most one exchange is under way; meanwhile the engine takes a turn that it already has.
     """
 
-    def __init__(self, worker: int, engine: Steps, link: Link) -> None:
-        self._engine, self._link = engine, link
+    def __init__(self, engine: int, stepped: SteppedEngine, link: Link) -> None:
+        """`engine` is the number of the engine `stepped`."""
+        self._stepped, self._link = stepped, link
         self._rollouts: dict[int, Rollout] = {}
-        self._known = _Known(worker)
+        self._own = _OwnTexts(engine)
         self.failure: str | None = None
-        """Why the exchange was of no more use, if so."""
+        """Reason why the exchange was lost; None if it was not."""
 
     def run(self, requests: Sequence[ShardRequest]) -> list[Rollout]:
-        """The responses, in the order of `requests`, whose numbers are 0, 1, ...; for none of its own it helps others."""
-        worker = RolloutWorker(self._engine)
+        """Returns the responses to `requests`, which are numbered 0, 1, ... An engine without requests helps others."""
+        engine = TurnEngine(self._stepped)
         try:
-            self._take_turns(worker, requests)
+            self._take_turns(engine, requests)
         except ExchangeFailed as error:
             self.failure = str(error)
         except BaseException:
             self._link.leave()
             raise
         finally:
-            worker.forget()
+            engine.stop_all()
         if self.failure is not None:
             self._finish_alone(requests)
         return [self._rollouts[number] for number in range(len(requests))]
 
-    def _take_turns(self, worker: RolloutWorker, requests: Sequence[ShardRequest]) -> None:
-        self._link.join(self._engine.max_num_seqs, requests)
-        answer, turns, report = self._link.exchange(None), deque[Orders](), None
+    def _take_turns(self, engine: TurnEngine, requests: Sequence[ShardRequest]) -> None:
+        self._link.join(self._stepped.max_num_seqs, requests)
+        receive, turns, result = self._link.exchange(None), deque[Orders](), None
         while True:
             if turns:
-                report = self._turn(worker, turns.popleft())
-            reply = answer()
-            self._rollouts |= {made.number: made.rollout for made in reply.made if made.rollout is not None}
+                orders = turns.popleft()
+                self._own.begin(orders)
+                result = engine.turn(orders)
+                self._own.extend(result)
+            reply = receive()
+            self._rollouts |= {a.number: a.rollout for a in reply.answers if a.rollout is not None}
             if reply.is_over:
                 return
             turns.extend(reply.orders)
-            answer, report = self._link.exchange(report), None
-
-    def _turn(self, worker: RolloutWorker, orders: Orders) -> Report:
-        self._known.begin(orders)
-        report = worker.turn(orders)
-        self._known.told(report)
-        return report
+            receive, result = self._link.exchange(result), None
 
     def _finish_alone(self, requests: Sequence[ShardRequest]) -> None:
-        known = self._known
-        self._rollouts = {**known.rollouts, **self._rollouts}
+        """Goes on from the tokens that the engine made itself."""
+        own = self._own
+        self._rollouts = {**own.rollouts, **self._rollouts}
         left = [r for r in requests if r.home[1] not in self._rollouts]
-        starts = tuple((r.home[1], replace(r, prefix_token_ids=tuple(known.text(r.home[1])[0]))) for r in left)
-        worker, orders = RolloutWorker(self._engine), Orders(starts, seconds=math.inf)
+        starts = tuple((r.home[1], replace(r, prefix_token_ids=tuple(own.text(r.home[1])[0]))) for r in left)
+        engine, orders = TurnEngine(self._stepped), Orders(starts, seconds=math.inf)
         while len(self._rollouts) < len(requests):
-            report = worker.turn(orders)
-            for number, (tokens, logprobs) in report.progress.parts().items():
-                known.text(number)[0].extend(tokens)
-                known.text(number)[1].extend(logprobs)
-            self._rollouts |= {n: Rollout(*known.text(n), reason) for n, reason in report.finished.items()}
+            result = engine.turn(orders)
+            for number, (tokens, logprobs) in result.progress.parts().items():
+                own.text(number)[0].extend(tokens)
+                own.text(number)[1].extend(logprobs)
+            self._rollouts |= {n: Rollout(*own.text(n), reason) for n, reason in result.finished.items()}
             orders = Orders(seconds=math.inf)
