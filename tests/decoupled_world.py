@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world in which both sides of the protocol run against a network that delays, loses, doubles and reorders, on a clock of
-its own. The engines are small deterministic functions; the protocol, its messages and their bytes are the real ones."""
+"""A simulation of both sides of the protocol with a network that delays, loses, duplicates and reorders frames.
+
+The clock is simulated, and the engines are small deterministic functions. The protocol and its encoded messages are real.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -8,33 +10,39 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nemo_specrollout.remote.protocol.draft_ring import text_hash
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
+from nemo_specrollout.remote.protocol.engine_commands import (
+    DRAFT_ROW,
+    CloseShadow,
+    CorrectShadow,
+    DraftModel,
+    LoadWeights,
+    OpenShadow,
+)
 from nemo_specrollout.remote.protocol.messages import decode, encode
-from nemo_specrollout.remote.protocol.orders import DraftModel, Publication, ShadowClosing, ShadowOpening
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
-from nemo_specrollout.remote.protocol.prefix_hash import of_text
-from nemo_specrollout.remote.protocol.shadow_sequences import Drafted
 from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
-from nemo_specrollout.remote.verifier.stream import DraftStream
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
-VOCAB, MAX_LEN, LANES, MOST_AHEAD, SHADOWS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
+VOCAB, MAX_LEN, NUM_SLOTS, MOST_AHEAD, SHADOWS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4
 STOP, ACCEPTANCE = 0, 0.8
 
 
 def policy_token(seed: int, text: list[int]) -> int:
-    """What the policy samples after `text`."""
+    """Returns the token that the policy samples after `text`."""
     return combine(seed, len(text), *text[-3:]) % VOCAB
 
 
 def draft_token(seed: int, text: list[int], version: int, acceptance: float) -> int:
-    """What a drafter of some version samples after `text`: often the same."""
+    """Returns the token that a drafter with weights of `version` samples after `text`: the policy's at rate `acceptance`."""
     agrees = combine(seed, version, len(text), 7) % 1000 < 1000 * acceptance
     return policy_token(seed, text) if agrees else combine(seed, version, len(text)) % VOCAB
 
 
 def plain_text(seed: int, prompt: list[int], limit: int) -> list[int]:
-    """What plain decoding makes of `prompt`."""
+    """Returns the text that plain decoding makes of `prompt`."""
     text = list(prompt)
     while len(text) < limit and (len(text) == len(prompt) or text[-1] != STOP):
         text.append(policy_token(seed, text))
@@ -43,10 +51,10 @@ def plain_text(seed: int, prompt: list[int], limit: int) -> list[int]:
 
 @dataclass
 class Faults:
-    """How bad the network is: shares of frames lost and doubled, longest delay in seconds, whether order may change."""
+    """Faults of a network: shares of frames lost and duplicated, longest delay in seconds, whether the order may change."""
 
     loss: float = 0.0
-    doubling: float = 0.0
+    duplication: float = 0.0
     delay_s: float = 0.0
     reorders: bool = False
 
@@ -60,7 +68,7 @@ class Request:
 
 
 class Network:
-    """Frames under way between named ends."""
+    """Frames on their way between named ends."""
 
     def __init__(self, rng: random.Random, faults: Faults) -> None:
         self.rng, self.faults = rng, faults
@@ -70,7 +78,7 @@ class Network:
 
     def send(self, source: object, target: object, frame: bytes, now_s: float) -> None:
         f = self.faults
-        for _ in range(1 + (self.rng.random() < f.doubling)):
+        for _ in range(1 + (self.rng.random() < f.duplication)):
             if self.rng.random() < f.loss:
                 continue
             due = now_s + self.rng.random() * f.delay_s
@@ -86,71 +94,73 @@ class Network:
 
 
 class FakeDrafter:
-    """A drafter whose engine is `draft_token`; it keeps full texts, as vLLM does, and obeys corrections."""
+    """A drafter with `draft_token` as its engine, which keeps full texts, as vLLM does, and carries out commands."""
 
     def __init__(self, name: object, rng: random.Random, truth: dict[int, list[int]]) -> None:
+        """`truth` holds, by seed, the final text of each request."""
         self.name, self.rng, self.truth = name, rng, truth
-        self.runs = 0
+        self.num_starts = 0
         self.restart()
 
     def restart(self) -> None:
-        self.runs += 1
-        drafter = combine(hash(self.name) & 0xFFFF, self.runs) >> 1
-        num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # of 3, many are wanting
+        self.num_starts += 1
+        drafter = combine(hash(self.name) & 0xFFFF, self.num_starts) >> 1
+        num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # 3 are too few for all requests
         self.side = DrafterSide(DraftModel(VOCAB, "", MAX_LEN), drafter, num_shadows, MOST_AHEAD)
         self.texts: dict[int, tuple[int, list[int]]] = {}
         self.version = 0
 
     def publish(self) -> None:
-        """New weights."""
+        """Changes the weights."""
         self.version += 1
-        self.side.published(Publication("", self.version, None))
+        self.side.weights_loaded(LoadWeights("", self.version, None))
 
     def check(self) -> None:
-        """What the protocol believes of its shadows is what the engine holds, and what it takes to be committed is."""
+        """Checks that the protocol knows the engine's texts, and that its committed texts are the verifier's."""
+        shadows = self.side.shadows
         for shadow, (seed, text) in self.texts.items():
-            assert self.side.shadows.text_hash(shadow) == (len(text), of_text(seed, np.array(text, np.int32)))
-            num_committed = self.side.shadows.num_committed(shadow)
+            end, num_committed = int(shadows.state["end"][shadow]), int(shadows.state["committed"][shadow])
+            prefix_hash = shadows.rings["prefix_hash"][shadow, end % shadows.rings.shape[1]]
+            assert (end, prefix_hash) == (len(text), text_hash(seed, np.array(text, np.int32)))
             assert text[:num_committed] == self.truth[seed][:num_committed]
 
     def step(self, network: Network, now_s: float) -> None:
         for peer, frame in network.arrived(self.name, now_s):
             self.side.receive(peer, decode(frame), now_s)
-        self._obey()
-        wanting = self.side.wanting()[: self.rng.choice([SHADOWS, SHADOWS, 1, 0])]
-        rows = [self._draft(int(m)) for m in wanting]
-        if rows:
-            positions, tokens = (np.array(c) for c in zip(*rows, strict=True))
-            new = (wanting, positions.astype(np.int64), tokens.astype(np.int32))
-            self.side.drafted(Drafted(*new, np.zeros(len(rows), np.int8)), 0.001)
+        self._carry_out_commands()
+        ready = self.side.ready_to_draft()[: self.rng.choice([SHADOWS, SHADOWS, 1, 0])]
+        if len(ready):
+            self.side.drafted(np.array([self._draft(shadow) for shadow in ready.tolist()], DRAFT_ROW), 0.001)
         self.side.forget_silent(now_s)
         for peer, reply in self.side.outgoing(now_s):
             if peer is not None:
                 network.send(self.name, peer, encode(reply), now_s)
 
-    def _obey(self) -> None:
-        for order in self.side.take_orders():
-            if isinstance(order, ShadowClosing):
-                del self.texts[order.shadow]
-            elif isinstance(order, ShadowOpening):
-                assert order.shadow not in self.texts
-                self.texts[order.shadow] = (order.seed, order.text.tolist())
+    def _carry_out_commands(self) -> None:
+        for command in self.side.take_commands():
+            if isinstance(command, CloseShadow):
+                del self.texts[command.shadow]
+            elif isinstance(command, OpenShadow):
+                assert command.shadow not in self.texts
+                self.texts[command.shadow] = (command.seed, command.text.tolist())
             else:
-                seed, text = self.texts[order.shadow]
-                assert order.num_kept <= len(text)
-                self.texts[order.shadow] = (seed, text[: order.num_kept] + order.tokens)
+                assert isinstance(command, CorrectShadow)
+                seed, text = self.texts[command.shadow]
+                assert command.num_kept <= len(text)
+                self.texts[command.shadow] = (seed, text[: command.num_kept] + command.tokens)
 
-    def _draft(self, shadow: int) -> tuple[int, int]:
+    def _draft(self, shadow: int) -> tuple[int, ...]:
+        """Returns a new token of a shadow sequence, as `DRAFT_ROW`."""
         seed, text = self.texts[shadow]
         token = draft_token(seed, text, self.version, ACCEPTANCE)
         text.append(token)
-        return len(text) - 1, token
+        return shadow, len(text) - 1, 0, token, 0
 
 
 class FakeVerifier:
-    """An engine that decodes `policy_token`s, with the drafts of its stream. `done` holds what it made of its requests.
+    """An engine that samples `policy_token`s and verifies the drafts of its stream. `done` holds the finished requests.
 
-    The protocol learns of tokens up to two steps after the engine has them, as with asynchronous scheduling.
+    The protocol gets tokens up to two steps after the engine has them, as with asynchronous scheduling.
     """
 
     def __init__(self, name: object, rng: random.Random, num_drafters: int, requests: list[Request]) -> None:
@@ -159,89 +169,88 @@ class FakeVerifier:
         self.done: list[Request] = []
         self.num_accepted = 0
         self.running: dict[int, Request] = {}
-        self.runs = 0
+        self.num_starts = 0
         self.restart()
 
     def restart(self) -> None:
-        """The process is another one: it starts over what it had not done."""
-        self.runs += 1
+        """Replaces the process by a new one, which starts all unfinished requests again."""
+        self.num_starts += 1
         self.waiting = [Request(r.seed, r.prompt, r.limit) for r in self.running.values()] + self.waiting
         self.running = {}
         model = PolicyModel(VOCAB, "", (STOP,))
-        self.side = VerifierSide(
-            combine(hash(self.name) & 0xFFFF, self.runs) >> 1, LANES, self.num_drafters, MOST_AHEAD, model, 1
-        )
-        table_SX = np.zeros((LANES, DraftStream.columns(MOST_AHEAD)), np.int32)
+        session = combine(hash(self.name) & 0xFFFF, self.num_starts) >> 1
+        self.side = VerifierSide(session, NUM_SLOTS, self.num_drafters, MOST_AHEAD, model)
+        table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(MOST_AHEAD)), np.int32)
         self.stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
-        self.token_ids_SL, self.known_SL = np.zeros((2, LANES, MAX_LEN), np.int32)
-        self.known_S = np.zeros(LANES, np.int64)
+        self.token_ids_SL, self.known_SL = np.zeros((2, NUM_SLOTS, MAX_LEN), np.int32)
+        self.known_S = np.zeros(NUM_SLOTS, np.int64)
 
     @property
     def is_done(self) -> bool:
         return not self.running and not self.waiting
 
     def step(self, network: Network, now_s: float) -> None:
-        """One engine step: take what came, say what is new, verify the drafts at hand."""
+        """Takes a step of the engine: receives drafts, sends new tokens, verifies the drafts at hand."""
         self._admit()
-        for drafter, frame in network.arrived((self.name, self.runs), now_s):
+        for drafter, frame in network.arrived((self.name, self.num_starts), now_s):
             self.side.receive(drafter, decode(frame), now_s)
         if self.rng.random() < 0.8:
             self.side.follow(self.known_SL, self.known_S, now_s)
         for drafter, message in self.side.outgoing():
-            network.send((self.name, self.runs), drafter, encode(message), now_s)
-        self.side.tails.write(self.stream.table_SX)
+            network.send((self.name, self.num_starts), drafter, encode(message), now_s)
+        self.side.buffers.write(self.stream.table_SX)
         if self.rng.random() < 0.7:
             self._learn()
-        self._decode(np.array(sorted(self.running, key=lambda lane: self.rng.random()), np.int64))
+        self._decode(np.array(sorted(self.running, key=lambda slot: self.rng.random()), np.int64))
         if self.rng.random() < 0.3:
             self._learn()
 
     def _learn(self) -> None:
-        """The host gets to know the texts."""
-        for lane, request in self.running.items():
-            self.known_SL[lane, : len(request.text)] = request.text
-            self.known_S[lane] = len(request.text)
+        """Gives the texts to the protocol's host."""
+        for slot, request in self.running.items():
+            self.known_SL[slot, : len(request.text)] = request.text
+            self.known_S[slot] = len(request.text)
 
     def _admit(self) -> None:
-        for lane in range(LANES):
-            if lane not in self.running and self.waiting:
+        for slot in range(NUM_SLOTS):
+            if slot not in self.running and self.waiting:
                 request = self.waiting.pop(0)
                 request.text = list(request.prompt)
-                self.running[lane] = request
+                self.running[slot] = request
                 self._learn()
-                self.side.open(lane, request.seed, Sampling(1.0, 0, 1.0), request.limit)
+                self.side.open(slot, request.seed, Sampling(1.0, 0, 1.0), request.limit)
 
-    def _decode(self, lanes_B: np.ndarray) -> None:
-        tokens_BK = torch.zeros(LANES, MOST_DRAFTS, dtype=torch.int32)
-        found_B, total_len_S = torch.zeros(2, LANES, dtype=torch.int32)
-        for lane, request in self.running.items():
-            self.token_ids_SL[lane, : len(request.text)] = request.text
-            total_len_S[lane] = len(request.text)
+    def _decode(self, slots_B: np.ndarray) -> None:
+        tokens_BK = torch.zeros(NUM_SLOTS, MOST_DRAFTS, dtype=torch.int32)
+        found_B, total_len_S = torch.zeros(2, NUM_SLOTS, dtype=torch.int32)
+        for slot, request in self.running.items():
+            self.token_ids_SL[slot, : len(request.text)] = request.text
+            total_len_S[slot] = len(request.text)
         self.stream.propose(
-            torch.from_numpy(lanes_B),
+            torch.from_numpy(slots_B),
             total_len_S,
             torch.from_numpy(self.token_ids_SL),
             tokens_BK,
             tokens_BK.char(),
             found_B,
         )
-        for row, lane in enumerate(lanes_B.tolist()):
-            request = self.running[lane]
+        for row, slot in enumerate(slots_B.tolist()):
+            request = self.running[slot]
             drafts = tokens_BK[row, : found_B[row]].tolist()
             self._check(request, drafts)
             for draft in [*drafts, None]:
                 token = policy_token(request.seed, request.text)
                 request.text.append(token)
                 if token == STOP or len(request.text) >= request.limit:
-                    self.side.close(lane)
-                    self.done.append(self.running.pop(lane))
+                    self.side.close(slot)
+                    self.done.append(self.running.pop(slot))
                     break
                 if draft != token:
                     break
                 self.num_accepted += 1
 
     def _check(self, request: Request, drafts: list[int]) -> None:
-        """Each draft was made for just the text that it stands behind, by a drafter of some version."""
+        """Checks that each draft was made for exactly the text before it, by weights of some version."""
         text = list(request.text)
         for draft in drafts:
             assert draft in {draft_token(request.seed, text, v, ACCEPTANCE) for v in range(20)}

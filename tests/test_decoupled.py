@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters in processes of their own: the tokens are plain decoding's, whatever becomes of the drafters meanwhile."""
+"""Drafters in their own processes: tokens equal plain decoding, even if drafters are killed or hang meanwhile."""
 
 import itertools
 import os
@@ -24,8 +24,7 @@ from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngin
 from nemo_specrollout.local.step_rollout import MeasuredRollout
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
 from nemo_specrollout.remote.protocol.peers import PeerState
-from nemo_specrollout.remote.protocol.publishing import publish
-from nemo_specrollout.remote.protocol.transport import VerifierSocket
+from nemo_specrollout.remote.protocol.transport import VerifierSocket, publish
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
 from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 
@@ -36,7 +35,7 @@ ALWAYS_3 = BudgetConfig("fixed", k=3)
 
 @pytest.fixture(scope="module")
 def similar_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy with some noise in its weights: a drafter that is often, but not always, right."""
+    """Adds noise to the policy's weights: a drafter that is often, but not always, right."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -89,7 +88,7 @@ def remote_of(engine: RolloutEngine) -> RemoteDrafter:
 
 
 def wait_until_ready(engine: RolloutEngine, count: int = 2) -> None:
-    """Rolls out until so many drafters answer."""
+    """Rolls out until `count` drafters answer."""
     remote, deadline = remote_of(engine), time.monotonic() + 90
     while sum(p.state is PeerState.READY for p in remote.side.peers) < count:
         assert time.monotonic() < deadline, [(p.state, p.reason) for p in remote.side.peers]
@@ -108,11 +107,11 @@ def num_accepted(engine: RolloutEngine) -> int:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_tokens_are_plain_decodings(engine: RolloutEngine, expected: dict[str, list[Rollout]], name: str) -> None:
+def test_tokens_equal_plain_decoding(engine: RolloutEngine, expected: dict[str, list[Rollout]], name: str) -> None:
     wait_until_ready(engine)
     before, deadline, asked = num_accepted(engine), time.monotonic() + 240, requests(8, 4)
-    # Policy and drafters are of a size here: where they walk in step, every draft of a rollout may come just too late. With
-    # other numbers of requests they do not.
+    # Policy and drafters have the same speed here, so all drafts of a rollout may come a moment too late. Other numbers of
+    # requests break that pattern.
     for size in itertools.cycle((len(asked), 8, 2)):
         assert time.monotonic() < deadline
         assert_equal(engine.generate(asked[:size], **SAMPLINGS[name]), expected[name][:size])
@@ -120,13 +119,13 @@ def test_tokens_are_plain_decodings(engine: RolloutEngine, expected: dict[str, l
             break
 
 
-def test_tokens_are_plain_decodings_with_a_drafter_in_the_engine_too(
+def test_tokens_equal_plain_decoding_with_a_coupled_drafter_too(
     pool: DrafterPool,
     similar_model: Path,
     expected: dict[str, list[Rollout]],
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
-    """Some requests have drafts that came, for some the model in the engine is asked, some get none."""
+    """Some requests get remote drafts, some get drafts of the model in the engine, and some get none."""
     block = served_by(pool, similar_model, BudgetConfig("random"))
     both = (*block.drafters, DrafterConfig("draft_model", model=str(similar_model)), DrafterConfig("ngram"))
     engine = start_engine(STEP_ADDER, replace(block, drafters=both))
@@ -161,13 +160,13 @@ def test_two_verifiers_share_two_drafters(
     other = start_engine(STEP_ADDER, served_by(pool, similar_model, BudgetConfig("auto")))
     wait_until_ready(engine)
     wait_until_ready(other)
-    runs = [Generation(e, requests(8, 4)) for e in (engine, other)]
-    while not all(run.is_done for run in runs):
-        for run in runs:
-            if not run.is_done:
-                run.advance(seconds=0.05)
-    for run in runs:
-        assert_equal(run.rollouts, expected["T=1"])
+    generations = [Generation(e, requests(8, 4)) for e in (engine, other)]
+    while not all(generation.is_done for generation in generations):
+        for generation in generations:
+            if not generation.is_done:
+                generation.advance(seconds=0.05)
+    for generation in generations:
+        assert_equal(generation.rollouts, expected["T=1"])
 
 
 def roll_out_until(engine: RolloutEngine, expected: dict[str, list[Rollout]], happened: Callable[[], bool]) -> None:
@@ -177,24 +176,26 @@ def roll_out_until(engine: RolloutEngine, expected: dict[str, list[Rollout]], ha
         assert_equal(engine.generate(requests(8, 1)), expected["T=1"][::4])
 
 
-def struck(pool: DrafterPool, engine: RolloutEngine, blow: signal.Signals) -> tuple[int, list[Rollout]]:
-    """Rolls out, and strikes the first drafter amid it; the process that was struck, and what was made."""
+def signal_mid_rollout(pool: DrafterPool, engine: RolloutEngine, number: signal.Signals) -> tuple[int, list[Rollout]]:
+    """Signals the first drafter during a rollout; returns its process id and the rollouts."""
     wait_until_ready(engine)
     victim = pool.processes[0].pid
     assert victim is not None
     under_way = Generation(engine, requests(8, 4))
     under_way.advance(seconds=0.2)
-    os.kill(victim, blow)
+    os.kill(victim, number)
     under_way.advance()
     return victim, under_way.rollouts
 
 
-def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+def test_a_killed_drafter_is_replaced(
+    pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
     wait_until_ready(engine)
     peer = remote_of(engine).side.peers[0]
-    known, (victim, found) = peer.drafter, struck(pool, engine, signal.SIGKILL)
+    known, (victim, found) = peer.drafter, signal_mid_rollout(pool, engine, signal.SIGKILL)
     assert_equal(found, expected["T=1"])
-    roll_out_until(engine, expected, lambda: peer.drafter != known)  # the process that replaces it has been greeted
+    roll_out_until(engine, expected, lambda: peer.drafter != known)  # its replacement has been greeted
     assert pool.processes[0].pid != victim
     wait_until_ready(engine)
     before = num_accepted(engine)
@@ -202,9 +203,11 @@ def test_a_drafter_is_killed(pool: DrafterPool, engine: RolloutEngine, expected:
     assert num_accepted(engine) > before
 
 
-def test_a_drafter_hangs(pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:
+def test_a_hanging_drafter_is_dropped_until_it_answers(
+    pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
+) -> None:
     peer = remote_of(engine).side.peers[0]
-    victim, found = struck(pool, engine, signal.SIGSTOP)
+    victim, found = signal_mid_rollout(pool, engine, signal.SIGSTOP)
     assert_equal(found, expected["T=1"])
     roll_out_until(engine, expected, lambda: peer.state is not PeerState.READY)
     assert peer.reason == "left a step unanswered"
@@ -213,10 +216,10 @@ def test_a_drafter_hangs(pool: DrafterPool, engine: RolloutEngine, expected: dic
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
 
 
-def test_weights_change_between_rollouts_and_amid_them(
+def test_policy_weights_may_change_during_rollouts(
     engine: RolloutEngine, start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
-    """After a change of the policy's weights its own drafts no longer fit, and are not used for it unknowingly."""
+    """Drafts of the old weights are verified against the new ones."""
     from safetensors.torch import load_file
 
     own = load_file(STEP_ADDER / "model.safetensors")
@@ -233,10 +236,10 @@ def test_weights_change_between_rollouts_and_amid_them(
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
 
 
-def test_draft_weights_are_published_amid_a_rollout(
+def test_draft_weights_may_be_published_during_a_rollout(
     pool: DrafterPool, similar_model: Path, engine: RolloutEngine, expected: dict[str, list[Rollout]], tmp_path: Path
 ) -> None:
-    """The policy's own weights make each draft right; no drafter takes what does not fit."""
+    """With the policy's own weights each draft is right. A drafter refuses a folder without a checkpoint."""
     wait_until_ready(engine)
     under_way = Generation(engine, requests(8, 4))
     under_way.advance(seconds=0.2)
@@ -255,7 +258,7 @@ def test_draft_weights_are_published_amid_a_rollout(
     assert_equal(engine.generate(requests(8, 4)), expected["T=1"])
 
 
-def test_garbage_and_oversized_frames(
+def test_garbage_and_oversized_frames_are_ignored(
     pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
 ) -> None:
     wait_until_ready(engine)
@@ -272,7 +275,7 @@ def test_garbage_and_oversized_frames(
     rogue.close()
 
 
-def test_a_drafter_that_talks_nonsense_is_dropped(
+def test_a_drafter_that_sends_garbage_is_dropped(
     start_engine: Callable[..., RolloutEngine], similar_model: Path, expected: dict[str, list[Rollout]]
 ) -> None:
     liar = zmq.Context.instance().socket(zmq.ROUTER)
@@ -293,10 +296,10 @@ def test_a_drafter_that_talks_nonsense_is_dropped(
     liar.close()
 
 
-def test_drafters_may_move_and_be_nowhere(
+def test_drafters_may_move_and_be_without_address(
     pool: DrafterPool, engine: RolloutEngine, expected: dict[str, list[Rollout]]
 ) -> None:
-    """As in NeMo-RL, where Ray places them, and may start one elsewhere."""
+    """NeMo-RL needs this, because Ray places drafters and may restart one on another node."""
     wait_until_ready(engine)
     first, second = pool.addresses()
     failures = [p.num_failures for p in remote_of(engine).side.peers]
@@ -309,7 +312,7 @@ def test_drafters_may_move_and_be_nowhere(
         wait_until_ready(engine, states.count(PeerState.READY))
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
         assert [p.state for p in remote_of(engine).side.peers] == states
-    assert [p.num_failures for p in remote_of(engine).side.peers] == failures, "to move is no failure"
+    assert [p.num_failures for p in remote_of(engine).side.peers] == failures, "a move is no failure"
 
 
 def test_a_wrong_secret_is_never_answered(pool: DrafterPool) -> None:
@@ -357,9 +360,7 @@ def test_an_engine_starts_and_ends_its_own_drafters(
     assert pid is not None and not Path(f"/proc/{pid}").exists()
 
 
-def test_a_draft_model_that_cannot_be_loaded_is_a_sentence(
-    tmp_path: Path, start_engine: Callable[..., RolloutEngine]
-) -> None:
+def test_a_missing_draft_model_raises_config_error(tmp_path: Path, start_engine: Callable[..., RolloutEngine]) -> None:
     remote = DrafterConfig("remote", model=str(tmp_path / "nothing"), workers=1)
     with pytest.raises(ConfigError, match="nothing does not exist"):
         start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of the protocol over a network that does what networks do: the output is plain decoding's in every schedule."""
+"""Both sides of the protocol over a faulty network: the output equals plain decoding in every schedule."""
 
 import random
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 
 
 def run_world(seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float) -> list[FakeVerifier]:
-    """Runs a schedule to its end; checks every step that each side's belief of a shadow is what its engine holds."""
+    """Runs a random schedule to its end, and checks after each step that the protocol knows the drafters' texts."""
     rng = random.Random(seed)
     network = Network(rng, faults)
     verifiers = [FakeVerifier(f"v{v}", rng, num_drafters, make_requests(rng)) for v in range(num_verifiers)]
@@ -47,7 +47,7 @@ def assert_plain(verifiers: list[FakeVerifier]) -> None:
 FAULTS = st.builds(
     Faults,
     loss=st.sampled_from([0.0, 0.02, 0.2]),
-    doubling=st.sampled_from([0.0, 0.2]),
+    duplication=st.sampled_from([0.0, 0.2]),
     delay_s=st.sampled_from([0.0, 0.02, 0.3]),
     reorders=st.booleans(),
 )
@@ -55,7 +55,7 @@ FAULTS = st.builds(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), FAULTS, st.integers(1, 2), st.integers(1, 2), st.sampled_from([0.0, 0.01, 0.1]))
-def test_output_is_plain_decodings_in_every_schedule(
+def test_output_equals_plain_decoding_in_every_schedule(
     seed: int, faults: Faults, num_verifiers: int, num_drafters: int, disasters: float
 ) -> None:
     assert_plain(run_world(seed, faults, num_verifiers, num_drafters, disasters))
@@ -73,7 +73,7 @@ def test_drafts_are_used(faults: Faults, least: float) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_schedules() -> None:
+def test_ten_thousand_schedules_equal_plain_decoding() -> None:
     rng = random.Random(0)
     for seed in range(10_000):
         faults = Faults(

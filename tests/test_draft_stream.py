@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft stream: what the host wrote for a text that it knew, aligned with the text that the device has now."""
+"""The draft stream: drafts that the host wrote for an older text, aligned with the text on the device."""
 
 import importlib.util
 import os
@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from nemo_specrollout.remote.protocol.draft_buffers import TailBuffers
-from nemo_specrollout.remote.protocol.prefix_hash import of_text
-from nemo_specrollout.remote.verifier.stream import BASE, COUNT, TOKENS, DraftStream
+from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers
+from nemo_specrollout.remote.protocol.draft_ring import text_hash
+from nemo_specrollout.remote.verifier.draft_stream import BASE, COUNT, TOKENS, DraftStream
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 class World:
-    """A stream, and texts of which a token is its position."""
+    """A stream, and texts in which each token is its own position."""
 
     def __init__(self) -> None:
         self.table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(ROOM)), np.int32)
@@ -37,7 +37,7 @@ class World:
         row[TOKENS + ROOM : TOKENS + ROOM + len(tokens)] = [t % 16 for t in tokens]
 
     def propose(self, *slots: int) -> list[list[int]]:
-        """The drafts of each; evidence goes with its token."""
+        """Returns the drafts of each slot, and checks that each token keeps its evidence level."""
         tokens_BK = torch.full((len(slots), K), -7, dtype=torch.int32)
         levels_BK, found_B = torch.full((len(slots), K), -7, dtype=torch.int8), torch.full((len(slots),), -7).int()
         self.stream.propose(torch.tensor(slots), self.total_len_S, self.token_ids_SL, tokens_BK, levels_BK, found_B)
@@ -48,48 +48,48 @@ class World:
         return drafts
 
 
-def test_drafts_go_on_from_where_the_text_has_got_to() -> None:
+def test_drafts_continue_the_text_on_the_device() -> None:
     world = World()
-    world.write(0, 20, [20, 21, 22, 23, 24])  # no token behind
-    world.write(1, 18, [18, 19, 30, 31])  # two behind, both as drafted
-    world.write(2, 16, [16, 17, 18, 19])  # used up
-    world.write(3, 18, [18, 9, 20, 21])  # the policy went another way
-    world.write(4, 21, [21, 22])  # of a text that is longer than the device's
+    world.write(0, 20, [20, 21, 22, 23, 24])  # The host knows the whole text.
+    world.write(1, 18, [18, 19, 30, 31])  # The host is two tokens late, and both are as drafted.
+    world.write(2, 16, [16, 17, 18, 19])  # All drafts are used.
+    world.write(3, 18, [18, 9, 20, 21])  # The policy sampled another token.
+    world.write(4, 21, [21, 22])  # The row is of a longer text than the device's.
     assert world.propose(0, 1, 2, 3, 4, 5) == [[20, 21, 22], [30, 31], [], [], [], []]
     assert world.stream.counts_3.tolist() == [6, 2, 5]
     assert world.propose(4, 1, -1) == [[], [30, 31], []]
     assert world.stream.counts_3.tolist() == [8, 3, 7]
 
 
-def test_a_row_that_makes_no_sense_is_no_draft() -> None:
+def test_an_invalid_row_yields_no_draft() -> None:
     world = World()
     for base, count in ((-1, 3), (0, 1 << 30), (20, -5), (1 << 30, 3), (-(1 << 31), 1 << 30)):
         world.table_SX[0, BASE], world.table_SX[0, COUNT] = base, count
         assert world.propose(0) == [[]]
-    world.table_SX[0, BASE], world.table_SX[0, COUNT] = 18, 99  # more than there is room for
+    world.table_SX[0, BASE], world.table_SX[0, COUNT] = 18, 99  # more tokens than a row holds
     world.table_SX[0, TOKENS:] = [18, 19, 1, 2, 3, *[t % 16 for t in (18, 19, 1, 2, 3)]]
     assert world.propose(0) == [[1, 2, 3]]
 
 
-def test_a_request_whose_drafts_are_wrong_gets_a_short_window() -> None:
-    tails, lanes = TailBuffers(2, 24, vocab_size=50, num_levels=1), np.array([0, 1])
-    for lane in (0, 1):
-        tails.open(lane, lane, 7, np.zeros(1, np.int32))
-    assert tails.windows(lanes).tolist() == [24, 24]
+def test_wrong_drafts_shorten_the_window_of_their_request() -> None:
+    buffers, slots = DraftBuffers(2, 24, vocab_size=50), np.array([0, 1])
+    for slot in (0, 1):
+        buffers.open(slot, slot, 7, np.zeros(1, np.int32))
+    assert buffers.windows(slots).tolist() == [24, 24]
     token_ids_SL = np.zeros((2, 200), np.int32)
     for position in range(1, 60):
-        tails.commit(lanes, token_ids_SL, np.array([position, position]))
-        drafts = np.array([0, position % 2], np.int32)  # of the second request every other one is wrong
-        prefix = np.array([of_text(7, token_ids_SL[lane, :position]) for lane in (0, 1)], np.uint64)
-        tails.add(lanes, np.array([position, position]), prefix, drafts, np.zeros(2, np.int8))
-    assert tails.windows(lanes).tolist() == [24, 8]
-    assert tails.counts.wrong == 29
+        buffers.commit(slots, token_ids_SL, np.array([position, position]))
+        drafts = np.array([0, position % 2], np.int32)  # every other draft of the second request is wrong
+        prefix = np.array([text_hash(7, token_ids_SL[slot, :position]) for slot in slots], np.uint64)
+        buffers.add(slots, np.array([position, position]), prefix, drafts, np.zeros(2, np.int8))
+    assert buffers.windows(slots).tolist() == [24, 8]
+    assert buffers.counts[WRONG] == 29
 
 
 INTERPRETED = """
 import numpy as np
 import torch
-from nemo_specrollout.remote.verifier import stream, stream_triton
+from nemo_specrollout.remote.verifier import draft_stream, draft_stream_triton
 
 rng, seen = np.random.default_rng(0), 0
 for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
@@ -98,7 +98,7 @@ for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
         ints = lambda low, high, *shape: torch.from_numpy(rng.integers(low, high, shape)).int()
         token_ids_SL = ints(0, 2, num_slots, longest + 9)[:, :longest]
         total_len_S = ints(1, longest, num_slots)
-        table_SX = ints(0, 2, num_slots, stream.DraftStream.columns(room))
+        table_SX = ints(0, 2, num_slots, draft_stream.DraftStream.columns(room))
         table_SX[:, 0] = total_len_S - ints(-2, 5, num_slots)
         table_SX[:, 1] = ints(-1, room + 3, num_slots)
         for s in range(num_slots):
@@ -108,7 +108,7 @@ for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
         slots_B = torch.from_numpy(rng.permutation(num_slots)[:num_requests])
         slots_B[rng.random(num_requests) < 0.1] = -1
         results = []
-        for align in (stream._align, stream_triton.align):
+        for align in (draft_stream._align, draft_stream_triton.align):
             out = [torch.full((num_requests, width + 2), 77, dtype=t) for t in (torch.int32, torch.int8)]
             found_B, counts_3 = torch.full((num_requests,), 77).int(), torch.zeros(3, dtype=torch.int64)
             align(slots_B, total_len_S, token_ids_SL, table_SX, out[0][:, :width], out[1][:, :width], found_B, counts_3)
@@ -120,7 +120,7 @@ assert seen > 30
 
 
 @needs_triton
-def test_the_interpreted_triton_kernel_does_the_same() -> None:
+def test_the_interpreted_triton_kernel_equals_numba() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

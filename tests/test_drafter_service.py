@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process's loop, driven by hand: what it answers, and what it does not let itself be told."""
+"""The loop of a drafter process, driven by hand: its answers, and the messages that it refuses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.drafter.drafter_service import DrafterService
 from nemo_specrollout.remote.protocol.messages import (
+    COMMIT_COLUMNS,
     PROTOCOL,
     Drafts,
     FrameError,
@@ -30,7 +31,8 @@ from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
 pytestmark = pytest.mark.integration
 
 TEXT = np.arange(5, 25, dtype=np.int32).tobytes()
-NOTHING = {name: b"" for name in ("closes", "requests", "bases", "hashes", "counts", "windows", "resends", "tokens")}
+NOTHING = {name: b"" for name in ("closes", *COMMIT_COLUMNS, "tokens")}
+ONE_ROW = {name: np.zeros(1, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +51,13 @@ def socket(service: DrafterService) -> Iterator[VerifierSocket]:
 
 
 def ask(service: DrafterService, socket: VerifierSocket, message: Message, turns: int = 4) -> list[Message]:
-    """Sends, lets the service take some turns, and returns what it said."""
+    """Sends a message, lets the service take some turns, and returns its answers."""
     socket.send(message)
     service._socket.wait(5.0)
     for _ in range(turns):
         service.turn()
     answers: list[Message] = []
-    while socket.wait(0.2 if answers else 2.0):  # they come one by one
+    while socket.wait(0.2 if answers else 2.0):  # frames arrive one by one
         answers += socket.receive()
     return answers
 
@@ -68,14 +70,14 @@ def opening(request: int, temperature: float = 1.0) -> Open:
     return Open(request, 1, temperature, 0, 1.0, 200, 4, TEXT)
 
 
-def test_drafts_for_what_was_opened(service: DrafterService, socket: VerifierSocket) -> None:
+def test_opened_requests_get_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     assert isinstance(ask(service, socket, hello(1))[0], Welcome)
     answers = ask(service, socket, Step(1, 1, 7, [opening(1 << 16)], **NOTHING), turns=8)
     positions = np.concatenate([column(a.positions, np.int64) for a in answers if isinstance(a, Drafts)])
     assert positions.tolist() == [20, 21, 22, 23]
 
 
-def test_what_vllm_does_not_take_is_not_drafted_for(service: DrafterService, socket: VerifierSocket) -> None:
+def test_requests_that_vllm_refuses_get_no_drafts(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(2))
     opens = [opening(1 << 16, temperature=-1.0), opening(2 << 16 | 1)]
     answers = ask(service, socket, Step(2, 1, 7, opens, **NOTHING), turns=8)
@@ -83,21 +85,13 @@ def test_what_vllm_does_not_take_is_not_drafted_for(service: DrafterService, soc
     assert set(requests.tolist()) == {2 << 16 | 1}
 
 
-def test_a_drafter_that_is_full_says_what_it_lacks(service: DrafterService, socket: VerifierSocket) -> None:
+def test_a_full_drafter_lists_the_requests_it_lacks(service: DrafterService, socket: VerifierSocket) -> None:
     ask(service, socket, hello(3))
     opens = [opening(n << 16 | n) for n in range(1, 8)]
     ask(service, socket, Step(3, 1, 7, opens, **NOTHING))
     numbers = np.array([o.request for o in opens])
-    zeros = np.zeros(7, np.int64).tobytes()
-    columns = {
-        "requests": numbers.tobytes(),
-        "bases": zeros,
-        "hashes": zeros,
-        "counts": zeros,
-        "windows": bytes(7),
-        "resends": bytes(7),
-    }
-    answers = ask(service, socket, Step(3, 2, 7, [], **{**NOTHING, **columns}))
+    zeros = {name: np.zeros(7, type_).tobytes() for name, type_ in COMMIT_COLUMNS.items()}
+    answers = ask(service, socket, Step(3, 2, 7, [], **{**NOTHING, **zeros, "requests": numbers.tobytes()}))
     lacking = [r for a in answers if isinstance(a, Drafts) for r in column(a.lacking, np.int64).tolist()]
     assert opens[-1].request in lacking
 
@@ -109,7 +103,7 @@ def test_strangers_are_refused(service: DrafterService, socket: VerifierSocket) 
     assert isinstance(refusal, Refuse) and "vocabulary has 96 ids, the policy's 97" in refusal.reason
 
 
-def test_an_address_that_is_taken_is_a_sentence(service: DrafterService, tiny_model: Path) -> None:
+def test_an_address_that_is_taken_raises_config_error(service: DrafterService, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen there"):
         DrafterService(DrafterSpec(str(tiny_model), address=service.status.address))
 
@@ -122,23 +116,16 @@ def test_an_address_that_is_taken_is_a_sentence(service: DrafterService, tiny_mo
         {"requests": b"1234567"},
         {"requests": bytes(8)},
         {"tokens": bytes(4)},
-        {
-            "counts": np.array([-1]).tobytes(),
-            "requests": bytes(8),
-            "bases": bytes(8),
-            "hashes": bytes(8),
-            "windows": b"1",
-            "resends": b"1",
-        },
+        {**ONE_ROW, "counts": np.array([-1]).tobytes()},
         {"opens": [[1, 2]]},
         {"more": 1},
     ],
 )
-def test_what_no_verifier_sends_is_no_message(change: dict[str, object]) -> None:
-    sound = msgspec.to_builtins(Step(1, 1, 7, [opening(5)], **NOTHING), builtin_types=(bytes,))
-    assert decode(msgspec.msgpack.encode(sound)) == Step(1, 1, 7, [opening(5)], **NOTHING)
+def test_invalid_steps_are_no_messages(change: dict[str, object]) -> None:
+    valid = msgspec.to_builtins(Step(1, 1, 7, [opening(5)], **NOTHING), builtin_types=(bytes,))
+    assert decode(msgspec.msgpack.encode(valid)) == Step(1, 1, 7, [opening(5)], **NOTHING)
     try:
-        frame = msgspec.msgpack.encode({**sound, **change})
+        frame = msgspec.msgpack.encode({**valid, **change})
     except OverflowError:
         frame = encode(Step(1, 1, 7, [], **NOTHING))[:-3]
     with pytest.raises(FrameError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench of plain, coupled and decoupled rollouts: what it makes of what it timed, and once the whole of it, small."""
+"""The benchmark of plain, coupled and decoupled rollouts: its evaluation of timings, and one small run of all of it."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def timed(seconds: float, tokens: list[int], proposed: int = 0, accepted: int = 
 
 
 @pytest.mark.unit
-def test_speedups_are_over_the_best_plain_engine_and_other_tokens_are_seen() -> None:
+def test_speedups_are_over_the_best_plain_engine() -> None:
     plain, coupled = Way("plain"), Way("coupled", 4)
     found = {
         (1, plain): [timed(4.0, [1]), timed(4.2, [1]), timed(9.0, [1])],
@@ -43,7 +43,7 @@ def test_speedups_are_over_the_best_plain_engine_and_other_tokens_are_seen() -> 
 
 @pytest.mark.unit
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
-def test_acceptance_is_of_drafts_before_which_all_were_right(p: float) -> None:
+def test_acceptance_is_per_draft_after_right_drafts(p: float) -> None:
     k = COUPLED_KS[0]
     mean = sum(p**i for i in range(1, k + 1)) / k
     row = {"mode": "coupled", "accepted": mean * 10_000, "proposed": 10_000}
@@ -51,7 +51,7 @@ def test_acceptance_is_of_drafts_before_which_all_were_right(p: float) -> None:
 
 
 @pytest.mark.unit
-def test_trained_pairs_roll_out_long_problems_and_random_ones_random_ids() -> None:
+def test_trained_pairs_get_long_problems_random_pairs_ids() -> None:
     prompts = task_prompts(STEP_ADDER, 5)
     short, long = (len(p) for p in (min(prompts, key=len), max(prompts, key=len)))
     assert len(set(prompts)) == 5 and 2 * LONG_PROBLEM < short <= long < 120
@@ -60,7 +60,9 @@ def test_trained_pairs_roll_out_long_problems_and_random_ones_random_ids() -> No
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_the_whole_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_benchmark_runs_and_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [
         "--hidden",
         "64",

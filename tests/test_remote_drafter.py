@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verifier's end as an engine uses it: tokens reach the host steps late and in another thread, slots change hands."""
+"""`RemoteDrafter` as an engine uses it: tokens reach the host late and in another thread, and slots are reused."""
 
 import random
 import time
@@ -15,8 +15,8 @@ from decoupled_world import MAX_LEN, MOST_AHEAD, VOCAB, FakeDrafter, policy_toke
 from nemo_specrollout.remote.protocol.messages import decode, encode
 from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter, StreamRequest
-from nemo_specrollout.remote.verifier.stream import DraftStream
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +24,7 @@ NUM_SLOTS, K, PROMPT = 3, 3, [1, 2, 3]
 
 
 class Wire:
-    """A drafter's socket, as `FakeDrafter` takes a network."""
+    """A drafter's socket with the interface of `Network`."""
 
     def __init__(self) -> None:
         self.socket = DrafterSocket("tcp://127.0.0.1:0", b"")
@@ -37,7 +37,7 @@ class Wire:
 
 
 class Engine:
-    """A policy with a remote drafter. Its texts are on the "device"; the host is told of them `lag` steps later."""
+    """A policy with a remote drafter. Its texts are on the "device", and reach the host `lag` steps later."""
 
     def __init__(self, lag: int) -> None:
         self.wire, self.lag = Wire(), lag
@@ -45,7 +45,7 @@ class Engine:
         table_SX = np.zeros((NUM_SLOTS, DraftStream.columns(MOST_AHEAD)), np.int32)
         stream = DraftStream(table_SX, lambda: torch.from_numpy(table_SX))
         address = self.wire.socket.address
-        self.remote = RemoteDrafter([address], b"", NUM_SLOTS, MAX_LEN, MOST_AHEAD, PolicyModel(VOCAB), stream)
+        self.remote = RemoteDrafter([address], b"", MAX_LEN, PolicyModel(VOCAB), stream)
         self.texts: dict[int, tuple[int, list[int]]] = {}
         self.under_way: deque[tuple[Callable[..., None], list[list[int]]]] = deque()
         self.num_accepted = self.num_proposed = 0
@@ -55,7 +55,7 @@ class Engine:
         self.remote.open([StreamRequest(slot, seed, Sampling(1.0, 0, 1.0), MAX_LEN, text)])
 
     def step(self) -> None:
-        """Verifies what is proposed, as vLLM's worker does it; the drafter has some time."""
+        """Verifies the proposals, as the vLLM worker does, and gives the drafter some time."""
         slots = list(self.texts)
         tokens_BK = torch.zeros(len(slots), K, dtype=torch.int32)
         found_B, total_len_S = torch.zeros(len(slots)).int(), torch.zeros(NUM_SLOTS).int()
@@ -85,7 +85,7 @@ class Engine:
             time.sleep(0.001)
 
     def drafter_text(self, seed: int) -> list[int]:
-        """What the drafter has of the request with that seed."""
+        """Returns the drafter's text of the request with that seed."""
         return next((text for known, text in self.drafter.texts.values() if known == seed), [])
 
 
@@ -105,11 +105,11 @@ def test_drafts_are_used_however_late_tokens_reach_the_host(engine: Engine) -> N
     assert engine.remote.side.peers[0].state is PeerState.READY
     assert engine.num_accepted > 100
     assert engine.num_accepted > 0.6 * engine.num_proposed
-    supply = engine.remote.stats()
-    assert supply.num_at_hand == engine.num_proposed and supply.num_ready == 1
+    stats = engine.remote.stats()
+    assert stats.num_at_hand == engine.num_proposed and stats.num_ready == 1
 
 
-def test_tokens_of_one_that_left_its_slot_are_nobody_elses(engine: Engine) -> None:
+def test_late_tokens_of_a_freed_slot_are_dropped(engine: Engine) -> None:
     engine.open(0, 7, PROMPT)
     for _ in range(6):
         engine.step()
@@ -125,7 +125,7 @@ def test_tokens_of_one_that_left_its_slot_are_nobody_elses(engine: Engine) -> No
     assert engine.drafter_text(7) == []
 
 
-def test_a_request_that_must_be_decoded_plainly_is_told_to_nobody(engine: Engine) -> None:
+def test_a_plain_request_is_sent_to_no_drafter(engine: Engine) -> None:
     engine.open(1, 9, PROMPT)
     engine.texts[0] = (10, list(PROMPT))
     engine.remote.open([StreamRequest(0, 10, Sampling(1.0, 0, 1.0), 0, PROMPT)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: a shadow that was corrected, put to sleep or woken drafts what one would that was opened anew."""
+"""A drafter's engine: a shadow that was corrected or slept drafts the same tokens as a fresh one."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
-from nemo_specrollout.remote.protocol.orders import ShadowClosing, ShadowOpening
-from nemo_specrollout.remote.protocol.shadow_sequences import Correction
+from nemo_specrollout.remote.protocol.engine_commands import CloseShadow, CorrectShadow, EngineCommand, OpenShadow
 
 pytestmark = pytest.mark.integration
 
@@ -25,35 +24,34 @@ def engine(tiny_model: Path) -> Iterator[DrafterEngine]:
     drafter.close()
 
 
-def opening(shadow: int, seed: int, text: Sequence[int], temperature: float = 1.0) -> ShadowOpening:
-    return ShadowOpening(shadow, seed, temperature, 0, 1.0, np.array(text, np.int32))
+def opening(shadow: int, seed: int, text: Sequence[int], temperature: float = 1.0) -> OpenShadow:
+    return OpenShadow(shadow, seed, temperature, 0, 1.0, np.array(text, np.int32))
 
 
-def carry_out(engine: DrafterEngine, orders: Sequence[ShadowOpening | ShadowClosing | Correction]) -> None:
-    for order in orders:
-        if isinstance(order, ShadowOpening):
-            engine.open(order)
-        elif isinstance(order, ShadowClosing):
-            engine.close_shadow(order.shadow)
-        else:
-            engine.correct(order)
+def carry_out(engine: DrafterEngine, commands: Sequence[EngineCommand]) -> None:
+    for command in commands:
+        if isinstance(command, OpenShadow):
+            engine.open(command)
+        elif isinstance(command, CloseShadow):
+            engine.close_shadow(command.shadow)
+        elif isinstance(command, CorrectShadow):
+            engine.correct(command)
 
 
 def run_ahead(engine: DrafterEngine, shadows: Sequence[int], count: int) -> dict[int, list[int]]:
-    """The next `count` draft tokens of each shadow."""
+    """Returns the next `count` draft tokens of each shadow."""
     texts: dict[int, list[int]] = {m: [] for m in shadows}
-    while wanting := [m for m in shadows if len(texts[m]) < count]:
-        drafted = engine.draft(np.array(wanting))
-        for shadow, token in zip(drafted.shadows_M.tolist(), drafted.tokens_M.tolist(), strict=True):
-            texts[shadow].append(token)
+    while unfinished := [m for m in shadows if len(texts[m]) < count]:
+        for row in engine.draft(np.array(unfinished)):
+            texts[row["shadow"]].append(int(row["token"]))
     return texts
 
 
 def fresh(engine: DrafterEngine, seed: int, text: Sequence[int], count: int, temperature: float = 1.0) -> list[int]:
-    """What a shadow drafts that is opened with just this text."""
+    """Returns the draft tokens of a shadow that is opened with this text."""
     carry_out(engine, [opening(7, seed, text, temperature)])
     drafts = run_ahead(engine, [7], count)[7]
-    carry_out(engine, [ShadowClosing(7)])
+    carry_out(engine, [CloseShadow(7)])
     return drafts
 
 
@@ -63,49 +61,50 @@ def test_a_corrected_shadow_drafts_as_a_fresh_one(engine: DrafterEngine, num_wro
     carry_out(engine, [opening(m, 100 + m, PROMPT, temperature) for m in (0, 1)])
     drafts = run_ahead(engine, [0, 1], 6)[0]
     right = drafts[: 6 - num_wrong]
-    carry_out(engine, [Correction(0, len(PROMPT) + len(right), [77])])
+    carry_out(engine, [CorrectShadow(0, len(PROMPT) + len(right), [77])])
     text = [*PROMPT, *right, 77]
     assert run_ahead(engine, [0, 1], 5)[0] == fresh(engine, 100, text, 5, temperature)
-    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
+    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
 
 
 def test_a_shadow_that_fell_behind_reads_what_it_missed(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(0, 9, PROMPT)])
     drafts = run_ahead(engine, [0], 2)[0]
     missed = list(range(30, 45))
-    carry_out(engine, [Correction(0, len(PROMPT) + 2, missed)])
+    carry_out(engine, [CorrectShadow(0, len(PROMPT) + 2, missed)])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 9, [*PROMPT, *drafts, *missed], 4)
-    carry_out(engine, [ShadowClosing(0)])
+    carry_out(engine, [CloseShadow(0)])
 
 
-def test_corrections_add_up(engine: DrafterEngine) -> None:
+def test_corrections_accumulate(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(0, 3, PROMPT)])
     drafts = run_ahead(engine, [0], 8)[0]
     start = len(PROMPT)
     carry_out(
-        engine, [Correction(0, start + 5, [60]), Correction(0, start + 6, [61, 62]), Correction(0, start + 3, [63])]
+        engine,
+        [CorrectShadow(0, start + 5, [60]), CorrectShadow(0, start + 6, [61, 62]), CorrectShadow(0, start + 3, [63])],
     )
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 3, [*PROMPT, *drafts[:3], 63], 4)
-    carry_out(engine, [ShadowClosing(0)])
+    carry_out(engine, [CloseShadow(0)])
 
 
-def test_a_shadow_that_is_corrected_before_it_was_read(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 4, PROMPT), Correction(0, len(PROMPT), [60, 61])])
+def test_a_shadow_may_be_corrected_before_its_text_is_read(engine: DrafterEngine) -> None:
+    carry_out(engine, [opening(0, 4, PROMPT), CorrectShadow(0, len(PROMPT), [60, 61])])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 4, [*PROMPT, 60, 61], 4)
-    carry_out(engine, [ShadowClosing(0)])
+    carry_out(engine, [CloseShadow(0)])
 
 
-def test_a_shadow_sleeps_and_is_corrected_meanwhile(engine: DrafterEngine) -> None:
+def test_a_sleeping_shadow_may_be_corrected(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(m, m, PROMPT) for m in (0, 1, 2)])
     drafts = run_ahead(engine, [0, 1, 2], 3)
     run_ahead(engine, [1, 2], 4)
-    carry_out(engine, [Correction(0, len(PROMPT) + 1, [50]), ShadowClosing(2)])
+    carry_out(engine, [CorrectShadow(0, len(PROMPT) + 1, [50]), CloseShadow(2)])
     run_ahead(engine, [1], 2)
     assert run_ahead(engine, [0, 1], 4)[0] == fresh(engine, 0, [*PROMPT, drafts[0][0], 50], 4)
-    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
+    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
 
 
-def test_random_corrections(engine: DrafterEngine) -> None:
+def test_randomly_corrected_shadows_draft_as_fresh_ones(engine: DrafterEngine) -> None:
     rng = np.random.default_rng(0)
     texts = {m: list(PROMPT) for m in range(4)}
     carry_out(engine, [opening(m, m, text) for m, text in texts.items()])
@@ -118,14 +117,14 @@ def test_random_corrections(engine: DrafterEngine) -> None:
                 keep = int(rng.integers(len(PROMPT), len(text) + 1))
                 new = rng.integers(1, 90, int(rng.integers(1, 4))).tolist()
                 text[keep:] = new
-                carry_out(engine, [Correction(shadow, keep, new)])
+                carry_out(engine, [CorrectShadow(shadow, keep, new)])
     for shadow, text in texts.items():
         expected = fresh(engine, shadow, text, 3)
         assert run_ahead(engine, [shadow], 3)[shadow] == expected
-    carry_out(engine, [ShadowClosing(m) for m in texts])
+    carry_out(engine, [CloseShadow(m) for m in texts])
 
 
-def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model: Path, tmp_path: Path) -> None:
+def test_new_weights_are_used_at_once(engine: DrafterEngine, tiny_model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     tensors = load_file(tiny_model / "model.safetensors")
@@ -142,25 +141,25 @@ def test_new_weights_are_drafted_with_at_once(engine: DrafterEngine, tiny_model:
         engine.load_weights(tmp_path)
     engine.load_weights(tiny_model)
     assert fresh(engine, 0, [*PROMPT, *drafts], 16) == old
-    carry_out(engine, [ShadowClosing(0), ShadowClosing(1)])
+    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
 
 
 @pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9)])
-def test_drafts_are_what_vllm_samples_itself(engine: DrafterEngine, sampling: tuple[float, int, float]) -> None:
-    """That is what a policy samples which has the drafter's weights: nothing but the evidence is ours."""
-    carry_out(engine, [ShadowOpening(0, 11, *sampling, np.array(PROMPT, np.int32))])
+def test_drafts_equal_tokens_that_vllm_samples(engine: DrafterEngine, sampling: tuple[float, int, float]) -> None:
+    """A policy with the drafter's weights samples the same tokens: only the evidence levels are ours."""
+    carry_out(engine, [OpenShadow(0, 11, *sampling, np.array(PROMPT, np.int32))])
     drafts = run_ahead(engine, [0], 40)[0]
     core = engine._llm.llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler
     ours = vars(sampler).pop("sample")
-    carry_out(engine, [ShadowClosing(0), ShadowOpening(1, 11, *sampling, np.array(PROMPT, np.int32))])
+    carry_out(engine, [CloseShadow(0), OpenShadow(1, 11, *sampling, np.array(PROMPT, np.int32))])
     assert run_ahead(engine, [1], 40)[1] == drafts
     sampler.sample = ours
-    carry_out(engine, [ShadowClosing(1)])
+    carry_out(engine, [CloseShadow(1)])
 
 
 def test_evidence_has_many_levels(engine: DrafterEngine) -> None:
     carry_out(engine, [opening(m, m, PROMPT) for m in range(8)])
-    levels = np.concatenate([engine.draft(np.arange(8)).levels_M for _ in range(50)])
-    carry_out(engine, [ShadowClosing(m) for m in range(8)])
+    levels = np.concatenate([engine.draft(np.arange(8))["level"] for _ in range(50)])
+    carry_out(engine, [CloseShadow(m) for m in range(8)])
     assert len(np.unique(levels)) > 8

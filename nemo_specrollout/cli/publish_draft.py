@@ -24,7 +24,7 @@ def publish_draft(parsed: argparse.Namespace) -> int:
         raise ConfigError("drafters.addresses: empty; name where the drafters listen that are to be told")
     if not parsed.weights.is_dir():
         raise ConfigError(f"--weights: {parsed.weights} is not a folder")
-    from nemo_specrollout.remote.protocol.publishing import publish
+    from nemo_specrollout.remote.protocol.transport import publish
 
     version = int(time.time()) if parsed.version is None else parsed.version
     if not 0 <= version < 2**63:

@@ -15,8 +15,8 @@ from nemo_specrollout.config.block import DrafterConfig
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter, StreamRequest
-from nemo_specrollout.remote.verifier.stream import DraftStream
 
 
 def build_remote_drafter(config: DrafterConfig, runner: Any) -> RemoteDrafter:
@@ -30,10 +30,7 @@ def build_remote_drafter(config: DrafterConfig, runner: Any) -> RemoteDrafter:
     table = buffer_class((runner.max_num_reqs, DraftStream.columns(config.most_ahead)), torch.int32)
     stream = DraftStream(table.cpu.numpy(), table.uva)
     addresses = config.addresses or (NOWHERE,) * config.workers
-    return RemoteDrafter(
-        addresses, shared_secret(config.addresses), runner.max_num_reqs, runner.max_model_len, config.most_ahead, model,
-        stream,
-    )  # fmt: skip
+    return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)
 
 
 class ToldOutput(AsyncModelRunnerOutput):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what verifying and drafting cost on this CPU, for the placement planner. `python -m ...cost_profile SPEC` measures
-with the threads that OMP_NUM_THREADS names: torch takes their number once, when it is loaded.
+"""Measures the seconds of verifying and drafting on this CPU, for the placement planner.
 
-The policy's engine takes plain decode steps: a draft row costs about what a row of a request does (`step_time.py`).
+`python -m ...cost_profile SPEC` measures with OMP_NUM_THREADS threads, which torch reads once, when it is loaded. Verifying is
+measured as plain decode steps, because a draft row costs about as much as a request's row (`step_time.py`).
 """
 
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,43 +28,48 @@ if TYPE_CHECKING:
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Requests of the steps that are timed."""
+"""Numbers of requests in the steps that are timed."""
 COUPLED_K = 3
-"""Draft tokens a step where the policy's engine drafts itself."""
+"""Draft tokens in a step of the policy's engine when it drafts itself."""
 MEASUREMENTS = ("verify_s", "draft_s", "coupled_draft_s")
-# Steps that are not counted: prompts are read, kernels compile. The share of the context that a timed request fills at first.
-_WARM_UP, _CONTEXT_SHARE = 4, 0.25
-# Bursts of steps in which the wanted ones must have come.
+_WARM_UP = 4
+"""First steps that are not counted, because prompts are read and kernels compile in them."""
+_CONTEXT_SHARE = 0.25
+"""Share of the longest text that the prompt of a timed request fills."""
 _MOST_BURSTS = 8
-_ROOM = "raise kv_cache_memory_bytes, or lower max_num_seqs, of its vllm_kwargs"
+"""Most bursts of steps to wait for the wanted number of pure decode steps."""
+_ROOM_ADVICE = "raise kv_cache_memory_bytes, or lower max_num_seqs, of its vllm_kwargs"
 
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """All that a process is told that measures."""
+    """Settings of a measuring process."""
 
     policy: str
+    """Hugging Face folder of the policy."""
     generation: GenerationConfig
     batches: tuple[int, ...] = bounded(low=1)
+    """Numbers of requests to measure."""
     num_steps: int = bounded(low=1)
+    """Steps to time for each number of requests."""
 
     def wire(self) -> str:
-        """As JSON."""
+        """Returns the spec as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_wire(cls, text: str) -> "ProfileSpec":
-        """The inverse of `wire`."""
+        """Returns the spec that `wire` wrote."""
         return build(cls, json.loads(text), "profile")
 
     @property
     def context(self) -> int:
-        """Tokens of a timed request's prompt."""
+        """Length of a timed request's prompt, in tokens."""
         return max(1, int(_CONTEXT_SHARE * self.generation.vllm_cfg.max_model_len))
 
 
 def draft_model_of(block: SpecrolloutConfig) -> DrafterConfig:
-    """The drafter that is a small model of its own. Raises ConfigError if there is none, or its folder is not there."""
+    """Returns the drafter with a model of its own. Raises ConfigError if there is none, or if its folder is missing."""
     drafter = next((d for d in block.drafters if d.type in ("remote", "draft_model")), None)
     if drafter is None or drafter.model is None:
         raise ConfigError(
@@ -76,7 +81,7 @@ def draft_model_of(block: SpecrolloutConfig) -> DrafterConfig:
 
 
 def check_model(drafter: DrafterConfig) -> None:
-    """Raises ConfigError if the drafter has a model whose folder is not here."""
+    """Raises ConfigError if the drafter names a model whose folder is missing."""
     if drafter.model is not None and not (Path(drafter.model) / "config.json").is_file():
         raise ConfigError(
             f"{BLOCK_PATH}.drafters: model {drafter.model} has no config.json; name a Hugging Face folder"
@@ -84,53 +89,41 @@ def check_model(drafter: DrafterConfig) -> None:
 
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:
-    """Seconds, for each of `MEASUREMENTS`, in the order of the batches; `on_done` is told what was measured."""
+    """Returns the seconds of each of `MEASUREMENTS`, in the order of the batches; `on_done` is told each finished batch."""
     drafter = draft_model_of(spec.generation.specrollout)
-    measured: dict[str, list[float]] = {}
-    with _policy_engine(spec, SpecrolloutConfig(drafters=())) as engine:
-        measured["verify_s"] = [_verify_s(engine, spec, b) for b in _told(spec, "verifying", on_done)]
-    with _drafter_engine(spec, drafter) as drafter_engine:
-        measured["draft_s"] = [_draft_s(drafter_engine, spec, b) for b in _told(spec, "drafting", on_done)]
-    with _policy_engine(spec, _coupled_block(drafter)) as engine:
-        measured["coupled_draft_s"] = [
-            _coupled_draft_s(engine, spec, b) for b in _told(spec, "drafting in the policy's engine", on_done)
-        ]
-    return measured
+
+    def by_batch(what: str, seconds_of: Callable[[int], float]) -> list[float]:
+        found = []
+        for batch in spec.batches:
+            found.append(seconds_of(batch))
+            on_done(f"{what} for {batch}")
+        return found
+
+    with closing(_policy_engine(spec, SpecrolloutConfig(drafters=()))) as engine:
+        verify_s = by_batch("verifying", lambda batch: _verify_s(engine, spec, batch))
+    with closing(_drafter_engine(spec, drafter)) as drafter_engine:
+        draft_s = by_batch("drafting", lambda batch: _draft_s(drafter_engine, spec, batch))
+    with closing(_policy_engine(spec, _coupled_block(drafter))) as coupled:
+        coupled_s = by_batch("drafting in the policy's engine", lambda batch: _coupled_draft_s(coupled, spec, batch))
+    return dict(zip(MEASUREMENTS, (verify_s, draft_s, coupled_s), strict=True))
 
 
-def _told(spec: ProfileSpec, what: str, on_done: Callable[[str], object]) -> Iterator[int]:
-    for batch in spec.batches:
-        yield batch
-        on_done(f"{what} for {batch}")
-
-
-@contextmanager
-def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> Iterator["RolloutEngine"]:
-    """An engine of the policy with room for the largest batch."""
+def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> "RolloutEngine":
+    """Starts an engine of the policy with room for the largest batch."""
     from nemo_specrollout.generation.engine import RolloutEngine
 
     kwargs = {k: v for k, v in spec.generation.vllm_kwargs.items() if k != "speculative_config"}
     generation = replace(spec.generation, vllm_kwargs=kwargs, specrollout=block)
-    engine = RolloutEngine(Path(spec.policy), generation, seed=0, max_num_seqs=max(spec.batches))
-    try:
-        yield engine
-    finally:
-        engine.close()
+    return RolloutEngine(Path(spec.policy), generation, seed=0, max_num_seqs=max(spec.batches))
 
 
-@contextmanager
-def _drafter_engine(spec: ProfileSpec, drafter: DrafterConfig) -> Iterator["DrafterEngine"]:
-    """An engine of the draft model, as a drafter process has one."""
+def _drafter_engine(spec: ProfileSpec, drafter: DrafterConfig) -> "DrafterEngine":
+    """Starts an engine of the draft model, as a drafter process does."""
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
     known = drafter_spec(drafter, spec.generation.vllm_cfg)
-    engine = DrafterEngine(
-        Path(known.model), max(spec.batches), known.max_model_len, dtype=known.precision, **known.vllm_kwargs
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
+    kwargs = {"dtype": known.precision, **known.vllm_kwargs}
+    return DrafterEngine(Path(known.model), max(spec.batches), known.max_model_len, **kwargs)
 
 
 def _coupled_block(drafter: DrafterConfig) -> SpecrolloutConfig:
@@ -141,12 +134,12 @@ def _coupled_block(drafter: DrafterConfig) -> SpecrolloutConfig:
 
 
 def _verify_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> float:
-    """Seconds of a plain decode step."""
+    """Returns the seconds of a plain decode step."""
     return statistics.median(_decode_steps(engine, spec, batch)["seconds"])
 
 
 def _coupled_draft_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> float:
-    """Seconds of one draft token for each request; what the draft model reads first is shared out among them."""
+    """Returns the seconds of one draft token for each request, including its share of reading the new text."""
     drafting_s = [s for s in _decode_steps(engine, spec, batch)["draft_s"] if s > 0.0]
     if not drafting_s:
         raise ConfigError("profile: the policy's engine drafted nothing; its draft model does not fit it")
@@ -154,12 +147,12 @@ def _coupled_draft_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> 
 
 
 def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> dict[str, list[float]]:
-    """The engine's own record of pure decode steps of `batch` requests, by column.
+    """Returns the engine's trace of pure decode steps of `batch` requests, by column.
 
-    It is read between bursts of steps, for what is done between two steps counts for the second. Raises ConfigError if so
-    many requests do not run side by side.
+    The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
+    ConfigError if the engine never runs `batch` requests at once.
     """
-    first, num_steps = _report(engine)["num_steps"], spec.num_steps + _WARM_UP
+    first, num_steps = _telemetry(engine)["num_steps"], spec.num_steps + _WARM_UP
     ids = _submit(engine, spec, batch, num_steps)
     for _ in range(_MOST_BURSTS):
         for _ in range(num_steps):
@@ -171,13 +164,13 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> dic
     engine.abort(ids)
     if len(steps) < num_steps:
         raise ConfigError(
-            f"profile: the policy's engine never ran {batch} requests at once for {num_steps} steps; {_ROOM}"
+            f"profile: the policy's engine never ran {batch} requests at once for {num_steps} steps; {_ROOM_ADVICE}"
         )
     return dict(zip(columns, map(list, zip(*steps[_WARM_UP:], strict=True)), strict=True))
 
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
-    """Requests that last as long as the timing, if the context is long enough."""
+    """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
     from nemo_specrollout.generation.engine import RolloutRequest
 
     room = spec.generation.vllm_cfg.max_model_len - spec.context - 1
@@ -187,47 +180,48 @@ def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: i
 
 
 def _prompt(spec: ProfileSpec) -> list[int]:
-    """Ids that every vocabulary has."""
+    """Returns a prompt of token ids that every vocabulary has."""
     return [2 + i % 50 for i in range(spec.context)]
 
 
 def _steps_of(engine: "RolloutEngine", first: int, batch: int) -> tuple[list[str], list[list[float]]]:
-    """The columns of the engine's record, and its pure decode steps of `batch` requests since step `first`."""
-    trace = _report(engine, first)["trace"]
+    """Returns the columns of the engine's trace, and its pure decode steps of `batch` requests since step `first`."""
+    trace = _telemetry(engine, first)["trace"]
     requests, is_decode = (trace["columns"].index(name) for name in ("num_requests", "is_decode"))
     return trace["columns"], [row for row in trace["rows"] if row[requests] == batch and row[is_decode]]
 
 
-def _report(engine: "RolloutEngine", first: int = 0) -> dict[str, Any]:
-    report = engine.report(first)
-    assert report is not None  # the block is enabled
-    return report
+def _telemetry(engine: "RolloutEngine", first: int = 0) -> dict[str, Any]:
+    telemetry = engine.report(first)
+    assert telemetry is not None  # the block is enabled
+    return telemetry
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
-    """Seconds in which a drafter makes one token for each of `batch` shadows."""
-    from nemo_specrollout.remote.protocol.orders import ShadowOpening
+    """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
+    from nemo_specrollout.remote.protocol.engine_commands import OpenShadow
 
     text = np.array(_prompt(spec), np.int32)
     for shadow in range(batch):
-        engine.open(ShadowOpening(shadow, shadow, 1.0, 0, 1.0, text))
+        engine.open(OpenShadow(shadow, shadow, 1.0, 0, 1.0, text))
     seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, engine.model.max_model_len - spec.context - 1)
     for shadow in range(batch):
         engine.close_shadow(shadow)
     if len(seconds) <= _WARM_UP:
-        raise ConfigError(f"profile: the draft model's engine never drafted for {batch} requests at once; {_ROOM}")
+        raise ConfigError(
+            f"profile: the draft model's engine never drafted for {batch} requests at once; {_ROOM_ADVICE}"
+        )
     return statistics.median(seconds[_WARM_UP:])
 
 
 def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) -> list[float]:
-    """Seconds a token, of each of `num_steps` steps that drafted for all shadows; fewer, if their texts have no room for
-    more than `room` tokens."""
+    """Returns the seconds of `num_steps` steps that drafted for all shadows; fewer steps if `room` tokens are not enough."""
     seconds: list[float] = []
     for _ in range(room):
         started = time.perf_counter()
-        drafted = engine.draft(np.arange(batch))
+        rows = engine.draft(np.arange(batch))
         spent_s = time.perf_counter() - started
-        if len(drafted.shadows_M) == batch:
+        if len(rows) == batch:
             seconds.append(spent_s)
         if len(seconds) == num_steps:
             break
@@ -235,8 +229,7 @@ def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) 
 
 
 def main(text: str) -> int:
-    """Measures by the spec in `text`; a line of JSON on stdout for each thing measured, and one with all. Returns the exit
-    code."""
+    """Measures by the `ProfileSpec` in `text`; reports progress and the result as JSON lines. Returns the exit code."""
     end_with_parent()
     try:
         measured = measure(ProfileSpec.from_wire(text), lambda what: print(json.dumps({"done": what}), flush=True))

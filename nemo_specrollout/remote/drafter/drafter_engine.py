@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's engine: vLLM on its V2 model runner, whose requests are shadows of other engines' requests."""
+"""A drafter's engine: vLLM on its V2 model runner, with shadow sequences as its requests."""
 
 import gc
 from pathlib import Path
@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
-from nemo_specrollout.remote.protocol.orders import DraftModel, ShadowOpening
-from nemo_specrollout.remote.protocol.shadow_sequences import Correction, Drafted
+from nemo_specrollout.remote.protocol.engine_commands import CorrectShadow, DraftModel, OpenShadow
 
 WORKERS = {
     "cpu": "nemo_specrollout.remote.drafter.shadow_cpu_worker.ShadowCPUWorker",
@@ -23,10 +22,10 @@ SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 
 
 class DrafterEngine:
-    """Owns the engine of one draft model: shadows are opened, corrected, closed; `draft` makes a token for some of them."""
+    """Owns the engine of one draft model, which drafts one token at a time for some of its shadow sequences."""
 
     def __init__(self, model: Path, num_shadows: int, max_model_len: int, **vllm_kwargs: Any) -> None:
-        """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError for what vLLM refuses."""
+        """Starts vLLM; `vllm_kwargs` are further arguments of vllm.LLM. Raises ConfigError if vLLM refuses them."""
         set_process_environment()
         from vllm import LLM
 
@@ -43,7 +42,7 @@ class DrafterEngine:
             "worker_cls": WORKERS[compat.device_type()],
             "scheduler_cls": SCHEDULER,
             "async_scheduling": False,
-            # A shadow's text is not final: what is cached of it would be another text's.
+            # A shadow's text may be corrected: a cached prefix would then belong to another text.
             "enable_prefix_caching": False,
         }
         compat.check_arguments(arguments)
@@ -56,53 +55,52 @@ class DrafterEngine:
         self._scheduler = compat.scheduler_of(engine)
         if not isinstance(self._scheduler, ShadowScheduler):
             raise RuntimeError(
-                f"vLLM built {type(self._scheduler).__name__} where specrollout's ShadowScheduler was named"
+                f"vLLM built {type(self._scheduler).__name__} although scheduler_cls names specrollout's ShadowScheduler"
             )
-        # One token less than vLLM would allow: a request that reaches its end is freed.
+        # One token less than vLLM allows, because vLLM frees a request that reaches its limit.
         self.model = DraftModel(
             engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
         )
 
-    def open(self, opening: ShadowOpening) -> None:
-        """A new shadow; its text is read in the next step. Raises ValueError for what vLLM does not take."""
+    def open(self, opening: OpenShadow) -> None:
+        """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
+        from vllm import SamplingParams
+
         from nemo_specrollout.generation import compat
 
         try:
-            self._add(opening)
+            params = SamplingParams(
+                temperature=opening.temperature,
+                top_k=opening.top_k,
+                top_p=opening.top_p,
+                max_tokens=None,
+                ignore_eos=True,
+                detokenize=False,
+                seed=opening.seed,
+            )
+            self._llm.llm_engine.add_request(str(opening.shadow), {"prompt_token_ids": opening.text.tolist()}, params)
         except compat.REFUSALS as error:
             raise ValueError(str(error)) from error
 
-    def _add(self, opening: ShadowOpening) -> None:
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=opening.temperature,
-            top_k=opening.top_k,
-            top_p=opening.top_p,
-            max_tokens=None,
-            ignore_eos=True,
-            detokenize=False,
-            seed=opening.seed,
-        )
-        self._llm.llm_engine.add_request(str(opening.shadow), {"prompt_token_ids": opening.text.tolist()}, params)
-
     def close_shadow(self, shadow: int) -> None:
-        """Forgets a shadow and frees its KV."""
+        """Removes a shadow sequence and frees its KV."""
         self._llm.llm_engine.abort_request([str(shadow)])
 
-    def correct(self, correction: Correction) -> None:
-        """A shadow keeps its first tokens, with their KV, and goes on with others."""
+    def correct(self, correction: CorrectShadow) -> None:
+        """Replaces the end of a shadow sequence; the kept tokens keep their KV."""
         self._scheduler.correct(correction)
 
     def load_weights(self, folder: Path) -> None:
-        """Drafts with the weights in `folder` from now on; shadows are read again. Raises ValueError, and goes on with the old
-        ones, if they are not those of a model like the one that it was started with."""
+        """Loads the weights in `folder`; all shadow sequences are read again.
+
+        Raises ValueError, and keeps the old weights, if their names or shapes differ from the present checkpoint.
+        """
         weights = with_tied_lm_head(folder, read_like(folder, self._folder))
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._scheduler.read_again()
 
-    def draft(self, shadows_M: np.ndarray) -> Drafted:
-        """A token for each of these shadows; none for one whose text is still being read."""
+    def draft(self, shadows_M: np.ndarray) -> np.ndarray:
+        """Returns a token for each of these shadows, as `DRAFT_ROW`; none for a shadow whose text is still being read."""
         self._scheduler.awake = shadows_M.tolist()
         self._llm.llm_engine.step()
         return self._scheduler.take_drafted()
@@ -118,7 +116,7 @@ class DrafterEngine:
 
 
 def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
-    """The checkpoint tensors in `folder`. Raises ValueError unless names and shapes are those of the checkpoint in `known`."""
+    """Returns the tensors of the checkpoint in `folder`. Raises ValueError unless it has the names and shapes of `known`."""
     files = sorted(folder.glob("*.safetensors"))
     found, expected = tensor_shapes(files), tensor_shapes(sorted(known.glob("*.safetensors")))
     if found != expected:

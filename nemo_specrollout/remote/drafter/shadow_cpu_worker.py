@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's worker for a CPU, alone in its file as `cpu_worker.py` is."""
+"""A drafter's vLLM worker for a CPU. Its own module, because importing vLLM's CPU worker changes the process."""
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -7,4 +7,4 @@ from nemo_specrollout.remote.drafter.shadow_worker import ShadowWorkerMixin
 
 
 class ShadowCPUWorker(ShadowWorkerMixin, CPUWorker):
-    """vLLM's CPU worker, for shadows."""
+    """vLLM's CPU worker, with shadow sequences as its requests."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's worker for a GPU."""
+"""A drafter's vLLM worker for a GPU."""
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -7,4 +7,4 @@ from nemo_specrollout.remote.drafter.shadow_worker import ShadowWorkerMixin
 
 
 class ShadowGPUWorker(ShadowWorkerMixin, Worker):
-    """vLLM's GPU worker, for shadows."""
+    """vLLM's GPU worker, with shadow sequences as its requests."""

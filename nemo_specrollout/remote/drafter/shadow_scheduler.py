@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler in a drafter's engine, named by `scheduler_cls`: shadows run ahead, sleep, and are corrected in place.
+"""Scheduler of a drafter's engine: shadow sequences run ahead, sleep, and are corrected in place.
 
-A corrected shadow keeps its KV up to the token that was wrong: nothing of its text is computed again.
+A corrected shadow sequence keeps its KV up to the wrong token: none of its text is computed twice.
 """
 
 from dataclasses import dataclass
@@ -10,24 +10,26 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from nemo_specrollout.remote.protocol.shadow_sequences import Correction, Drafted
+from nemo_specrollout.remote.protocol.engine_commands import DRAFT_ROW, CorrectShadow
 
 
 @dataclass(frozen=True)
 class TextChange:
-    """A worker's text of a request is another from index `start` on, where it ends with `tokens`; of that text
-    `num_computed` tokens are in the KV cache."""
+    """Change of a request's text, sent to the vLLM workers."""
 
     start: int
+    """Index of the first token that may differ."""
     tokens: list[int]
+    """The text from there on."""
     num_computed: int
+    """Tokens of the new text whose KV is in the cache."""
 
 
 class ShadowScheduler(Scheduler):
-    """Runs only the shadows that are `awake`, in that order, beside texts that are yet to be read.
+    """vLLM's scheduler, which runs only the shadows in `awake`, in that order, and the prompts of new ones.
 
-    Invariant: of a shadow's text, exactly its first `num_computed_tokens` are in its KV. Only `take_drafted` learns of
-    what was sampled. `_changed` says from where on a worker's text may differ from the request's.
+    Invariants: exactly the first `num_computed_tokens` of a shadow's text are in its KV. Sampled tokens leave the engine by
+    `take_drafted` alone. `_changed` holds, by request id, the first index at which a vLLM worker's text may differ.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,29 +37,29 @@ class ShadowScheduler(Scheduler):
         self.awake: list[int] = []
         self._shadows: dict[int, Any] = {}
         self._changed: dict[str, int] = {}
-        self._drafted: list[tuple[int, int, int, int]] = []
+        self._drafted: list[tuple[int, int, int, int, int]] = []
 
     def add_request(self, request: Any) -> None:
-        """vLLM's; the request's id is its shadow's number, to which vLLM may have added something."""
+        """Adds a request, whose id is the number of its shadow, possibly with a suffix of vLLM's."""
         self._shadows[_shadow_of(request.request_id)] = request
         self._changed.pop(request.request_id, None)
         super().add_request(request)
 
-    def correct(self, correction: Correction) -> None:
-        """A shadow keeps its first tokens, and goes on with others."""
+    def correct(self, correction: CorrectShadow) -> None:
+        """Replaces the end of a shadow's text."""
         request = self._shadows[correction.shadow]
         del request._output_token_ids[correction.num_kept - request.num_prompt_tokens :]
         del request._all_token_ids[correction.num_kept :]
         request.append_output_token_ids(list(correction.tokens))
-        self._changes(request, correction.num_kept, correction.num_kept)
+        self._note_change(request, correction.num_kept, correction.num_kept)
 
     def read_again(self) -> None:
-        """The weights are others: the KV of all texts is computed again, in place, when a shadow is awake."""
+        """Discards the KV of all texts after a change of weights. It is computed again when a shadow is awake."""
         for request in self.requests.values():
-            self._changes(request, request.num_tokens, 0)
+            self._note_change(request, request.num_tokens, 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, with a word to the workers about changed texts."""
+        """Schedules a step of the awake shadows, and adds the changed texts to vLLM's output."""
         running, awake = self.running, [self._shadows[m] for m in self.awake]
         is_awake = {r.request_id for r in awake}
         may_run = {r.request_id for r in running}
@@ -65,7 +67,7 @@ class ShadowScheduler(Scheduler):
         asleep = [r for r in running if r.request_id not in is_awake]
         output: Any = super().schedule(*args, **kwargs)
         self.running = self.running + asleep
-        for new in output.scheduled_new_reqs:  # workers are given all of their texts
+        for new in output.scheduled_new_reqs:  # vLLM sends their whole texts
             self._changed.pop(new.req_id, None)
         cached = output.scheduled_cached_reqs
         output.specrollout_changes = {
@@ -76,22 +78,21 @@ class ShadowScheduler(Scheduler):
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's; what was sampled goes nowhere else."""
+        """Appends the sampled tokens to their requests; returns no outputs, because `take_drafted` reports the tokens."""
         super().update_from_output(scheduler_output, model_runner_output)
         for row, req_id in enumerate(model_runner_output.req_ids):
             tokens = model_runner_output.sampled_token_ids[row]
             if tokens and req_id in self.requests:
                 position, level = self.requests[req_id].num_tokens - 1, model_runner_output.specrollout_levels[row]
-                self._drafted.append((_shadow_of(req_id), position, tokens[0], level))
+                self._drafted.append((_shadow_of(req_id), position, 0, tokens[0], level))
         return {}
 
-    def take_drafted(self) -> Drafted:
-        """What was drafted since last asked."""
-        rows_M4 = np.array(self._drafted, np.int64).reshape(-1, 4)
-        self._drafted = []
-        return Drafted(rows_M4[:, 0], rows_M4[:, 1], rows_M4[:, 2].astype(np.int32), rows_M4[:, 3].astype(np.int8))
+    def take_drafted(self) -> np.ndarray:
+        """Returns the tokens drafted since the last call, as `DRAFT_ROW`."""
+        rows, self._drafted = np.array(self._drafted, DRAFT_ROW), []
+        return rows
 
-    def _changes(self, request: Any, start: int, most_computed: int) -> None:
+    def _note_change(self, request: Any, start: int, most_computed: int) -> None:
         request.num_computed_tokens = min(request.num_computed_tokens, most_computed)
         self._changed[request.request_id] = min(start, self._changed.get(request.request_id, start))
 

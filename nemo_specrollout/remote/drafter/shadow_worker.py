@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter's vLLM workers have in common: texts are corrected in their slots, and sampled tokens come with evidence.
+"""Common part of a drafter's vLLM workers: corrects texts in place, and adds evidence levels to sampled tokens.
 
 Shapes: R rows of logits, one for each request of the batch.
 """
@@ -16,40 +16,40 @@ from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 
 
 class ShadowWorkerMixin:
-    """What `ShadowScheduler` has to tell its workers, and they it."""
+    """Extends a vLLM worker by the exchange with `ShadowScheduler`."""
 
     model_runner: Any
 
     def init_device(self) -> None:
-        """vLLM's; then a look at what it has built."""
+        """Builds the model runner, and checks that it is one that this package knows."""
         super().init_device()  # type: ignore[misc]
         compat.verify_model_runner(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's; tokens are graded from now on."""
+        """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.specrollout_sampling = GradedSampling(self.model_runner.sampler, self.model_runner.device)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; texts are changed first."""
+        """Changes the texts of corrected requests, then executes the step."""
         change_texts(self.model_runner.req_states, scheduler_output.specrollout_changes)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; with the evidence level of each token."""
+        """Samples tokens, and adds their evidence levels to the output."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         is_sampled = isinstance(output, AsyncModelRunnerOutput)
         return GradedOutput(output, self.specrollout_sampling.levels_R) if is_sampled else output
 
 
 class GradedSampling:
-    """Stands in for `sample` of vLLM's sampler: the same tokens. `levels_R` are the evidence levels of the last ones, int8, on
-    the host as soon as the step's tokens are."""
+    """Replacement for `sample` of vLLM's sampler, which samples the same tokens and computes their evidence levels."""
 
     def __init__(self, sampler: Any, device: torch.device) -> None:
         self._sampler = sampler
         self._column = torch.zeros((), dtype=torch.int64, device=device)
         self.levels_R = torch.zeros(0, dtype=torch.int8)
+        """Evidence levels of the last step, int8 [R], on the host as soon as the step's tokens are."""
         sampler.sample = self.sample
 
     def sample(
@@ -64,7 +64,7 @@ class GradedSampling:
         seq_lens_upper_bound_np: np.ndarray,
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, int64 [R], and logits after sampling parameters, the temperature among them."""
+        """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature."""
         states = self._sampler.sampling_states
         processed = self._sampler.apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
@@ -80,20 +80,20 @@ class GradedSampling:
 
 
 class GradedOutput(AsyncModelRunnerOutput):
-    """A step's output with `specrollout_levels`, an evidence level for each request."""
+    """Output of a step, with the evidence level of each request's token in `specrollout_levels`."""
 
     def __init__(self, output: AsyncModelRunnerOutput, levels_R: torch.Tensor) -> None:
         self._output, self._levels_R = output, levels_R
 
     def get_output(self) -> ModelRunnerOutput:
-        """Waits until both are on the host: levels were on their way before the tokens."""
+        """Waits for the tokens. The copy of the levels started before theirs, so it has ended too."""
         output: Any = self._output.get_output()
         output.specrollout_levels = self._levels_R.tolist()
         return output
 
 
 def change_texts(states: Any, changes: dict[str, TextChange]) -> None:
-    """Gives requests other texts, in the slots that they have: to vLLM, prompts of which it has computed a part."""
+    """Replaces the ends of requests' texts in their slots. To vLLM, each text is then a prompt that is partly computed."""
     for req_id, change in changes.items():
         slot, length = states.req_id_to_index[req_id], change.start + len(change.tokens)
         states.all_token_ids.stage_write(slot, change.start, change.tokens)

@@ -1,61 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters and verifiers say to each other: typed, bounded, packed by msgspec. Nothing here can carry code.
+"""Messages between verifiers and drafters: typed, bounded, packed by msgspec, and unable to carry code.
 
-What concerns many requests travels in columns, little-endian bytes of one type, so that neither side loops over them.
-A verifier's request is known by its session (one run of one engine) and a number that is never used twice in it.
+Values of many requests travel as columns, which are little-endian bytes of one type, so neither side loops over requests. A
+request is named by its session (one process of a verifier) and a number that the session never uses twice.
 """
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 PROTOCOL = 1
+"""Version of the protocol. Both sides must have the same."""
 MAX_FRAME_BYTES = 16 << 20
+"""Largest message, in bytes."""
 MAX_COLUMN = 1 << 16
+"""Largest number of rows of a message, and of tokens in one commit."""
 LONGEST_TOKEN_S = 60.0
-"""Longest time of a draft token that a drafter may report. The verifier drops a drafter that is silent for much less."""
+"""Largest valid `Drafts.token_s`. A verifier drops a drafter that is silent for much less."""
 
-
-# No integer that a 64-bit column could not hold, no text without bound.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Integer that an int64 column can hold."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=4096)]
 
+COMMIT_COLUMNS = {
+    "requests": np.int64,
+    "bases": np.int64,
+    "hashes": np.uint64,
+    "counts": np.int64,
+    "windows": np.uint8,
+    "resends": np.uint8,
+}
+"""Columns of `Step` with a row for each request that goes on."""
+DRAFT_COLUMNS = {
+    "requests": np.int64,
+    "positions": np.int64,
+    "hashes": np.uint64,
+    "tokens": np.int32,
+    "levels": np.int8,
+}
+"""Columns of `Drafts` with a row for each draft token."""
+
 
 class FrameError(ValueError):
-    """A frame that no peer of this protocol sends."""
+    """A frame that no peer with this protocol and our secret sends."""
 
 
 class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True):
-    """Verifier: who I am, and what a drafter of mine must match."""
+    """Verifier to drafter: introduces the verifier, and states what the draft model has to match."""
 
     protocol: Count
     session: Count
     vocab_size: Count
     tokenizer: Line
+    """Fingerprint of the policy's tokenizer; empty if unknown."""
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=1024)]
+    """Tokens that end a text: nothing is drafted after them."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=True):
-    """Drafter: I draft for you. `drafter` is one run of one engine; `num_shadows` is how many requests it can hold."""
+    """Drafter to verifier: accepts the session."""
 
     session: Count
     drafter: Count
+    """Random number of the drafter process: a restarted drafter has another one."""
     draft_version: Count
     max_model_len: Count
     num_shadows: Count
+    """Requests that the drafter can hold, of all verifiers together."""
 
 
 class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, frozen=True):
-    """Drafter: I do not draft for you, and why."""
+    """Drafter to verifier: refuses the session."""
 
     session: Count
     reason: Line
 
 
 class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A request, with all of its text so far (int32), and how it is sampled. It never grows beyond `limit` tokens."""
+    """A request that the drafter does not know: its text so far, and how it is sampled."""
 
     request: Count
     seed: Count
@@ -63,67 +88,77 @@ class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     top_k: Count
     top_p: float
     limit: Count
+    """Longest text that the request can reach, in tokens."""
     window: Count
+    """Draft tokens that the shadow sequence may be ahead of the committed text."""
     tokens: bytes
+    """int32."""
 
 
 class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
-    """Verifier, after each of its steps: requests opened and closed (int64), and what the others have committed.
-
-    A row of the commits: request int64; base int64, how long its text was; prefix_hash uint64, of those first `base` tokens;
-    count int64 of new tokens; window uint8, how far its shadow may run ahead of them; resend uint8, 1 to be told again what
-    was drafted beyond them. `tokens` int32 of all rows.
-    """
+    """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
 
     session: Count
     number: Count
     sent_ns: Count
+    """Sending time by the verifier's clock. The drafter echoes it."""
     opens: Annotated[list[Open], msgspec.Meta(max_length=4096)]
     closes: bytes
+    """int64: requests that ended."""
     requests: bytes
     bases: bytes
+    """Length of the text that the commit extends, in tokens."""
     hashes: bytes
+    """Hash of that text."""
     counts: bytes
+    """Number of new tokens."""
     windows: bytes
+    """Draft tokens that the shadow sequence may be ahead of the new text."""
     resends: bytes
+    """1 asks for all drafts beyond the new text again."""
     tokens: bytes
+    """int32: the new tokens of all rows, one row after the other."""
 
 
 class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=True):
-    """Drafter, after each of its steps and in answer to each `Step`.
-
-    A row: request int64; position int64 of the token in its text; prefix_hash uint64 of all tokens before it; token int32;
-    level int8 of its evidence. `lacking` int64: requests that it has to be told again. `answers` is the number of the last
-    `Step` that came, which waited `held_ns` until this was sent; `token_s` is what a token takes it for
-    each of the requests that it drafts for.
-    """
+    """Drafter to verifier, after each step of the drafter's engine and in answer to each `Step`."""
 
     session: Count
     drafter: Count
     number: Count
+    """Counts the messages of the session. A gap tells the verifier that one was lost."""
     answers: Count
+    """Number of the latest `Step` that the drafter received."""
     echo_ns: Count
+    """`sent_ns` of that step."""
     held_ns: Count
+    """Time from the arrival of that step to this answer."""
     draft_version: Count
     token_s: float
+    """Seconds that the drafter takes to draft one token for each of its requests."""
     num_shadows: Count
+    """Shadow sequences in use, of all verifiers together."""
     requests: bytes
     positions: bytes
+    """Index of the token in the request's text."""
     hashes: bytes
+    """Hash of all text before the token."""
     tokens: bytes
     levels: bytes
+    """Evidence levels (`drafters.base`)."""
     lacking: bytes
+    """int64: requests that the verifier has to open again."""
 
 
 class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=True):
-    """The draft model's trainer says that its weights are now in `folder`, a path of the drafter's machine."""
+    """Trainer of the draft model to drafter: load the weights in `folder`, a path on the drafter's machine."""
 
     folder: Line
     draft_version: Count
 
 
 class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, frozen=True):
-    """Drafter: I draft with the weights of that version; or, if `error` is not empty, why I do not."""
+    """Drafter to trainer: the weights of `draft_version` are in use, or `error` says why they are not."""
 
     draft_version: Count
     error: Line
@@ -135,44 +170,47 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Returns the frame of a message."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> Message:
-    """The message in `frame`. Raises FrameError for anything else, oversized frames and ragged columns included."""
+    """Returns the message in `frame`. Raises FrameError for anything else, such as oversized frames or ragged columns."""
     if len(frame) > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(frame)} bytes; the most is {MAX_FRAME_BYTES}")
+        raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
         message: Message = _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(str(error)) from None
     if isinstance(message, Step):
-        _check_columns(
-            message, (("requests", 8), ("bases", 8), ("hashes", 8), ("counts", 8), ("windows", 1), ("resends", 1))
-        )
+        _check_columns(message, COMMIT_COLUMNS)
         counts = column(message.counts, np.int64)
         if len(counts) and (counts.min() < 0 or counts.max() > MAX_COLUMN):
             raise FrameError("a count out of range")
         if int(counts.sum()) * 4 != len(message.tokens) or len(message.closes) % 8:
             raise FrameError("ragged columns")
-        if any(len(o.tokens) % 4 for o in message.opens):
+        if any(len(opening.tokens) % 4 for opening in message.opens):
             raise FrameError("ragged tokens")
     if isinstance(message, Drafts):
         if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
             raise FrameError("token_s out of range")
-        _check_columns(message, (("requests", 8), ("positions", 8), ("hashes", 8), ("tokens", 4), ("levels", 1)))
+        _check_columns(message, DRAFT_COLUMNS)
         if len(message.lacking) % 8:
             raise FrameError("ragged columns")
     return message
 
 
-def _check_columns(message: Any, columns: tuple[tuple[str, int], ...]) -> None:
-    sizes = {len(getattr(message, name)) / width for name, width in columns}
-    if len(sizes) != 1 or sizes.pop() > MAX_COLUMN:
+def _check_columns(message: Step | Drafts, types: Mapping[str, type]) -> None:
+    lengths = {len(getattr(message, name)) / np.dtype(type_).itemsize for name, type_ in types.items()}
+    if len(lengths) != 1 or lengths.pop() > MAX_COLUMN:
         raise FrameError("ragged columns")
 
 
 def column(data: bytes, dtype: type) -> np.ndarray:
-    """A column as an array of its own: compiled kernels do not take what they may not write to."""
+    """Returns a writable array of a column, because compiled kernels take no read-only ones."""
     return np.frombuffer(data, dtype).copy()
+
+
+def columns(message: Step | Drafts, types: Mapping[str, type]) -> Iterator[np.ndarray]:
+    """Returns the columns of `message` that `types` names, as writable arrays."""
+    return (column(getattr(message, name), type_) for name, type_ in types.items())

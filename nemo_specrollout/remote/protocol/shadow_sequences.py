@@ -1,87 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's shadows: of each verifier's request, the committed text as it is known here, and what was drafted beyond it.
+"""The drafter's shadow sequences: the committed text of each verifier's request, and the tokens drafted beyond it.
 
-Shapes: N rows of a message, M shadows of a step, S how much of a shadow's text is remembered here.
+Shapes: N rows of a message, M shadow sequences in a step of the engine.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from numba import njit
+from numba import from_dtype, int32, int64, njit, uint64, void
 
-from nemo_specrollout.remote.protocol.prefix_hash import extend, of_text
+from nemo_specrollout.remote.protocol.draft_ring import RINGS, new_rings, put, text_hash
+from nemo_specrollout.remote.protocol.engine_commands import DRAFT_ROW, CorrectShadow
 
-FINE, CORRECT, LACKING = 0, 1, 2
+UNCHANGED, LACKING = -1, -2
+"""Outcomes of a commit in which the shadow sequence stays, or cannot be brought to the verifier's text."""
+NOT_STOPPED = -1
 
-
-@dataclass(frozen=True)
-class Correction:
-    """The engine's request of `shadow` keeps its first `num_kept` tokens, and goes on with `tokens`."""
-
-    shadow: int
-    num_kept: int
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """What an engine drafted in a step, a token for each shadow: shadow int64, position int64, token int32, evidence level
-    int8; each [M]."""
-
-    shadows_M: np.ndarray
-    positions_M: np.ndarray
-    tokens_M: np.ndarray
-    levels_M: np.ndarray
-
-    def select(self, is_wanted_M: np.ndarray) -> "Drafted":
-        """Some of it."""
-        columns = (self.shadows_M, self.positions_M, self.tokens_M, self.levels_M)
-        return Drafted(*(c[is_wanted_M] for c in columns))
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """Draft tokens, row by row: shadow int64, position int64, hash of the text before uint64, token int32, level int8."""
-
-    shadows: np.ndarray
-    positions: np.ndarray
-    hashes: np.ndarray
-    tokens: np.ndarray
-    levels: np.ndarray
+_SHADOW = np.dtype(
+    [
+        ("start", np.int64),  # length of the text at its opening. No earlier prefix hash is known.
+        ("committed", np.int64),  # length of the text that the verifier is known to have.
+        ("end", np.int64),  # length of the text with the drafts.
+        ("window", np.int64),  # most draft tokens beyond the committed text.
+        ("limit", np.int64),  # longest text; 0 of a free shadow.
+        ("stopped", np.int64),  # position of a drafted token that ends the text, or NOT_STOPPED.
+    ]
+)
+_SHADOWS = from_dtype(_SHADOW)[::1]
+_ROWS = from_dtype(DRAFT_ROW)[::1]
 
 
 class ShadowSequences:
-    """Owns what is known of the shadows, by their slots; the engine owns their full texts and KV.
-
-    Invariants: a shadow's first `committed` tokens are the verifier's. Its text never shrinks below them. A commit names the
-    text that it extends by length and hash, so one that is doubled or late changes nothing, and after a lost one the next is
-    understood, if the shadow has drafted that very text by itself; else the shadow is lacking, and has to be opened again.
-    """
+    """Owns what the protocol knows of each shadow sequence; the engine owns the full texts and their KV."""
 
     def __init__(self, num_shadows: int, most_ahead: int) -> None:
-        # What may still be asked for: drafts beyond the committed text, and commits that lie behind them.
-        size = 1 << (4 * most_ahead).bit_length()
-        self._committed = np.zeros(num_shadows, np.int64)
-        self._ends = np.zeros(num_shadows, np.int64)
-        self._starts = np.zeros(num_shadows, np.int64)
-        self._windows = np.zeros(num_shadows, np.int64)
-        self._limits = np.zeros(num_shadows, np.int64)
-        self._stopped = np.zeros(num_shadows, np.int64)
-        self._hashes = np.zeros((num_shadows, size), np.uint64)
-        self._tokens = np.zeros((num_shadows, size), np.int32)
-        self._levels = np.zeros((num_shadows, size), np.int8)
+        self.state = np.zeros(num_shadows, _SHADOW)
+        # A verifier may still send commits that lie behind the drafts, and ask for drafts again.
+        self.rings = new_rings(num_shadows, 4 * most_ahead)
         self._most_ahead = most_ahead
 
     def open(self, shadow: int, seed: int, text: np.ndarray, limit: int, window: int) -> None:
-        """The slot is of a request whose int32 `text` is committed; it never grows beyond `limit` tokens."""
-        self._committed[shadow] = self._ends[shadow] = self._starts[shadow] = len(text)
-        self._hashes[shadow, len(text) % self._hashes.shape[1]] = of_text(seed, text)
-        self._limits[shadow], self._windows[shadow] = limit, min(window, self._most_ahead)
-        self._stopped[shadow] = -1
+        """Starts a shadow sequence with int32 `text`, which is committed and never grows beyond `limit` tokens."""
+        length = len(text)
+        self.state[shadow] = (length, length, length, min(window, self._most_ahead), limit, NOT_STOPPED)
+        self.rings[shadow, length % self.rings.shape[1]]["prefix_hash"] = text_hash(seed, text)
 
     def close(self, shadow: int) -> None:
-        """The slot is free: nothing is drafted for it."""
-        self._limits[shadow] = 0
+        """Frees a shadow: nothing is drafted for it."""
+        self.state[shadow]["limit"] = 0
 
     def commit(
         self,
@@ -91,115 +55,97 @@ class ShadowSequences:
         counts_N: np.ndarray,
         windows_N: np.ndarray,
         tokens: np.ndarray,
-    ) -> tuple[list[Correction], np.ndarray]:
-        """What verifiers have committed; a shadow of -1 is none of ours. Returns what the engine has to correct, and bool [N]:
-        of which rows the request has to be told again."""
-        outcome_N, kept_N, first_N = (np.empty(len(shadows_N), np.int64) for _ in range(3))
-        windows_N = np.minimum(windows_N.astype(np.int64), self._most_ahead)
-        _commit(
-            shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, self._committed, self._ends, self._starts,
-            self._windows, self._hashes, self._stopped, self._tokens, outcome_N, kept_N, first_N,
-        )  # fmt: skip
-        ends_N = np.cumsum(counts_N)
-        corrections = [
-            Correction(int(shadows_N[n]), int(kept_N[n]), tokens[first_N[n] : ends_N[n]].tolist())
-            for n in np.flatnonzero(outcome_N == CORRECT)
-        ]
-        return corrections, outcome_N == LACKING
+    ) -> tuple[list[CorrectShadow], np.ndarray]:
+        """Applies the commits of a `Step`; a shadow of -1 stands for a request that is unknown here.
 
-    def wanting(self) -> np.ndarray:
-        """The shadows that may draft, those with the shortest run-ahead first, int64 [M]."""
-        ahead = self._ends - self._committed
-        may_draft = (ahead < self._windows) & (self._ends < self._limits) & (self._stopped < self._committed)
+        Returns commands for the engine, and which rows are of requests that have to be opened again, bool [N].
+        """
+        kept_N = np.empty(len(shadows_N), np.int64)
+        windows_N = np.minimum(windows_N.astype(np.int64), self._most_ahead)
+        _commit(shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, self.state, self.rings, kept_N)
+        stops_N = np.cumsum(counts_N)
+        starts_N = stops_N - (bases_N + counts_N - kept_N)
+        corrections = [
+            CorrectShadow(int(shadows_N[n]), int(kept_N[n]), tokens[starts_N[n] : stops_N[n]].tolist())
+            for n in np.flatnonzero(kept_N >= 0)
+        ]
+        return corrections, kept_N == LACKING
+
+    def ready_to_draft(self) -> np.ndarray:
+        """Returns the shadows that may draft, those with the fewest drafts ahead first, int64 [M]."""
+        state = self.state
+        ahead = state["end"] - state["committed"]
+        may_draft = ahead < state["window"]
+        may_draft &= (state["end"] < state["limit"]) & (state["stopped"] < state["committed"])
         shadows_M = np.flatnonzero(may_draft)
         return shadows_M[np.argsort(ahead[shadows_M], kind="stable")]
 
-    def drafted(self, new: Drafted, stop_token_ids: np.ndarray) -> DraftRows:
-        """The engine has drafted for some shadows; returns the rows to tell. Beyond a token that ends the text nothing more
-        is drafted."""
-        hashes_M = np.empty(len(new.shadows_M), np.uint64)
-        _append(
-            new.shadows_M, new.positions_M, new.tokens_M, new.levels_M, self._ends, self._hashes, self._tokens, self._levels,
-            hashes_M,
-        )  # fmt: skip
-        is_stop_M = (new.tokens_M[:, None] == stop_token_ids).any(axis=1)
-        self._stopped[new.shadows_M[is_stop_M]] = new.positions_M[is_stop_M]
-        return DraftRows(new.shadows_M, new.positions_M, hashes_M, new.tokens_M, new.levels_M)
+    def append(self, rows_M: np.ndarray, stop_token_ids: np.ndarray) -> None:
+        """Appends the engine's draft tokens, `DRAFT_ROW` [M], and fills in their prefix hashes.
 
-    def num_committed(self, shadow: int) -> int:
-        """How much of the shadow's text is known to be the verifier's."""
-        return int(self._committed[shadow])
+        A shadow sequence that drafted one of `stop_token_ids` drafts no more until it is corrected.
+        """
+        _append(rows_M, self.state, self.rings)
+        stops = rows_M[np.isin(rows_M["token"], stop_token_ids)]
+        self.state["stopped"][stops["shadow"]] = stops["position"]
 
-    def text_hash(self, shadow: int) -> tuple[int, int]:
-        """How long the shadow's text is, and its hash: what the engine holds must have the same."""
-        end = int(self._ends[shadow])
-        return end, int(self._hashes[shadow, end % self._hashes.shape[1]])
-
-    def ahead_of(self, shadow: int) -> DraftRows:
-        """All that is drafted beyond the committed text of one shadow, to be told again."""
-        positions = np.arange(self._committed[shadow], self._ends[shadow])
-        at = positions % self._tokens.shape[1]
-        parts = (self._hashes[shadow, at], self._tokens[shadow, at], self._levels[shadow, at])
-        return DraftRows(np.full(len(positions), shadow), positions, *parts)
+    def drafts_of(self, shadow: int) -> np.ndarray:
+        """Returns all tokens that are drafted beyond the committed text of a shadow sequence, as `DRAFT_ROW`."""
+        positions = np.arange(self.state[shadow]["committed"], self.state[shadow]["end"])
+        rows, entries = np.empty(len(positions), DRAFT_ROW), self.rings[shadow, positions % self.rings.shape[1]]
+        rows["shadow"], rows["position"] = shadow, positions
+        for name in entries.dtype.names or ():
+            rows[name] = entries[name]
+        return rows
 
 
 @njit(
-    "void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], int64[:], int64[:], int64[:], int64[:], uint64[:,:],"
-    " int64[:], int32[:,:], int64[:], int64[:], int64[:])",
+    void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], _SHADOWS, RINGS, int64[:]),
     cache=True,
 )
 def _commit(  # type: ignore[no-untyped-def]
-    shadows_N, bases_N, hashes_N, counts_N, windows_N, new, committed, ends, starts, windows, hashes, stopped, tokens,
-    outcome_N, kept_N, first_N,
-):  # fmt: skip
-    size = tokens.shape[1]
+    shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, states, rings, kept_N
+):
+    """Writes how many tokens each shadow sequence keeps before a correction, or `UNCHANGED`, or `LACKING`."""
+    size, stop = rings.shape[1], 0
     mask = size - 1
-    offset = 0
     for n in range(len(shadows_N)):
-        m, base, end = shadows_N[n], bases_N[n], bases_N[n] + counts_N[n]
-        first = offset
-        offset += counts_N[n]
-        outcome_N[n] = FINE
-        if m < 0:
-            outcome_N[n] = LACKING
+        base, end = bases_N[n], bases_N[n] + counts_N[n]
+        stop += counts_N[n]
+        first = stop - end  # index in `tokens` of the token at position 0
+        kept_N[n] = LACKING
+        if shadows_N[n] < 0:
             continue
-        if end < committed[m]:
+        state, ring = states[shadows_N[n]], rings[shadows_N[n]]
+        if end < state.committed:
+            kept_N[n] = UNCHANGED
             continue
-        oldest = max(starts[m], ends[m] - size + 1)
-        if base > ends[m] or base < oldest or hashes[m, base & mask] != hashes_N[n]:
-            outcome_N[n] = LACKING
+        oldest = max(state.start, state.end - size + 1)
+        if base > state.end or base < oldest or ring[base & mask].prefix_hash != hashes_N[n]:
             continue
-        windows[m] = windows_N[n]
+        state.window = windows_N[n]
         p = base
-        while p < end and p < ends[m] and tokens[m, p & mask] == new[first + p - base]:
+        while p < end and p < state.end and ring[p & mask].token == tokens[first + p]:
             p += 1
-        if p < end and p < committed[m]:
-            outcome_N[n] = LACKING
+        if p < end and p < state.committed:
             continue
-        committed[m] = p
+        state.committed = p
+        kept_N[n] = UNCHANGED
         if p == end:
             continue
-        outcome_N[n], kept_N[n], first_N[n] = CORRECT, p, first + p - base
-        prefix_hash = hashes[m, p & mask]
+        kept_N[n] = p
         for q in range(p, end):
-            token = new[first + q - base]
-            tokens[m, q & mask] = token
-            prefix_hash = extend(prefix_hash, token)
-            hashes[m, (q + 1) & mask] = prefix_hash
-        committed[m] = ends[m] = end
-        if stopped[m] >= p:
-            stopped[m] = -1
+            put(ring, q, tokens[first + q], 0)
+        state.committed = state.end = end
+        if state.stopped >= p:
+            state.stopped = NOT_STOPPED
 
 
-@njit(
-    "void(int64[:], int64[:], int32[:], int8[:], int64[:], uint64[:,:], int32[:,:], int8[:,:], uint64[:])", cache=True
-)
-def _append(shadows_M, positions_M, new, new_levels, ends, hashes, tokens, levels, hashes_M):  # type: ignore[no-untyped-def]
-    mask = tokens.shape[1] - 1
-    for i in range(len(shadows_M)):
-        m, p = shadows_M[i], positions_M[i]
-        hashes_M[i] = hashes[m, p & mask]
-        tokens[m, p & mask] = new[i]
-        levels[m, p & mask] = new_levels[i]
-        hashes[m, (p + 1) & mask] = extend(hashes_M[i], new[i])
-        ends[m] = p + 1
+@njit(void(_ROWS, _SHADOWS, RINGS), cache=True)
+def _append(rows_M, states, rings):  # type: ignore[no-untyped-def]
+    for i in range(len(rows_M)):
+        row = rows_M[i]
+        ring = rings[row.shadow]
+        row.prefix_hash = ring[row.position & (len(ring) - 1)].prefix_hash
+        put(ring, row.position, row.token, row.level)
+        states[row.shadow].end = row.position + 1

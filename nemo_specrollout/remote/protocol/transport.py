@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames over ZeroMQ: one ROUTER socket a drafter, one DEALER socket a verifier and drafter. Nothing here waits, unless asked.
+"""Messages over ZeroMQ: a ROUTER socket of each drafter, a DEALER socket for each drafter of a verifier.
 
-Each frame carries a keyed hash of its content and direction; one that was not made with the shared secret is dropped.
+Each frame carries a keyed hash of its content and direction. A frame that was not made with the shared secret is dropped. Only
+`wait` and `publish` block.
 """
 
 import hashlib
 import hmac
+import time
 from collections.abc import Hashable, Iterator, Sequence
 
 import zmq
 
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES, FrameError, Message, decode, encode
+from nemo_specrollout.remote.protocol.messages import (
+    MAX_FRAME_BYTES,
+    FrameError,
+    Message,
+    Publish,
+    Published,
+    decode,
+    encode,
+)
 
-_MAC_BYTES = 16
-_FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
 MOST_FRAMES = 1024
-"""Taken from a socket at a time: a peer that floods cannot keep its receiver from working."""
+"""Most frames that one `receive` takes, so that a peer that floods cannot keep its receiver from working."""
+PUBLISH_TIMEOUT_S = 120.0
+"""Time in which drafters have to answer a publication, in seconds."""
+_MAC_BYTES = 16
 _QUEUED_FRAMES = 4096
+_FROM_DRAFTER, _FROM_VERIFIER = b"from drafter", b"from verifier"
 
 
 def _seal(payload: bytes, secret: bytes, sender: bytes) -> bytes:
@@ -31,34 +43,40 @@ def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
     return payload
 
 
+def _new_socket(kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
+    socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
+    socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
+    return socket
+
+
 class DrafterSocket:
-    """A drafter's end. Owns the socket; a peer is known by its routing id. `num_refused` counts frames that were dropped."""
+    """The drafter's end, which knows each verifier by its routing id. Owns the socket."""
 
     def __init__(self, address: str, secret: bytes, allowed: Sequence[str] = ()) -> None:
-        """Binds to `address`; port 0 takes a free one. `allowed` are the hosts that may speak, all if empty.
+        """Binds to `address`; port 0 takes any free one. `allowed` lists the hosts that are heard; empty allows all.
 
-        Raises ConfigError if the address cannot be had.
+        Raises ConfigError if it cannot bind.
         """
         self._secret, self._allowed = secret, frozenset(allowed)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
+        self._socket = _new_socket(zmq.ROUTER)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise ConfigError(f"{address}: cannot listen there: {error}") from None
+            raise ConfigError(f"{address}: cannot listen there: {error}; name a free port of this machine") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
+        """Frames that were dropped."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether something has come, after `seconds` at most."""
+        """Waits up to `seconds` for a frame; returns whether one has arrived."""
         return bool(self._socket.poll(int(seconds * 1000)))
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
-        """The messages that have come, and from whom."""
+        """Yields the messages that have arrived, each with its sender."""
         for _ in range(MOST_FRAMES):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -72,7 +90,7 @@ class DrafterSocket:
                 self.num_refused += 1
 
     def send(self, peer: Hashable, message: Message) -> None:
-        """Sends, or drops what a peer does not take."""
+        """Sends a message, or drops it if the peer does not take it."""
         assert isinstance(peer, bytes)
         try:
             self._socket.send_multipart([peer, _seal(encode(message), self._secret, _FROM_DRAFTER)], zmq.NOBLOCK)
@@ -84,23 +102,19 @@ class DrafterSocket:
 
 
 class VerifierSocket:
-    """A verifier's end towards one drafter. Owns the socket."""
+    """A verifier's end of the connection to one drafter. Owns the socket."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._secret = secret
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
+        self._socket = _new_socket(zmq.DEALER)
         self._socket.connect(address)
 
     def wait(self, seconds: float) -> bool:
-        """Whether something has come, after `seconds` at most."""
+        """Waits up to `seconds` for a frame; returns whether one has arrived."""
         return bool(self._socket.poll(max(0, int(seconds * 1000))))
 
     def receive(self) -> Iterator[Message]:
-        """The messages that have come. Raises FrameError at one that no drafter with our secret sends."""
+        """Yields the messages that have arrived. Raises FrameError for a frame that no drafter with our secret sends."""
         for _ in range(MOST_FRAMES):
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -109,7 +123,7 @@ class VerifierSocket:
             yield decode(_unseal(frame, self._secret, _FROM_DRAFTER))
 
     def send(self, message: Message) -> bool:
-        """Sends; returns false, and drops it, if the drafter does not take it."""
+        """Sends a message; returns False, and drops it, if the drafter does not take it."""
         try:
             self._socket.send(_seal(encode(message), self._secret, _FROM_VERIFIER), zmq.NOBLOCK)
         except zmq.Again:
@@ -118,3 +132,31 @@ class VerifierSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def publish(addresses: Sequence[str], secret: bytes, folder: str, draft_version: int) -> dict[str, str]:
+    """Asks the drafters at `addresses` to load the weights in `folder`, a path on their machines, and waits for the answers.
+
+    Returns, by address, why a drafter did not; empty if all did. A drafter that did not keeps its weights.
+    """
+    sockets = {address: VerifierSocket(address, secret) for address in addresses}
+    for socket in sockets.values():
+        socket.send(Publish(folder, draft_version))
+    deadline = time.monotonic() + PUBLISH_TIMEOUT_S
+    errors = {address: _published(socket, draft_version, deadline) for address, socket in sockets.items()}
+    for socket in sockets.values():
+        socket.close()
+    return {address: error for address, error in errors.items() if error}
+
+
+def _published(socket: VerifierSocket, draft_version: int, deadline: float) -> str:
+    """Waits for the answer to a publication; returns its error, which is empty on success."""
+    while (left_s := deadline - time.monotonic()) > 0:
+        socket.wait(left_s)
+        try:
+            for message in socket.receive():
+                if isinstance(message, Published) and message.draft_version == draft_version:
+                    return message.error
+        except FrameError as error:
+            return str(error)
+    return f"no answer within {PUBLISH_TIMEOUT_S:.0f} s"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter processes of a run: started, watched, restarted. A rollout never waits for them, but to be there at first."""
+"""Drafter processes of a run: starts, watches and restarts them. A rollout waits for them only at its start."""
 
 import contextlib
 import threading
@@ -15,29 +15,36 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
 from nemo_specrollout.remote.verifier.json_child import JsonChild
 
-# A process that says nothing for so long is killed; how long one may take to start; pauses before it is started again.
-HANG_S, START_S = 30.0, 600.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+HANG_S = 30.0
+"""Silence after which a process is killed, in seconds."""
+START_S = 600.0
+"""Longest time that a process may take to start, in seconds."""
+FIRST_PAUSE_S = 1.0
+"""Pause before a process is restarted, in seconds. It doubles with each end before the process has reported anything."""
+LONGEST_PAUSE_S = 60.0
 _WATCH_PERIOD_S = 0.5
 ANY_PORT = "tcp://127.0.0.1:0"
 CPU_KV_BYTES = 256 << 20
+"""KV cache of a drafter on a CPU."""
 GPU_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that a drafter with the whole GPU takes."""
 
 
 class DrafterProcess:
-    """One process, and its successors at the same address. Owns the child; `watch` is to be called again and again.
+    """One drafter process, restarted at the same address when it ends or hangs. Call `watch` periodically.
 
-    States: starting, up, down (until its pause is over, when it is started again), stopped.
+    States: starting, up, down (until its pause is over), stopped.
     """
 
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
         self.num_restarts = 0
         self.last_words = ""
-        """Of the process that ended last; empty while none has."""
+        """Last output of the process that ended most recently; empty before the first end."""
         self.deaths: list[str] = []
-        """The last words of each process that ended and that `take_deaths` has not told of."""
+        """Last output of each process that has ended since the last `take_deaths`."""
         self.status: Status | None = None
+        """Latest report of the process; None until it has bound its address."""
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
         self._child: JsonChild | None = None
         self._heard_s = 0.0
@@ -45,16 +52,16 @@ class DrafterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Process id; None while no process exists."""
         return None if self._child is None else self._child.pid
 
     @property
     def is_up(self) -> bool:
-        """Whether it drafts."""
+        """Whether the process drafts."""
         return self.status is not None and self.status.is_up
 
     def watch(self) -> None:
-        """Kills a child that hangs, starts one again that is gone."""
+        """Kills a process that hangs, and restarts one that has ended."""
         now_s = time.monotonic()
         if self._child is not None:
             silence_s = now_s - self._heard_s
@@ -68,13 +75,13 @@ class DrafterProcess:
             self._start()
 
     def stop(self) -> None:
-        """Ends the process for good."""
+        """Ends the process, which is not restarted."""
         child, self._child, self._resume_at_s = self._child, None, float("inf")
         if child is not None:
             child.end()
 
     def failure(self) -> str | None:
-        """What a child that ended before it was up said last; None while it lives or is up."""
+        """Returns the last output of a process that ended before it was up; None otherwise."""
         if self.is_up or self._child is None or not self._child.has_ended:
             return None
         return self._child.last_words()
@@ -87,7 +94,7 @@ class DrafterProcess:
         threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 
     def _listen(self, child: JsonChild) -> None:
-        """Reads what a child says of itself until it ends; runs in a thread of its own."""
+        """Reads the reports of a process until it ends. Runs in its own thread."""
         for said in child.said():
             with contextlib.suppress(TypeError):
                 status = Status(**said)
@@ -106,30 +113,29 @@ class DrafterProcess:
 
 
 class DrafterPool:
-    """All drafter processes of a run. Owns them and the thread that watches them.
+    """Owns the drafter processes of a run, and the thread that watches them.
 
     Example: `pool = DrafterPool(specs)`, an engine for `pool.addresses()`, `pool.wait_until_up()`, at the end `pool.stop()`.
     """
 
     def __init__(self, specs: Sequence[DrafterSpec]) -> None:
-        """Starts all of them."""
+        """Starts all processes."""
         self.processes = [DrafterProcess(spec) for spec in specs]
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def addresses(self) -> list[str]:
-        """Where the drafters listen, or will when they are up. Raises ConfigError if one cannot start."""
+        """Waits until all drafters have bound their addresses, and returns these. Raises ConfigError if one cannot start."""
         self._wait(lambda process: process.status is not None)
         return [p.spec.address for p in self.processes]
 
     def wait_until_up(self) -> None:
-        """Returns when all drafters draft; from then on those that fail are started again. Raises ConfigError if one cannot
-        start."""
+        """Waits until all drafters are up, then restarts each that fails. Raises ConfigError if one cannot start."""
         self._wait(lambda process: process.is_up)
         self.keep_up()
 
     def keep_up(self) -> None:
-        """From now on drafters that fail are started again, whether they were up or not. Returns at once."""
+        """Restarts each drafter that fails from now on, even before it was up. Returns at once."""
         self._watcher.start()
 
     def _wait(self, is_there: Callable[[DrafterProcess], bool]) -> None:
@@ -144,18 +150,16 @@ class DrafterPool:
             time.sleep(0.05)
 
     def take_deaths(self) -> list[str]:
-        """A sentence for each death since last asked."""
-        found = []
+        """Returns a sentence for each process that has ended since the last call."""
+        found: list[str] = []
         for number, process in enumerate(self.processes):
             while process.deaths:
                 words = process.deaths.pop(0)
-                found.append(
-                    f"drafter process {number} died ({words}); it is started again, and tokens do not depend on it"
-                )
+                found.append(f"drafter process {number} died ({words}); it is restarted, and no token depends on it")
         return found
 
     def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all processes."""
         self._stopped.set()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -171,7 +175,7 @@ class DrafterPool:
 def drafter_spec(
     drafter: DrafterConfig, engine: VllmConfig, address: str = ANY_PORT, *, on_cpu: bool = True
 ) -> DrafterSpec:
-    """What a drafter process is told, for policies served by `engine`. Raises ConfigError if the model is not there."""
+    """Returns the settings of a drafter process for a policy's engine. Raises ConfigError if the model's folder is missing."""
     assert drafter.model is not None
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
@@ -188,20 +192,20 @@ def drafter_spec(
 
 
 def _memory(drafter: DrafterConfig, on_cpu: bool) -> dict[str, Any]:
-    """What an engine may take of its device; one that shares a GPU takes its share of vLLM's default."""
+    """Returns vLLM arguments for the memory of a drafter, which takes its share of a GPU that it shares."""
     if on_cpu:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}
     return {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus} if drafter.gpus else {}
 
 
 def engine_facts(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
-    """What a drafter must know of the policy's engine, of the local runner's or NeMo-RL's `vllm_cfg`."""
+    """Returns the settings that a drafter shares with the policy's engine, from the local runner's or NeMo-RL's `vllm_cfg`."""
     known = {name: vllm_cfg[name] for name in ("max_model_len", "precision", "enforce_eager") if name in vllm_cfg}
     return build(VllmConfig, known, "policy.generation.vllm_cfg")
 
 
 def with_addresses(block: SpecrolloutConfig, addresses: Sequence[str]) -> SpecrolloutConfig:
-    """`block`, whose remote drafter listens at `addresses`."""
+    """Returns `block` with `addresses` as the addresses of its remote drafter."""
     assert block.remote is not None
     remote = replace(block.remote, workers=0, addresses=tuple(addresses))
     return replace(block, drafters=tuple(remote if d is block.remote else d for d in block.drafters))

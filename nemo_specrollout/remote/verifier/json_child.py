@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of ours that says what it does in lines of JSON on stdout, and why it cannot in the last line on stderr."""
+"""Child processes that report lines of JSON on stdout, and the reason for a failure in the last line on stderr."""
 
 import json
 import os
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 PARENT = "SPECROLLOUT_PARENT"
+"""Environment variable with the process id of a child's parent."""
 _PARENT_PERIOD_S = 0.5
 
 
 def end_with_parent() -> None:
-    """Has this process, a `JsonChild`, end soon after the one that started it, whatever it is doing by then."""
+    """Makes this process, a `JsonChild`, exit soon after its parent has ended, whatever it is doing then."""
     parent = os.environ.get(PARENT)
     if parent is not None:
         threading.Thread(target=_watch_parent, args=(int(parent),), daemon=True).start()
@@ -29,11 +30,11 @@ def _watch_parent(parent: int) -> None:
 
 
 class JsonChild:
-    """`python -m MODULE ARGUMENT`. Owns the process. States: running, then ended."""
+    """The process `python -m MODULE ARGUMENT`. Owns the process."""
 
     def __init__(self, module: str, argument: str, environment: Mapping[str, str]) -> None:
-        """Starts it, with `environment` over this process's own."""
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - as long as the process
+        """Starts the process. `environment` is added to this process's own."""
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, argument],
             stdin=subprocess.DEVNULL,
@@ -52,7 +53,7 @@ class JsonChild:
         return self._process.poll() is not None
 
     def said(self) -> Iterator[Any]:
-        """What it says, as it says it, until it ends."""
+        """Yields what the process reports, until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -61,7 +62,7 @@ class JsonChild:
                 continue
 
     def last_words(self) -> str:
-        """Of a process that has ended: the signal that killed it, or else the last line on stderr, or else its exit code."""
+        """Returns why a process ended: the signal that killed it, the last line on stderr, or the exit code."""
         if (self._process.returncode or 0) < 0:
             return f"killed by signal {-self._process.returncode}"
         self._errors.seek(0)
@@ -69,10 +70,10 @@ class JsonChild:
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
     def kill(self) -> None:
-        """Asks for no more; returns at once."""
+        """Kills the process without waiting for its end."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it and waits until it is gone."""
+        """Kills the process and waits for its end."""
         self._process.kill()
         self._process.wait()

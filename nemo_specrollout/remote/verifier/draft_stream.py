@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft stream: what drafters elsewhere wrote beyond each request's text as the host knows it, and the kernel that finds,
-on the device, where the text has got to since then.
+"""The draft stream: a table of draft buffers that the host writes and the device reads, without waiting for each other.
 
-Tokens reach the host steps after the device has them, and drafts reach the device late. So a row of the table is the draft
-tokens that were there at some time, and the length of the text then, its base. If the text has gone on as the stream has it,
-the rest of the stream goes on from there. Host and kernel do not wait for each other: a row that is half written is a wrong
-guess at the worst.
+Tokens reach the host some steps after the device has them, and drafts reach the device late. So a row holds draft tokens of
+some earlier time, and the length of the text at that time: its base. A kernel compares the first of them with what the device
+has sampled since then. If they are equal, the other tokens are the proposal. A half-written row is at worst a wrong draft.
 
-Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W room of a stream; X = 2 + 2 W
-columns of the table: base, count, tokens, evidence levels.
+Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, W most tokens of a row;
+X = 2 + 2 W columns of the table: base, count, tokens, evidence levels.
 """
 
 from collections.abc import Callable
@@ -22,22 +20,24 @@ from nemo_specrollout.sampling.on_tensors import on_tensors
 
 
 class DraftStream:
-    """Owns the table's use: the host writes `table_SX`, `propose` reads it on the device.
-
-    Example: `stream.table_SX[slot] = ...` at any time; in each step `stream.propose(...)`.
-    """
+    """Owns the use of the table: the host writes `table_SX` at any time, and `propose` reads it on the device."""
 
     def __init__(self, table_SX: np.ndarray, on_device: Callable[[], torch.Tensor]) -> None:
-        """`on_device` gives the int32 table as the device reads it: the same memory, or a copy that it starts."""
+        """`on_device` returns the int32 table as the device reads it: the same memory, or a copy that it starts."""
         self.table_SX, self._on_device = table_SX, on_device
         table_SX[:] = 0
         self.counts_3 = torch.zeros(3, dtype=torch.int64, device=on_device().device)
-        """On the device: request steps, those that had drafts, draft tokens at hand in them."""
+        """On the device: request steps, request steps with drafts, draft tokens at hand in these."""
 
     @staticmethod
     def columns(most_ahead: int) -> int:
-        """Columns of a table whose streams are up to `most_ahead` tokens long."""
+        """Returns the number of columns of a table with up to `most_ahead` tokens in a row."""
         return TOKENS + 2 * most_ahead
+
+    @property
+    def most_ahead(self) -> int:
+        """Largest number of draft tokens in a row."""
+        return (self.table_SX.shape[1] - TOKENS) // 2
 
     def propose(
         self,
@@ -48,12 +48,15 @@ class DraftStream:
         levels_BK: torch.Tensor,
         found_B: torch.Tensor,
     ) -> None:
-        """Writes up to K draft tokens of each request, int32, their evidence levels, int8, and how many they are, int32."""
+        """Writes up to K draft tokens of each request, int32, their evidence levels, int8, and their number, int32.
+
+        A slot of -1 stands for a request without drafts.
+        """
         arguments = (
             slots_B, total_len_S, token_ids_SL, self._on_device(), tokens_BK, levels_BK, found_B, self.counts_3
         )  # fmt: skip
         if slots_B.is_cuda:
-            from nemo_specrollout.remote.verifier.stream_triton import align
+            from nemo_specrollout.remote.verifier.draft_stream_triton import align
 
             align(*arguments)
         else:

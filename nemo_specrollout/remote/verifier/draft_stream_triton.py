@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `stream.py` for a GPU: one program a request, which reads the stream's row from wherever the table lies."""
+"""The kernel of `draft_stream.py` for a GPU: one program for each request."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.remote.verifier import stream
+from nemo_specrollout.remote.verifier import draft_stream
 
-_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (stream.BASE, stream.COUNT, stream.TOKENS))
+_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (draft_stream.BASE, draft_stream.COUNT, draft_stream.TOKENS))
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def align(
     found_B: torch.Tensor,
     counts_3: torch.Tensor,
 ) -> None:
-    """Writes what `stream.DraftStream.propose` says."""
-    room = (table_SX.shape[1] - stream.TOKENS) // 2
+    """Writes proposals (see `DraftStream.propose`)."""
+    room = (table_SX.shape[1] - draft_stream.TOKENS) // 2
     _align[(len(slots_B),)](
         slots_B, total_len_S, token_ids_SL, token_ids_SL.stride(0), table_SX, tokens_BK, tokens_BK.stride(0), levels_BK,
         levels_BK.stride(0), found_B, counts_3, ROOM=room, K=tokens_BK.shape[1], BLOCK=triton.next_power_of_2(room),
