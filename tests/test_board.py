@@ -127,8 +127,8 @@ def test_of_a_long_proposal_only_the_tokens_worth_their_rows_count(row_price: fl
     """Three tokens of rate 0.65 promise 1.35 tokens, one of rate 0.9 promises 0.9. At half a token a row, only the first of
     the three pays, and wins 0.15 where the other wins 0.4. Where no token is worth its row, the promise decides."""
     world = World(num_drafters=2)
-    world.board.level_DE2[0, :, 0] = 0.65 * world.board.level_DE2[0, :, 1]
-    world.board.level_DE2[1, :, 0] = 0.9 * world.board.level_DE2[1, :, 1]
+    world.board.evidence_DE2[0, :, 0] = 0.65 * world.board.evidence_DE2[0, :, 1]
+    world.board.evidence_DE2[1, :, 0] = 0.9 * world.board.evidence_DE2[1, :, 1]
     world.choose(0, proposals={0: {0: [11, 12, 13]}, 1: {0: [14]}}, row_price=row_price)
     assert world.board.chosen_S[0] == chosen
 
@@ -152,7 +152,7 @@ def test_factors_count_as_far_as_they_foretold_hits() -> None:
         tossed = {slot: right[slot] if rng.random() < 0.5 else [99] for slot in (0, 1)}
         world.choose(0, 1, proposals={0: {0: right[0], 1: [99]}, 1: tossed})
         world.verify(0, 1, most=0)
-    told, square = (world.board.foretold_D2 + 1).T
+    told, square = (world.board.factor_weight_D2 + 1).T
     assert told[0] / square[0] > 0.9 and told[1] / square[1] < 0.4
 
 
@@ -168,7 +168,7 @@ def test_what_contradicts_the_witness_is_believed_less() -> None:
     alone, agreed, contradicted = (world.choose(0, proposals=proposals)[0] for proposals in apart)
     assert alone[0].item() == pytest.approx(LEVEL_PRIORS[0], rel=0.2), "nothing like it was seen"
     assert agreed[0] > 0.9 and contradicted[0] > 0.9
-    rates_E = world.board.level_DE2[..., 0] / world.board.level_DE2[..., 1]
+    rates_E = world.board.evidence_DE2[..., 0] / world.board.evidence_DE2[..., 1]
     assert rates_E[0, 2 * NUM_LEVELS] < 0.1 and world.board.chosen_S[0] == 1
 
 
@@ -188,7 +188,7 @@ def test_a_token_s_evidence_says_what_the_other_side_proposes_after_the_same_tok
     world = World(num_drafters=3, model=2)
     world.choose(0, proposals={0: {0: text}, 1: {0: other}, 2: {0: witness}}, level=3)
     for d, relations in enumerate(expected):
-        levels = world.board.levels_SDK[0, d, : len(relations)].tolist()
+        levels = world.board.evidence_SDK[0, d, : len(relations)].tolist()
         assert levels == [NUM_LEVELS * relation + 3 for relation in relations]
 
 
@@ -220,10 +220,10 @@ def test_a_new_request_does_not_inherit_its_slot_s_past() -> None:
         world.verify(0)
     world.choose(0, proposals={0: {0: [99, 99]}})
     world.open(0)
-    learned, verified = world.board.level_DE2[0, 0].tolist(), int(world.board.verified_DCK2.sum())
+    learned, verified = world.board.evidence_DE2[0, 0].tolist(), int(world.board.verified_DCK2.sum())
     world.board.rates_BK.zero_()
     world.verify(0)
-    assert world.board.level_DE2[0, 0, 1] <= learned[1] and world.board.verified_DCK2.sum() == verified
+    assert world.board.evidence_DE2[0, 0, 1] <= learned[1] and world.board.verified_DCK2.sum() == verified
     assert world.board.request_S2[0].tolist() == [0, 0]
     rates_BK = world.choose(0, 1, proposals={0: {0: [1], 1: [1]}})
     assert rates_BK[0, 0] == rates_BK[1, 0] < LEVEL_PRIORS[0]
@@ -234,12 +234,12 @@ def test_a_drafter_with_new_weights_is_judged_anew() -> None:
     for d in (0, 1) * 20:
         world.choose(0, proposals={d: {0: [99]}})
         world.verify(0)
-    other = world.board.level_DE2[0].clone()
+    other = world.board.evidence_DE2[0].clone()
     world.choose(0, proposals={1: {0: [99]}})
     world.board.forget_drafter(1)
-    for name in ("level_DE2", "position_DK2"):
+    for name in ("evidence_DE2", "position_DK2"):
         assert torch.equal(getattr(world.board, name)[1], getattr(never_used.board, name)[1])
-    assert torch.equal(world.board.level_DE2[0], other)
+    assert torch.equal(world.board.evidence_DE2[0], other)
     assert not world.board.factor_SD2[:, 1].any() and not world.board.length_SD[:, 1].any()
     assert world.choose(0, proposals={1: {0: [1]}})[0, 0].item() == pytest.approx(LEVEL_PRIORS[0])
 
@@ -325,7 +325,7 @@ def test_what_is_expected_of_a_model_is_what_its_latest_drafts_of_the_request_pr
     world = World(num_drafters=2, model=1)
     sure, unsure = 3, 0
     for level in (sure, unsure):
-        world.board.level_DE2[1, level::NUM_LEVELS, 0] = (0.95 if level == sure else 0.2) * world.board.level_DE2[
+        world.board.evidence_DE2[1, level::NUM_LEVELS, 0] = (0.95 if level == sure else 0.2) * world.board.evidence_DE2[
             1, level, 1
         ]
     for _ in range(60):
@@ -347,12 +347,12 @@ def test_text_drafts_that_bring_less_than_they_promise_while_the_model_is_silent
     for is_asked in (False, True):
         world = World(num_drafters=2, model=1)
         for n in range(100):
-            world.board.level_DE2[0, :, 0] = 0.9 * world.board.level_DE2[0, :, 1]
+            world.board.evidence_DE2[0, :, 0] = 0.9 * world.board.evidence_DE2[0, :, 1]
             right = world.next_tokens(0)
             text = right if n % 2 else [99, 98, 97]
             world.choose(0, proposals={0: {0: text}, **({1: {0: [text[0]]}} if is_asked else {})})
             world.verify(0)
-        kept = (world.board.kept_2[0] + PRIOR_STRENGTH) / (world.board.kept_2[1] + PRIOR_STRENGTH)
+        kept = (world.board.calibration_2[0] + PRIOR_STRENGTH) / (world.board.calibration_2[1] + PRIOR_STRENGTH)
         assert kept == 1.0 if is_asked else 0.5 < kept < 0.85
         outlooks.append(float(world.board.outlook_S4K[0, 2].sum()))
     assert outlooks[0] < 0.8 * outlooks[1]

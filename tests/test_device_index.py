@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, tensor
 
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import FEWEST_SLOTS, ContextIndex, context_orders, slots_for
 from nemo_specrollout.drafters.index_layout import (
     BUCKET_SLOTS,
@@ -53,7 +53,7 @@ class Requests:
         longest: int = LONGEST,
     ) -> None:
         self.index = index
-        self.idx_mapping_B = torch.arange(len(texts))
+        self.slots_B = torch.arange(len(texts))
         self.salts_S = tensor(salts, dtype=torch.int64, device=index.words.device)
         self.learned_S = tensor(learned or [0] * len(texts), dtype=torch.int32)
         self.total_len_S = tensor([len(text) for text in texts], dtype=torch.int32)
@@ -63,34 +63,27 @@ class Requests:
         self.move(index.words.device)
 
     def move(self, device: torch.device) -> None:
-        for name in ("idx_mapping_B", "learned_S", "total_len_S", "token_ids_SL"):
+        for name in ("slots_B", "learned_S", "total_len_S", "token_ids_SL"):
             setattr(self, name, getattr(self, name).to(device))
 
+    def texts(self, rows: Tensor | None = None) -> Texts:
+        return Texts(self.slots_B if rows is None else rows, self.total_len_S, self.token_ids_SL)
+
     def learn(self, max_new: int = LONGEST, rows: Tensor | None = None) -> None:
-        rows = self.idx_mapping_B if rows is None else rows
-        self.index.learn(rows, self.salts_S, self.learned_S, self.total_len_S, self.token_ids_SL, max_new)
+        self.index.learn(self.texts(rows), self.salts_S, self.learned_S, max_new)
 
     def walk_raw(
         self, num_positions: int, floor: float = 0.0, rates: Tensor | None = None, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.idx_mapping_B if rows is None else rows
+    ) -> Proposals:
+        rows = self.slots_B if rows is None else rows
         rates = torch.full((NUM_LEVELS,), 0.5) if rates is None else rates
         shape, device = (len(rows), num_positions), self.index.words.device
         tokens_BK = torch.full(shape, -9, dtype=torch.int32, device=device)
         levels_BK = torch.full(shape, -9, dtype=torch.int8, device=device)
         found_B = torch.full(shape[:1], 99, dtype=torch.int32, device=device)
-        self.index.walk(
-            rows,
-            self.salts_S,
-            self.total_len_S,
-            self.token_ids_SL,
-            rates.to(device),
-            floor,
-            tokens_BK,
-            levels_BK,
-            found_B,
-        )
-        return tokens_BK, levels_BK, found_B
+        out = Proposals(tokens_BK, levels_BK, found_B)
+        self.index.walk(self.texts(rows), self.salts_S, rates.to(device), floor, out)
+        return out
 
     def walk(self, num_positions: int = 6, floor: float = 0.0, rates: Tensor | None = None) -> list[list[int]]:
         """The drafts of each row."""
@@ -216,11 +209,11 @@ def test_out_buffers_may_be_larger_or_smaller_than_the_batch():
     requests = learned([[1, 2, 3, 4], [1, 2]])
     tokens_BK = torch.zeros(5, 9, dtype=torch.int32)[:, 2:5]
     levels_BK, found_B = torch.zeros(5, 3, dtype=torch.int8), torch.full((5,), 7, dtype=torch.int32)
-    arguments = (requests.salts_S, requests.total_len_S, requests.token_ids_SL, torch.ones(NUM_LEVELS), 0.0)
-    requests.index.walk(tensor([1, 0], dtype=torch.int32), *arguments, tokens_BK, levels_BK, found_B)
+    arguments = (requests.salts_S, torch.ones(NUM_LEVELS), 0.0, Proposals(tokens_BK, levels_BK, found_B))
+    requests.index.walk(requests.texts(tensor([1, 0], dtype=torch.int32)), *arguments)
     assert found_B.tolist() == [2, 0, 7, 7, 7]
     assert tokens_BK[0].tolist() == [3, 4, 0]
-    requests.index.walk(torch.arange(2).repeat(9), *arguments, tokens_BK, levels_BK, found_B)
+    requests.index.walk(requests.texts(torch.arange(2).repeat(9)), *arguments)
     assert found_B.tolist() == [0, 2, 0, 2, 0]
 
 
@@ -473,7 +466,7 @@ from triton.compiler import ASTSource
 from nemo_specrollout.drafters import index_triton as body
 
 POINTERS = dict(
-    words="*i64", candidates="*i64", idx_mapping_B="*i64", salts_S="*i64", learned_S="*i32", total_len_S="*i32",
+    words="*i64", candidates="*i64", slots_B="*i64", salts_S="*i64", learned_S="*i32", total_len_S="*i32",
     token_ids_SL="*i32", level_rates="*fp32", floor="fp32", tokens_BK="*i32", levels_BK="*i8", found_B="*i32",
 )
 for kernel, constants in (

@@ -13,7 +13,7 @@ from torch import tensor
 
 from nemo_specrollout.config.block import TEXT_DRAFTERS, DrafterConfig
 from nemo_specrollout.drafters import build_text_drafter
-from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.text import SMALLEST_SHARE
 from nemo_specrollout.generation.identity import RequestIdentity
 
@@ -54,10 +54,8 @@ class World:
         shape, num = (NUM_SLOTS, num_positions), len(slots)
         tokens_BK, levels_BK = torch.full(shape, -9, dtype=torch.int32), torch.full(shape, -9, dtype=torch.int8)
         found_B = torch.full((NUM_SLOTS,), -9, dtype=torch.int32)
-        self.drafter.propose(
-            tensor(slots), self.total_len_S, self.token_ids_SL, LONGEST, torch.full((NUM_LEVELS,), rate),
-            tokens_BK, levels_BK, found_B,
-        )  # fmt: skip
+        texts = Texts(tensor(slots), self.total_len_S, self.token_ids_SL)
+        self.drafter.propose(texts, LONGEST, torch.full((NUM_LEVELS,), rate), Proposals(tokens_BK, levels_BK, found_B))
         assert (found_B[num:] == -9).all() and (tokens_BK[num:] == -9).all(), "rows of nobody"
         counts = found_B[:num].tolist()
         for levels_K, count in zip(levels_BK, counts, strict=False):

@@ -25,10 +25,9 @@ from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, sample_with_margin, share_noise
 from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity, rollout_extra_args
-from nemo_specrollout.sampling import constants
-from nemo_specrollout.sampling.cpu_mix import mix64
 from nemo_specrollout.sampling.equality import accept_by_equality
-from nemo_specrollout.sampling.seeds import combine, content_hash, mix64_int, request_seed
+from nemo_specrollout.sampling.numba_common import mix64
+from nemo_specrollout.sampling.seeds import GAMMA, MASK_64, combine, content_hash, mix64_int, request_seed
 from vllm_v2_cpu import kernels as cpu_kernels
 from vllm_v2_cpu.kernels import floats
 from vllm_v2_cpu.kernels.noise import gumbel
@@ -303,7 +302,7 @@ def test_the_last_token_of_a_request_is_no_draft_of_the_one_before() -> None:
 
 
 def test_mix64_continues_the_published_generator() -> None:
-    states = [i * constants.GAMMA & constants.MASK_64 for i in range(1, 5)]
+    states = [i * GAMMA & MASK_64 for i in range(1, 5)]
     assert [mix64_int(state) for state in states] == list(SPLIT_MIX_64)
     assert [int(mix64(np.uint64(state))) for state in states] == list(SPLIT_MIX_64)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.gpu_stage import Stage
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -99,20 +99,20 @@ def check_index(num_requests: int) -> dict[str, Any]:
     taken: dict[str, Any] = {}
     for device in (CPU, GPU):
         index = ContextIndex(1 << 18, context_orders(1, 6), device)
-        slots, salts, lengths, text = (t.to(device) for t in (slots_B, slots_B * 7 + 1, total_len_S, text_SL))
-        learned = torch.zeros_like(lengths)
-        out = (
+        texts, salts_S = Texts(*(t.to(device) for t in (slots_B, total_len_S, text_SL))), (slots_B * 7 + 1).to(device)
+        learned_S = torch.zeros_like(texts.total_len_S)
+        out = Proposals(
             torch.zeros(num_requests, K, dtype=torch.int32, device=device),
             torch.zeros(num_requests, K, dtype=torch.int8, device=device),
             torch.zeros(num_requests, dtype=torch.int32, device=device),
         )
-        index.learn(slots, salts, learned, lengths, text, 200)
-        walk = (slots, salts, lengths, text, rates_E.to(device), 0.02, *out)
-        index.walk(*walk)
+        index.learn(texts, salts_S, learned_S, 200)
+        walk = partial(index.walk, texts, salts_S, rates_E.to(device), 0.02, out)
+        walk()
         found[device.type] = tuple(t.cpu() for t in out)
         if device is GPU:
-            taken["learn"] = _taken(partial(index.learn, slots, salts, learned, lengths, text, K + 1))
-            taken["walk"] = _taken(partial(index.walk, *walk))
+            taken["learn"] = _taken(partial(index.learn, texts, salts_S, learned_S, K + 1))
+            taken["walk"] = _taken(walk)
     same_BK = found["cpu"][0] == found["cuda"][0]
     in_range = bool(((found["cuda"][0] >= 0) & (found["cuda"][0] < 50)).all())
     return {"share_of_equal_drafts": float(same_BK.float().mean()), "in_range": in_range, **taken}

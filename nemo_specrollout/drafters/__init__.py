@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who proposes: one class a method that reads text (`text.py`), and the board on which all proposals meet (`board.py`)."""
+"""Drafters that read text (`text.py`), and the board on which the proposals of all drafters meet (`board.py`)."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def build_text_drafter(
     config: DrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: "torch.device"
 ) -> "TextDrafter":
-    """The drafter on the engine's device that `config` names, for `num_slots` requests at a time."""
+    """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
     from nemo_specrollout.drafters.device_index import context_orders, slots_for
     from nemo_specrollout.drafters.text import NgramLookup, RandomTokens, SuffixLookup
 

@@ -1,41 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every drafter is: something that reads the batch's text and proposes how each request goes on.
+"""Records and constants that the drafters and the draft board share.
 
-Shapes: B requests of the batch, K draft positions, L longest sequence.
+Shapes: B requests of the batch, S request slots, L longest sequence, K draft positions.
 """
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-# A proposal grades each token's evidence: four grades of the candidate's share within four of the context's length.
-# The draft board learns what share of each level comes true, and starts from what is written here.
-LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
-NUM_LEVELS = len(LEVEL_PRIORS)
-NUM_RELATIONS = 4
-"""How a draft token relates to the other side's proposal. One side is the drafter with weights, the other the text drafters.
+if TYPE_CHECKING:
+    import torch
 
+
+class Texts(NamedTuple):
+    """The texts of a batch, on the engine's device. vLLM keeps every text in its request slot."""
+
+    slots_B: "torch.Tensor"
+    """Request slot of each row, int32 or int64, no slot twice; -1 in a row without a request."""
+    total_len_S: "torch.Tensor"
+    """Number of tokens of each slot's text, int32."""
+    token_ids_SL: "torch.Tensor"
+    """Tokens of each slot's text, int32. Rows may be strided, or lie in host memory that the device reads."""
+
+
+class Proposals(NamedTuple):
+    """Buffers that a drafter writes its draft tokens to."""
+
+    tokens_BK: "torch.Tensor"
+    """Draft tokens, int32."""
+    levels_BK: "torch.Tensor"
+    """Evidence level of each draft token, int8."""
+    found_B: "torch.Tensor"
+    """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
+
+
+LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
+"""Assumed acceptance rate of each evidence level before anything is observed.
+
+A level grades the evidence for a draft token: level = 4 * (grade of the context's length) + (grade of the token's share)."""
+NUM_LEVELS = len(LEVEL_PRIORS)
+"""Number of evidence levels."""
+NUM_RELATIONS = 4
+"""Number of relations between a draft token and the proposal of the other side.
+
+One side is the drafter with weights, the other side is all text drafters. The board learns a rate for each relation.
 0: the other side proposes nothing. 1: it proposes the same token. 2: it proposes another token after the same draft tokens.
-3: its proposal ended or parted before. The board learns a rate for each relation."""
+3: its proposal has ended, or has differed at an earlier token."""
 EVIDENCE_WINDOW = 512.0
-"""Number of recent draft tokens that the acceptance rate of a level is estimated from, approximately. For draft positions it
-is the number of recent proposals. Later positions are tried less often, but their evidence is no older."""
+"""Approximate number of recent draft tokens from which the acceptance rate of an evidence level is estimated.
+
+For a draft position, it is the number of recent proposals. All positions of a drafter fade at the same speed."""
 REQUEST_DECAY = 0.94
-"""The weight that a draft token of a request leaves to those before it in the request's factor."""
-FORETOLD_DECAY = 0.998
-"""The weight that a step leaves to how well factors predicted hits in the steps before."""
-# What is believed at first: the rate of the first draft position, and how many tokens a belief weighs. A later position is
-# believed to be like the one before it. No draft is surer than MAX_RATE.
-PRIOR_RATE, PRIOR_STRENGTH, MAX_RATE = 0.6, 4.0, 0.99
-LEAST_WORTH = 1e-3
-"""What a draft token that is not worth its row counts for, of its survival, where proposals are compared: such tokens decide
-where there is nothing better."""
+"""Factor by which each new draft token of a request reduces the weight of that request's earlier draft tokens."""
+FACTOR_WEIGHT_DECAY = 0.998
+"""Factor by which each step reduces the weight of what earlier steps showed about the use of request factors."""
+PRIOR_RATE = 0.6
+"""Assumed acceptance rate of the first draft position. A later position is assumed to be like the position before it."""
+PRIOR_STRENGTH = 4.0
+"""Number of draft tokens that a prior counts for."""
+MAX_RATE = 0.99
+"""Upper bound of the estimated rate of a draft token."""
+MIN_WORTH_SHARE = 1e-3
+"""Share of its survival that a draft token is worth if its row costs more than it wins. It breaks ties between proposals."""
 OUTLOOK_DECAY = 0.875
-"""The weight that a step leaves to earlier steps in the usual survival of text drafts. A plan holds for several steps, so a
-single good proposal must not decide it."""
-KEPT_DECAY = 0.98
-"""The weight that a step leaves to what was learned before of promises kept: the hits that text drafts bring, over those that
-they promise, where the drafter with weights is silent."""
+"""Factor by which each step reduces the weight of earlier steps in the mean survival of proposals.
+
+A draft plan holds for several steps, so a single good proposal must not decide it."""
 OUTLOOK_RETURN = 0.97
-"""The weight of what is expected of the drafter with weights, in a step that does not ask it. The rest is what is usual. So a
-few bad drafts do not silence it for the rest of a request."""
+"""Share of a request's expected survival that remains after a step in which the drafter with weights is not asked.
+
+The rest returns to the usual survival, so a few bad drafts do not silence the drafter for the rest of a request."""
+CALIBRATION_DECAY = 0.98
+"""Factor by which each step reduces the weight of earlier steps in the calibration of text drafts."""
 TRACED_STEPS = 1 << 16
-"""Steps of which counts are kept."""
+"""Number of steps whose counts are kept."""

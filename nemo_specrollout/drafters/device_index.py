@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token followed a context: counts by the hash of the last m tokens, in tensors of fixed size on one device.
+"""The context index: counts which token followed each context, in tensors of fixed size on one device.
 
-One index serves every request. A `salt` separates texts that must not see each other, and joins those that may: requests
-of one group share theirs. No token leaves the device and nothing waits for it. Programs of a kernel race for the tables:
-a lost update or a wrong draft costs speed, never more, and nothing is read or written out of bounds.
+One index serves all requests. A *salt* separates texts that must not see each other, and joins those that may. The requests
+of a group share a salt. No token leaves the device, and nothing waits for it. Programs of a kernel race for the tables. A lost
+update or a wrong draft costs speed and nothing else, and no access is out of bounds.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
 """
@@ -15,26 +15,32 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.index_layout import BUCKET_SLOTS, NUM_CANDIDATES, SLOT_BYTES
 
 HUGE_PAGE = 1 << 21
+"""Bytes of a huge page."""
 LONGEST_ORDER = 32
+"""Longest context, in tokens."""
 FEWEST_SLOTS = 1 << 10
+"""Contexts that the smallest index holds."""
 MOST_BYTES = 1 << 30
+"""Bytes that an index takes at most, unless a user asks for more."""
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
-    """Context lengths to count: up to 2, then every second. More would cost time and tell little more."""
+    """Returns the context lengths to count: all up to 2, then every second. More would cost time and add little."""
     return (*range(shortest, min(longest, 2) + 1), *range(4, longest + 1, 2))
 
 
 def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int], max_bytes: int = MOST_BYTES) -> int:
-    """How many contexts an index needs to have room for, a power of two.
+    """Returns the number of contexts that an index should hold, a power of two.
 
-    Every token makes a context of each order; the rollouts of a group, and repetitions in each, share half of them or
-    more. So there is a slot for half of what `max_num_seqs` texts of full length hold, rounded up, as far as `max_bytes`
-    allow. Too few cost drafts, not errors: the index then knows what was written lately.
+    Every token creates one context of each order. Rollouts of a group, and repetitions in them, share half of the contexts or
+    more. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, within
+    `max_bytes`. A smaller index only drafts less, because it forgets earlier.
+
+    Raises ValueError if `max_bytes` is too few for any index.
     """
     if max_bytes < FEWEST_SLOTS * SLOT_BYTES:
         raise ValueError(f"an index takes at least {FEWEST_SLOTS * SLOT_BYTES} bytes, got max_bytes={max_bytes}")
@@ -44,19 +50,22 @@ def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int], max_
 
 
 class ContextIndex:
-    """A hash table from (salt, last m tokens) to the tokens seen next and how often; owns the tables.
+    """A hash table from (salt, last m tokens) to the tokens that followed and their counts.
 
-    `orders` are the context lengths m, ascending. `words` int64 [slots / 8, 8] hold the contexts, `candidates` int64
-    [slots, 4] what followed them (`index_layout`). Invariant: `learned_S[s]` tokens of request slot s have been counted.
-    Example, each step: `learn` with the bound that the host knows of new tokens, then `walk`.
+    Owns `words` and `candidates`, which `index_layout.py` explains.
+    Invariant: the first `learned_S[s]` tokens of request slot s have been counted.
+    Example: in each step `index.learn(texts, salts_S, learned_S, max_new)`, then `index.walk(texts, salts_S, ...)`.
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...], device: torch.device) -> None:
+        """Creates an empty index of `num_slots` contexts; `orders` are the context lengths to count, ascending.
+
+        Raises ValueError if `num_slots` is not a power of two, or if `orders` do not ascend within 1..LONGEST_ORDER.
+        """
         if num_slots & (num_slots - 1) or num_slots < BUCKET_SLOTS:
             raise ValueError(f"num_slots must be a power of two of at least {BUCKET_SLOTS}, got {num_slots}")
         if not orders or list(orders) != sorted(set(orders)) or not 1 <= orders[0] <= orders[-1] <= LONGEST_ORDER:
             raise ValueError(f"orders must ascend and lie within 1..{LONGEST_ORDER}, got {orders}")
-        self.orders = orders
         self._order_bits = sum(1 << m for m in orders)
         self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
         self.candidates = _zeros(num_slots, NUM_CANDIDATES, device)
@@ -64,54 +73,44 @@ class ContextIndex:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tables."""
         return self.words.nbytes + self.candidates.nbytes
 
-    def learn(
-        self,
-        idx_mapping_B: torch.Tensor,
-        salts_S: torch.Tensor,
-        learned_S: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        max_new: int,
-    ) -> None:
-        """Counts what is new in the text of each row's request slot as continuations of what precedes it.
+    def learn(self, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int) -> None:
+        """Counts the new tokens of each text as continuations of their contexts.
 
         Args:
-            idx_mapping_B: int32 or int64, the request slot of each row, none twice; rows outside 0..S-1 are skipped.
-            salts_S: int64, whose contexts a request reads and writes.
-            learned_S: int32, how many tokens were counted before; set to how many are now.
-            total_len_S: int32, how many tokens the request has.
-            token_ids_SL: int32; rows may be strided, or in host memory that the device reads.
-            max_new: no request has more new tokens than this; the rest of one that has waits for the next call.
+            texts: rows whose slot is outside 0..S-1 are skipped.
+            salts_S: int64, the salt under which each request reads and writes contexts.
+            learned_S: int32, how many tokens were counted before; updated.
+            max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call.
         """
+        slots_B, total_len_S, token_ids_SL = texts
         self._body.learn(
-            self.words, self.candidates, self._order_bits, idx_mapping_B, salts_S, learned_S, total_len_S, token_ids_SL,
+            self.words,
+            self.candidates,
+            self._order_bits,
+            slots_B,
+            salts_S,
+            learned_S,
+            total_len_S,
+            token_ids_SL,
             max_new,
-        )  # fmt: skip
+        )
 
     def walk(
-        self,
-        idx_mapping_B: torch.Tensor,
-        salts_S: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        level_rates: torch.Tensor,
-        floor: float,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
+        self, texts: Texts, salts_S: torch.Tensor, level_rates: torch.Tensor, floor: float, out: Proposals
     ) -> None:
-        """Extends each request by the likeliest continuation of its longest known context, again and again.
+        """Extends each text by the likeliest continuation of its longest known context, token by token.
 
-        Stops where none is known or the product of `level_rates` (float32 [NUM_LEVELS]) falls below `floor`. Writes
-        tokens int32 [B, K], their evidence levels int8 [B, K], and how many were found int32 [B]; beyond those,
-        `tokens_BK` and `levels_BK` stay as they were. Other arguments as for `learn`.
+        A walk ends where no context is known, or where the product of the tokens' `level_rates` (float32 [NUM_LEVELS]) falls
+        below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
+        slots_B, total_len_S, token_ids_SL = texts
         self._body.walk(
-            self.words, self.candidates, self._order_bits, idx_mapping_B, salts_S, total_len_S, token_ids_SL,
-            level_rates, floor, tokens_BK, levels_BK, found_B,
+            self.words, self.candidates, self._order_bits, slots_B, salts_S, total_len_S, token_ids_SL, level_rates, floor,
+            *out,
         )  # fmt: skip
 
 
@@ -126,8 +125,8 @@ def _body_for(device: torch.device) -> ModuleType:
 
 
 def _zeros(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """int64 zeros, on a CPU from the start of a huge page, where the system has them: with small ones, half of the
-    waiting is for page walks."""
+    """Returns int64 zeros. On a CPU they start at a huge page if the system has them: with small pages, half of the time is
+    page walks."""
     if device.type != "cpu":
         return torch.zeros(num_rows, num_columns, dtype=torch.int64, device=device)
     size = num_rows * num_columns * 8

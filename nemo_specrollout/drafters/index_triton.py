@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index's GPU body. `index_layout.py` says what the tables hold; `index_numba.py` writes the same bits.
+"""The kernels of the context index for a GPU. `index_layout.py` explains the tables; `index_numba.py` writes the same bits.
 
-A program is one warp: it waits for memory, and there are many of it. Programs, and the lanes of one, do not wait for each
-other: of two that count in one context or take one slot at the same time, one may go lost, or the context of one stand
-beside the candidates of the other until they are overwritten. Words and candidates are 64 bits, so none is ever torn, and
-a candidate is always a token that some request has.
+A program is one warp. It waits for memory, and there are many of them. Neither programs nor the lanes of one program wait for
+each other. If two count in the same context or take the same slot at once, one count may be lost. Or a context may stand
+beside the candidates of the other one until they are overwritten. Words and candidates are 64 bits, so none is ever torn, and
+a candidate is always a token of some request.
 
-Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions; N positions learned at a time, J tokens
-before each, M context lengths 1..M, of which some are used, P tokens of a window, I slots of a bucket, C candidates of one.
+Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions learned at a time, J tokens
+before each of them, M context lengths 1..M (some unused). P tokens of a window, I slots of a bucket, C candidates of a slot.
 """
 
 import torch
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters import index_layout as layout
-from nemo_specrollout.sampling import constants
-from nemo_specrollout.sampling.triton_mix import mix64
+from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
+from nemo_specrollout.sampling.triton_common import mix64
 
-_GAMMA = tl.constexpr(constants.GAMMA)
-_MIX_2 = tl.constexpr(constants.MIX_2)
+_GAMMA = tl.constexpr(GAMMA)
+_MIX_2 = tl.constexpr(MIX_2)
 _BUCKET_SLOTS = tl.constexpr(layout.BUCKET_SLOTS)
 _NUM_CANDIDATES = tl.constexpr(layout.NUM_CANDIDATES)
 _RANK_BITS = tl.constexpr(layout.RANK_BITS)
@@ -29,16 +29,19 @@ _GAIN = tl.constexpr(layout.GAIN)
 _MAX_LEAD = tl.constexpr(layout.MAX_LEAD)
 _COUNT_MASK = tl.constexpr(layout.COUNT_MASK)
 _MAX_COUNT = tl.constexpr(layout.MAX_COUNT)
-# Beyond all ranks: no slot, a free one, and the key's own.
+# Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot.
 _NONE = tl.constexpr(1 << 20)
 _FREE = tl.constexpr(-(1 << 20))
 _OWN = tl.constexpr(-(1 << 21))
 
 BLOCK = 16
+"""Text positions that a program learns at a time."""
 NUM_WARPS = 1
+"""Warps of a program."""
 MAX_PROGRAMS = 1 << 14
+"""Most programs of a launch."""
 
-# One variant of a kernel serves all: which numbers are 1 or multiples of 16 is not worth compiling for.
+# One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
 _INTEGERS = ("row_stride", "num_slots", "longest", "bucket_mask")
 
 
@@ -54,7 +57,7 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(words, key_N, is_counted_N, bucket_mask):  # type: ignore[no-untyped-def]
-    """The slot of each key, which gains by it, and whether it was its own before."""
+    """Returns the slot of each key, which gains ranks, and whether the slot was its own before."""
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
     line_N = (key_N & bucket_mask) * _BUCKET_SLOTS
     word_NI = tl.load(words + line_N[:, None] + i_I, mask=is_counted_N[:, None], other=0)
@@ -77,6 +80,7 @@ def _claim(words, key_N, is_counted_N, bucket_mask):  # type: ignore[no-untyped-
 
 @triton.jit
 def _count(candidates, slot_N, token_N, is_own_N, is_counted_N):  # type: ignore[no-untyped-def]
+    """Counts each token among the candidates of its slot. A new token replaces the candidate of the lowest count."""
     c_C = tl.arange(0, _NUM_CANDIDATES)[None, :]
     at_NC = candidates + slot_N[:, None] * _NUM_CANDIDATES + c_C
     candidate_NC = tl.load(at_NC, mask=(is_counted_N & is_own_N)[:, None], other=0)
@@ -93,7 +97,7 @@ def _count(candidates, slot_N, token_N, is_own_N, is_counted_N):  # type: ignore
 
 @triton.jit
 def _new_tokens(learned_S, total_len_S, s, longest, max_new):  # type: ignore[no-untyped-def]
-    """From which position to which a request's text is new."""
+    """Returns the positions at which the new part of a request's text starts and ends."""
     start = tl.maximum(tl.load(learned_S + s).to(tl.int64), 0)
     end = tl.minimum(tl.load(total_len_S + s).to(tl.int64), longest)
     return start, tl.minimum(end, start + max_new)
@@ -101,11 +105,11 @@ def _new_tokens(learned_S, total_len_S, s, longest, max_new):  # type: ignore[no
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "max_new"])
 def _learn(  # type: ignore[no-untyped-def]
-    words, candidates, idx_mapping_B, salts_S, learned_S, total_len_S, token_ids_SL, row_stride, num_slots, longest,
+    words, candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, row_stride, num_slots, longest,
     bucket_mask, max_new, ORDER_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b, i) learns blocks i, i + n, i + 2n, ... of the new tokens of row b, where n programs share a row."""
-    s = tl.load(idx_mapping_B + tl.program_id(0)).to(tl.int64)
+    s = tl.load(slots_B + tl.program_id(0)).to(tl.int64)
     if (s < 0) | (s >= num_slots):
         return
     start, end = _new_tokens(learned_S, total_len_S, s, longest, max_new)
@@ -133,9 +137,9 @@ def _learn(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_slots", "longest", "max_new"])
-def _advance(idx_mapping_B, learned_S, total_len_S, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Says that row b is learned, after all programs that share in it."""
-    s = tl.load(idx_mapping_B + tl.program_id(0)).to(tl.int64)
+def _advance(slots_B, learned_S, total_len_S, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
+    """Program b records that row b is learned. It runs after all programs that share the row."""
+    s = tl.load(slots_B + tl.program_id(0)).to(tl.int64)
     if (s < 0) | (s >= num_slots):
         return
     _, end = _new_tokens(learned_S, total_len_S, s, longest, max_new)
@@ -144,7 +148,7 @@ def _advance(idx_mapping_B, learned_S, total_len_S, num_slots, longest, max_new)
 
 @triton.jit
 def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
-    """The commonest candidate of a slot, the first of equals, its count, and its level; an order of 0 means no slot."""
+    """Returns the candidate of the highest count, the first of equals, its count, and its level. Order 0 means no slot."""
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)
     candidate_C = tl.load(candidates + slot * _NUM_CANDIDATES + c_C, mask=c_C < num, other=0)
@@ -160,14 +164,17 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "tokens_stride", "levels_stride", "num_positions"])
 def _walk(  # type: ignore[no-untyped-def]
-    words, candidates, idx_mapping_B, salts_S, total_len_S, token_ids_SL, row_stride, num_slots, longest, bucket_mask,
+    words, candidates, slots_B, salts_S, total_len_S, token_ids_SL, row_stride, num_slots, longest, bucket_mask,
     level_rates, floor, tokens_BK, tokens_stride, levels_BK, levels_stride, found_B, num_positions,
     ORDER_BITS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program b extends row b. The window holds the last LANES tokens of the text, then its drafts; `factor_P` what each
-    is multiplied with in the hash of the contexts that end in the latest, so that no token is read twice."""
+    """Program b extends row b.
+
+    The window holds the last LANES tokens of the text, then the drafts. `factor_P` holds each token's factor in the key of a
+    context that ends with the latest token, so no token is read twice.
+    """
     b = tl.program_id(0).to(tl.int64)
-    s = tl.load(idx_mapping_B + b).to(tl.int64)
+    s = tl.load(slots_B + b).to(tl.int64)
     if (s < 0) | (s >= num_slots):
         tl.store(found_B + b, 0)
         return
@@ -182,7 +189,7 @@ def _walk(  # type: ignore[no-untyped-def]
     order_M = tl.arange(0, LANES) + 1
     is_order_M = (tl.full((LANES,), ORDER_BITS, tl.int64) >> order_M) & 1 == 1
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
-    hope = 1.0
+    survival = 1.0
     k = 0
     limit = num_positions
     while k < limit:
@@ -198,8 +205,8 @@ def _walk(  # type: ignore[no-untyped-def]
         order = tl.max(tl.where(is_there_M & (known_M < _BUCKET_SLOTS), order_M, 0), axis=0)
         slot = tl.sum(tl.where(order_M == order, line_M + known_M, 0), axis=0)
         token, best, level = _likeliest(candidates, slot, order)
-        hope *= tl.load(level_rates + level)
-        if (best > 0) & (hope >= floor):
+        survival *= tl.load(level_rates + level)
+        if (best > 0) & (survival >= floor):
             tl.store(tokens_BK + b * tokens_stride + k, token.to(tl.int32))
             tl.store(levels_BK + b * levels_stride + k, level.to(tl.int8))
             window_P = tl.where(p_P == LANES + k, token, window_P)
@@ -211,7 +218,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 def _lanes(order_bits: int) -> int:
-    """Room for the longest order."""
+    """Returns the longest order, rounded up to a power of two."""
     return triton.next_power_of_2(order_bits.bit_length() - 1)
 
 
@@ -219,34 +226,34 @@ def learn(
     words: torch.Tensor,
     candidates: torch.Tensor,
     order_bits: int,
-    idx_mapping_B: torch.Tensor,
+    slots_B: torch.Tensor,
     salts_S: torch.Tensor,
     learned_S: torch.Tensor,
     total_len_S: torch.Tensor,
     token_ids_SL: torch.Tensor,
     max_new: int,
 ) -> None:
-    """`ContextIndex.learn` for tensors of a GPU; bit m of `order_bits` says that contexts of m tokens are counted."""
-    num_rows, longest = len(idx_mapping_B), token_ids_SL.shape[1]
+    """Implements `ContextIndex.learn`. Bit m of `order_bits` is set if contexts of m tokens are counted."""
+    num_rows, longest = len(slots_B), token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(learned_S), len(total_len_S))
     max_new = min(max_new, longest)
     if num_rows == 0 or max_new <= 0:
         return
     programs = min(triton.cdiv(max_new, BLOCK), max(1, MAX_PROGRAMS // num_rows))
     _learn[(num_rows, programs)](
-        words, candidates, idx_mapping_B, salts_S, learned_S, total_len_S, token_ids_SL, token_ids_SL.stride(0),
+        words, candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, token_ids_SL.stride(0),
         num_slots, longest, len(words) - 1, max_new,
         ORDER_BITS=order_bits, LANES=_lanes(order_bits), BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     if programs > 1:
-        _advance[(num_rows,)](idx_mapping_B, learned_S, total_len_S, num_slots, longest, max_new, num_warps=NUM_WARPS)
+        _advance[(num_rows,)](slots_B, learned_S, total_len_S, num_slots, longest, max_new, num_warps=NUM_WARPS)
 
 
 def walk(
     words: torch.Tensor,
     candidates: torch.Tensor,
     order_bits: int,
-    idx_mapping_B: torch.Tensor,
+    slots_B: torch.Tensor,
     salts_S: torch.Tensor,
     total_len_S: torch.Tensor,
     token_ids_SL: torch.Tensor,
@@ -256,15 +263,15 @@ def walk(
     levels_BK: torch.Tensor,
     found_B: torch.Tensor,
 ) -> None:
-    """`ContextIndex.walk` for tensors of a GPU."""
-    num_rows = min(len(idx_mapping_B), len(tokens_BK), len(levels_BK), len(found_B))
+    """Implements `ContextIndex.walk`; `order_bits` as for `learn`."""
+    num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
     num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
     num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))
     if num_rows == 0:
         return
     lanes = _lanes(order_bits)
     _walk[(num_rows,)](
-        words, candidates, idx_mapping_B, salts_S, total_len_S, token_ids_SL, token_ids_SL.stride(0), num_slots,
+        words, candidates, slots_B, salts_S, total_len_S, token_ids_SL, token_ids_SL.stride(0), num_slots,
         token_ids_SL.shape[1], len(words) - 1, level_rates, float(floor), tokens_BK, tokens_BK.stride(0), levels_BK,
         levels_BK.stride(0), found_B, num_positions, ORDER_BITS=order_bits, LANES=lanes,
         WINDOW=triton.next_power_of_2(lanes + num_positions), num_warps=NUM_WARPS,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that read text, on the engine's device: what every one of them is, and each of them.
+"""Drafters that read text, on the engine's device: their interface, and one class for each kind.
 
-Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence, E evidence levels.
+Shapes: S request slots, B requests of the batch, E evidence levels.
 """
 
 from abc import ABC, abstractmethod
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 
 SMALLEST_SHARE = 0.02
-"""A draft token less likely than that is not looked up."""
+"""Survival below which a draft token is not looked up."""
 
 
 class TextDrafter(ABC):
-    """Proposes continuations of the requests' texts; owns whatever it remembers of texts.
+    """Proposes continuations of the requests' texts, and owns whatever it remembers of texts.
 
     Invariant: nothing that a drafter does can change a request's output, only when it arrives.
     """
@@ -26,32 +26,25 @@ class TextDrafter(ABC):
 
     @abstractmethod
     def start_of(self, identity: Any, prompt_length: int, num_tokens: int) -> tuple[int, int]:
-        """The salt of a request that comes, and how much of its text needs no learning."""
+        """Returns the salt of a new request, and the number of its first tokens that need no learning."""
 
     @abstractmethod
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
-        """Requests take `slots`."""
+        """Gives `slots` to new requests; `salts` and `learned` come from `start_of`."""
 
     @abstractmethod
-    def propose(
-        self,
-        slots_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        most_new: int,
-        rates_E: torch.Tensor,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
-    ) -> None:
-        """Learns the requests' new tokens, `most_new` at most, then writes up to K draft tokens, int32, their evidence
-        levels, int8, and how many they are. `rates_E`: which share of each level's tokens comes true."""
+    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
+        """Learns the new tokens of the texts, at most `most_new` of each, then writes proposals to `out`.
+
+        `rates_E` is the share of each level's tokens that is accepted.
+        """
 
 
 class LookupDrafter(TextDrafter):
-    """Proposes what followed the request's last tokens before, in texts of its salt; owns the index of contexts."""
+    """Proposes what followed the last tokens of a request earlier, in texts of its salt. Owns the index of contexts."""
 
     shortest_context: int
+    """Length of the shortest context that is counted, in tokens."""
 
     def __init__(self, num_slots: int, max_order: int, index_slots: int, device: torch.device) -> None:
         self.index = ContextIndex(index_slots, context_orders(self.shortest_context, max_order), device)
@@ -62,28 +55,16 @@ class LookupDrafter(TextDrafter):
         self._salts_S[slots] = salts
         self._learned_S[slots] = learned
 
-    def propose(
-        self,
-        slots_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        most_new: int,
-        rates_E: torch.Tensor,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
-    ) -> None:
-        self.index.learn(slots_B, self._salts_S, self._learned_S, total_len_S, token_ids_SL, most_new)
-        self.index.walk(
-            slots_B, self._salts_S, total_len_S, token_ids_SL, rates_E, SMALLEST_SHARE, tokens_BK, levels_BK, found_B
-        )
+    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
+        self.index.learn(texts, self._salts_S, self._learned_S, most_new)
+        self.index.walk(texts, self._salts_S, rates_E, SMALLEST_SHARE, out)
 
 
 class SuffixLookup(LookupDrafter):
-    """What the request's siblings, and earlier rollouts of its prompt, wrote after the same last tokens.
+    """Proposes what siblings, and earlier rollouts of the same prompt, wrote after the same last tokens.
 
-    A group shares its contexts, filled as tokens arrive, so that a straggler drafts from those that ran ahead. The group's
-    key is its prompt, so past epochs are remembered until the index needs their room (after SuffixDecoding,
+    The requests of a group share contexts, which fill as tokens arrive. So a straggler drafts from its siblings that are
+    ahead. The salt is the prompt's, so past epochs are remembered until the index needs the room (after SuffixDecoding,
     arXiv 2411.04975).
     """
 
@@ -95,7 +76,7 @@ class SuffixLookup(LookupDrafter):
 
 
 class NgramLookup(LookupDrafter):
-    """What followed the request's last tokens where it wrote them before, prompt included (prompt lookup, Saxena 2023)."""
+    """Proposes what followed the same last tokens earlier in the request, prompt included (prompt lookup, Saxena 2023)."""
 
     name = "ngram"
     shortest_context = 2
@@ -105,7 +86,7 @@ class NgramLookup(LookupDrafter):
 
 
 class RandomTokens(TextDrafter):
-    """Always wrong: for measuring the worst case, and for testing that outputs do not depend on drafts."""
+    """Proposes random tokens: to measure the worst case, and to test that outputs do not depend on drafts."""
 
     name = "random"
 
@@ -118,18 +99,8 @@ class RandomTokens(TextDrafter):
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
         """Remembers nothing."""
 
-    def propose(
-        self,
-        slots_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        most_new: int,
-        rates_E: torch.Tensor,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
-    ) -> None:
-        num_requests = len(slots_B)
-        tokens_BK[:num_requests].random_(0, self._vocab_size)
-        levels_BK[:num_requests] = NUM_LEVELS - 1
-        found_B[:num_requests] = tokens_BK.shape[1]
+    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
+        num_requests = len(texts.slots_B)
+        out.tokens_BK[:num_requests].random_(0, self._vocab_size)
+        out.levels_BK[:num_requests] = NUM_LEVELS - 1
+        out.found_B[:num_requests] = out.tokens_BK.shape[1]

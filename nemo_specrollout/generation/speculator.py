@@ -14,7 +14,7 @@ import torch
 
 from nemo_specrollout.config.block import MODEL_DRAFTERS, REMOTE_DRAFTER, TEXT_DRAFTERS, SpecrolloutConfig
 from nemo_specrollout.drafters import build_text_drafter
-from nemo_specrollout.drafters.base import LEVEL_PRIORS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import to_device
@@ -171,16 +171,10 @@ class Drafting:
         most_new, self._most_new = self._most_new, 0
         rates_of = list(board.level_rates_DE) if self._text else []
         for i, drafter in self._text.items():
-            drafter.propose(
-                slots_B, total_len_S, token_ids_SL, most_new, rates_of[i],
-                board.tokens_DBK[i], board.levels_DBK[i], board.found_DB[i],
-            )  # fmt: skip
+            drafter.propose(Texts(slots_B, total_len_S, token_ids_SL), most_new, rates_of[i], board.proposals_of(i))
         if self.remote is not None:
             assert self._remote is not None
-            self.remote.propose(
-                slots_B, total_len_S, token_ids_SL,
-                board.tokens_DBK[self._remote], board.levels_DBK[self._remote], board.found_DB[self._remote],
-            )  # fmt: skip
+            self.remote.propose(slots_B, total_len_S, token_ids_SL, *board.proposals_of(self._remote))
         native_s = 0.0
         if self.model is not None:
             asked = time.perf_counter()

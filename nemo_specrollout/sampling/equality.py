@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accept by equality: a draft token stands iff it is the token that the policy samples at that position.
+"""Accepts a draft token if and only if the policy samples the same token at its position.
 
-Rows are laid out request by request: for n drafts n + 1 rows, row j sampled after the first j drafts.
+A request of n drafts has n + 1 consecutive rows. Row j is sampled after the first j drafts.
 Shapes: B requests, R rows, K most drafts of a request.
 """
 
 import torch
 from numba import njit
 
-from nemo_specrollout.sampling.on_tensors import on_tensors
+from nemo_specrollout.sampling.numba_common import on_tensors
 
 
 def accept_by_equality(
     sampled_R: torch.Tensor, inputs_R: torch.Tensor, starts_B1: torch.Tensor, num_positions: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that each request emits, int64 [B, K + 1], and how many they are, int32 [B]; zeros follow them.
-
-    Args:
-        sampled_R: int64 token that the policy samples in each row.
-        inputs_R: token that each row's forward pass read: a request's last token, then its drafts.
-        starts_B1: the first row of each request, and the number of rows at the end, [B + 1].
-        num_positions: K.
+    """Returns the tokens that each request emits, int64 [B, K + 1] padded with zeros, and their number, int32 [B].
 
     A request emits its sampled tokens up to and including the first that differs from its draft.
+
+    Args:
+        sampled_R: the token that the policy samples in each row, int64.
+        inputs_R: the token that the forward pass reads in each row: a request's last token, then its drafts.
+        starts_B1: the first row of each request, then the number of rows, [B + 1].
+        num_positions: K.
     """
     num_requests = len(starts_B1) - 1
     emitted_BK = sampled_R.new_empty(num_requests, num_positions + 1)

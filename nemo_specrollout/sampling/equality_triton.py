@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `equality.py` for a GPU: one program a request."""
+"""The kernel of `equality.py` for a GPU: one program for each request."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ def accept_rows(
     emitted_BK: torch.Tensor,
     counts_B: torch.Tensor,
 ) -> None:
-    """See `equality.accept_by_equality`."""
+    """Implements `equality.accept_by_equality`."""
     num_requests, width = emitted_BK.shape
     block = triton.next_power_of_2(width)
     _accept_rows[(num_requests,)](

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which seed a request samples with: a pure function of who it is, never of when or where it runs.
+"""Derives the seed of each request from the request's identity alone, never from when or where it runs.
 
-Integers only, no torch: drivers, workers and simulators agree on it.
+Changing a constant or a formula here changes every rollout (`docs/exactness.md`). Without torch, so that drivers, workers and
+simulators can all import it.
 """
 
 import hashlib
 from array import array
 from collections.abc import Iterable
 
-from nemo_specrollout.sampling.constants import GAMMA, MASK_64, MIX_1, MIX_2
+MASK_64 = (1 << 64) - 1
+"""The bits of a 64-bit number."""
+GAMMA = 0x9E3779B97F4A7C15
+"""Increment of the SplitMix64 stream (Steele, Lea, Flood 2014)."""
+MIX_1 = 0xBF58476D1CE4E5B9
+"""First multiplier of SplitMix64's output function."""
+MIX_2 = 0x94D049BB133111EB
+"""Second multiplier of SplitMix64's output function."""
 
 
 def mix64_int(z: int) -> int:
-    """SplitMix64's output function on a Python integer, modulo 2^64."""
+    """Returns SplitMix64's output function of a Python integer, modulo 2^64."""
     z &= MASK_64
     z = ((z ^ (z >> 30)) * MIX_1) & MASK_64
     z = ((z ^ (z >> 27)) * MIX_2) & MASK_64
@@ -20,7 +28,7 @@ def mix64_int(z: int) -> int:
 
 
 def combine(*parts: int) -> int:
-    """One 64-bit number from several integers; order matters."""
+    """Returns one 64-bit number that depends on several integers and their order."""
     state = 0
     for part in parts:
         state = mix64_int(state + GAMMA + mix64_int(part + GAMMA))
@@ -28,14 +36,14 @@ def combine(*parts: int) -> int:
 
 
 def request_seed(engine_seed: int, prompt_index: int, sample_index: int, policy_version: int) -> int:
-    """The seed of one rollout request, an integer in [0, 2^63).
+    """Returns the seed of a rollout request, in [0, 2^63).
 
-    Equal for equal arguments on every worker; siblings of a GRPO group differ in `sample_index`.
+    Equal arguments give equal seeds on every worker. Siblings of a GRPO group differ in `sample_index`.
     """
     return combine(engine_seed, prompt_index, sample_index, policy_version) >> 1
 
 
 def content_hash(token_ids: Iterable[int]) -> int:
-    """A 63-bit hash of a token sequence, for telling prompts apart without an index."""
+    """Returns a 63-bit hash of a token sequence, which tells prompts apart if they have no index."""
     digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -13,7 +13,7 @@ from compiling import instructions
 from device import GPU, Launch, fake_gpu
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from nemo_specrollout.drafters.base import LEVEL_PRIORS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 from nemo_specrollout.generation.draft_sampling import sample_with_margin
@@ -48,11 +48,9 @@ def launches() -> dict[str, Launch]:
         board.choose(slots_B, total_len_S)
         index = ContextIndex(1 << 18, context_orders(1, 6), GPU)
         salts_S = zeros(B, dtype=torch.int64)
-        index.learn(slots_B, salts_S, zeros(B), total_len_S, text_SL, K + 1)
-        index.walk(
-            slots_B, salts_S, total_len_S, text_SL, board.level_rates_DE[0], 0.02,
-            board.tokens_DBK[0], board.levels_DBK[0], board.found_DB[0],
-        )  # fmt: skip
+        texts = Texts(slots_B, total_len_S, text_SL)
+        index.learn(texts, salts_S, zeros(B), K + 1)
+        index.walk(texts, salts_S, board.level_rates_DE[0], 0.02, board.proposals_of(0))
         logits_BV = zeros(B, V, dtype=torch.bfloat16)
         keys = (slots_B, zeros(B, dtype=torch.float32), salts_S, zeros(B, dtype=torch.int64))
         sample_with_margin(logits_BV, *keys, board.levels_DBK[2], zeros(dtype=torch.int64))

@@ -10,6 +10,7 @@ import torch
 from decode_step import HEAD, TEXT, B, DecodeStep, K
 from device import GPU, FakeGpu, fake_gpu
 
+from nemo_specrollout.drafters.base import Texts
 from nemo_specrollout.scheduling.speculation.budget import BudgetDecision
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
@@ -131,9 +132,9 @@ def test_the_trap_closes(gpu: FakeGpu, name: str) -> None:
     drafter = step.drafting._text[0]
     propose = drafter.propose
 
-    def waiting(slots_B: torch.Tensor, total_len_S: torch.Tensor, *others: Any) -> None:
-        VIOLATIONS[name](total_len_S)
-        propose(slots_B, total_len_S, *others)
+    def waiting(texts: Texts, *others: Any) -> None:
+        VIOLATIONS[name](texts.total_len_S)
+        propose(texts, *others)
 
     drafter.propose = waiting
     with pytest.raises(RuntimeError), gpu.step():

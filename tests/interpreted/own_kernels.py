@@ -53,7 +53,7 @@ class BoardWorld:
         self.board = DraftBoard(names, priors_DE, self.num_slots, num_positions, edges, CPU, model)
         self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
         # Some have more trials than the evidence window.
-        self.board.level_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 200.0, self.board.level_DE2.shape)).float()
+        self.board.evidence_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 200.0, self.board.evidence_DE2.shape)).float()
         self.board.position_DK2.copy_(
             torch.linspace(0.0, 800.0, self.board.position_DK2.numel()).view_as(self.board.position_DK2)
         )

@@ -16,7 +16,7 @@ import torch
 from numba import njit
 
 from nemo_specrollout.remote.protocol.draft_buffers import BASE, COUNT, TOKENS
-from nemo_specrollout.sampling.on_tensors import on_tensors
+from nemo_specrollout.sampling.numba_common import on_tensors
 
 
 class DraftStream:
