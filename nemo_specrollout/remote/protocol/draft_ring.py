@@ -8,8 +8,8 @@ text, so equal hashes mean equal texts.
 import numpy as np
 from numba import from_dtype, njit
 
-from nemo_specrollout.sampling.constants import GAMMA
-from nemo_specrollout.sampling.cpu_mix import mix64
+from nemo_specrollout.sampling.numba_common import mix64
+from nemo_specrollout.sampling.seeds import GAMMA
 
 ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
 """One position of a text: hash of all tokens before it, its token, and the evidence level if the token was drafted."""
