@@ -15,7 +15,8 @@ from test_equality import requests
 from test_racing import noisy, spans_of
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.run_config import AsyncGrpoConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.step_rollout import StepPrompts
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.integration
 
 NUM_STEPS = 4
 CONFIG = ROOT / "examples" / "configs" / "quickstart_async_cpu.yaml"
-DRAFTING = SpecrolloutConfig(drafters=(DrafterConfig("suffix"),), budget=BudgetConfig("fixed", k=3))
+DRAFTING = SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), budget=BudgetConfig("fixed", k=3))
 
 
 @pytest.fixture(scope="module")

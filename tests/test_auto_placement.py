@@ -8,7 +8,13 @@ import pytest
 from conftest import QUICKSTART, ROOT
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    MtpDrafterConfig,
+    RemoteDrafterConfig,
+    SuffixDrafterConfig,
+    build_drafter,
+)
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
 from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
@@ -17,8 +23,8 @@ from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTab
 pytestmark = pytest.mark.unit
 
 POLICY = "examples/models/step_adder"
-REMOTE = DrafterConfig("remote", model="draft", workers=1, placement="auto", profile="profile.json", acceptance=0.9)
-BLOCK = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), REMOTE))
+REMOTE = RemoteDrafterConfig(model="draft", workers=1, placement="auto", profile="profile.json", acceptance=0.9)
+BLOCK = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), REMOTE))
 MACHINE = Machine(num_requests=4, threads=1, cores=2)
 
 
@@ -59,12 +65,12 @@ def test_with_one_core_there_is_no_room_beside_the_policy() -> None:
 
 
 def test_where_drafts_do_not_pay_there_is_no_drafter_and_what_reads_text_stays() -> None:
-    poor = replace(BLOCK, drafters=(DrafterConfig("suffix"), replace(REMOTE, acceptance=0.3)))
+    poor = replace(BLOCK, drafters=(SuffixDrafterConfig(), replace(REMOTE, acceptance=0.3)))
     assert types(placed(poor, choose(poor, tables(0.02, 0.02, row_s=0.01), MACHINE))) == ["suffix"]
 
 
 def test_an_engine_that_has_a_drafter_with_weights_takes_no_other() -> None:
-    both = SpecrolloutConfig(drafters=(REMOTE, DrafterConfig("mtp")))
+    both = SpecrolloutConfig(drafters=(REMOTE, MtpDrafterConfig()))
     assert types(placed(both, choose(both, tables(draft_s=0.02, coupled_s=0.0001), MACHINE))) == ["mtp"]
 
 
@@ -76,16 +82,23 @@ def test_threads_that_were_not_measured_are_taken_to_be_as_quick_as_those_that_w
 def test_it_needs_a_profile_and_drafters_of_the_run(change: dict[str, object]) -> None:
     values = {"type": "remote", "model": "x", "workers": 1, "placement": "auto", "profile": "p", **change}
     with pytest.raises(ConfigError, match=r"drafters\.placement: 'auto'.*nemo-specrollout profile"):
-        build(DrafterConfig, {k: v for k, v in values.items() if v is not None}, "drafters")
+        build_drafter({k: v for k, v in values.items() if v is not None}, "drafters")
 
 
-def test_what_only_a_remote_drafter_has_is_refused_elsewhere() -> None:
-    values = {"type": "ngram", "most_ahead": 8, "acceptance": 0.9, "vllm_kwargs": {"seed": 1}, "num_slots": 1024}
-    with pytest.raises(
-        ConfigError, match=r"type ngram .* remove most_ahead, vllm_kwargs, acceptance, or use type remote"
-    ):
-        build(DrafterConfig, values, "drafters[0]")
-    assert build(DrafterConfig, {"type": "ngram", "workers": 0}, "drafters[0]") == DrafterConfig("ngram")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"type": "ngram", "most_ahead": 8},
+            "most_ahead: 8; type ngram does not have it: remove it, or use type remote",
+        ),
+        ({"type": "random", "max_order": 3}, "max_order: 3; .* use type ngram or suffix"),
+        ({"type": "mtp", "model": "x"}, "model: 'x'; .* use type eagle3 or draft_model or dflash or dspark or remote"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_its_name(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^drafters\[0\]\.{message}"):
+        build_drafter(values, "drafters[0]")
 
 
 def test_check_says_where_the_drafter_will_be(

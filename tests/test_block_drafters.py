@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ from safetensors.torch import load_file
 from test_equality import NGRAM, assert_equal, requests
 from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.drafter_configs import (
+    BlockDrafterConfig,
+    DflashDrafterConfig,
+    DsparkDrafterConfig,
+    build_drafter,
+)
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.arguments import with_specrollout
@@ -38,13 +45,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafters(policy: Path) -> dict[str, DrafterConfig]:
+def drafters(policy: Path) -> dict[str, BlockDrafterConfig]:
     """A DFlash, a DSpark, and a DSpark that drafts 80 of the 96 tokens."""
     folder = policy.parent
     return {
-        "dflash": DrafterConfig("dflash", model=str(save_dflash(folder / "dflash"))),
-        "dspark": DrafterConfig("dspark", model=str(save_dspark(folder / "dspark", policy))),
-        "reduced": DrafterConfig("dspark", model=str(save_dspark(folder / "reduced", policy, 80))),
+        "dflash": DflashDrafterConfig(model=str(save_dflash(folder / "dflash"))),
+        "dspark": DsparkDrafterConfig(model=str(save_dspark(folder / "dspark", policy))),
+        "reduced": DsparkDrafterConfig(model=str(save_dspark(folder / "reduced", policy, 80))),
     }
 
 
@@ -82,7 +89,7 @@ def rates(engine: RolloutEngine, sampling: dict[str, Any], expected: list[Rollou
 def test_tokens_are_those_of_plain_decoding_and_drafts_have_the_noise_of_their_positions(
     start_engine: Callable[..., RolloutEngine],
     policy: Path,
-    drafters: dict[str, DrafterConfig],
+    drafters: dict[str, BlockDrafterConfig],
     expected: dict[str, list[Rollout]],
     name: str,
     is_async: bool,
@@ -104,11 +111,11 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_have_the_noise_of_their_p
 def test_greedy_drafts_change_no_token_either(
     start_engine: Callable[..., RolloutEngine],
     policy: Path,
-    drafters: dict[str, DrafterConfig],
+    drafters: dict[str, BlockDrafterConfig],
     expected: dict[str, list[Rollout]],
     name: str,
 ) -> None:
-    drafter = DrafterConfig(drafters[name].type, model=drafters[name].model, sampling="greedy")
+    drafter = replace(drafters[name], sampling="greedy")
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafter,), budget=FOUR))
     assert rates(engine, SAMPLED, expected["T=1"])[0] < LEAST[name][0]
     assert rates(engine, GREEDY, expected["T=0"])[0] > LEAST[name][1]
@@ -119,7 +126,7 @@ def test_greedy_drafts_change_no_token_either(
 def test_what_a_drafter_did_not_draft_it_has_read_all_the_same(
     start_engine: Callable[..., RolloutEngine],
     policy: Path,
-    drafters: dict[str, DrafterConfig],
+    drafters: dict[str, BlockDrafterConfig],
     expected: dict[str, list[Rollout]],
     name: str,
 ) -> None:
@@ -140,7 +147,7 @@ def test_what_a_drafter_did_not_draft_it_has_read_all_the_same(
 
 
 def test_each_layer_norms_the_context_by_its_own_weights(
-    start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, DrafterConfig]
+    start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
     """And what is zero or shared in a sound DFlash is no cause of an alarm."""
     from nemo_specrollout.generation.head_loading import head_health
@@ -163,7 +170,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
 
 
 def test_the_block_names_vllm_s_own_method(tmp_path: Path) -> None:
-    block = SpecrolloutConfig(drafters=(DrafterConfig("dspark", model="a/b"), NGRAM), num_speculative_tokens=7)
+    block = SpecrolloutConfig(drafters=(DsparkDrafterConfig(model="a/b"), NGRAM), num_speculative_tokens=7)
     native = {"method": "dspark", "model": "a/b", "num_speculative_tokens": 7}
     assert with_specrollout({}, block, "cpu", keeps_last_block=False)["speculative_config"] == native
     assert with_specrollout({}, block, "cpu")["speculative_config"] == {**native, "disable_eagle_block_drop": True}
@@ -176,7 +183,9 @@ def test_a_drafter_that_this_vllm_lacks_is_refused(monkeypatch: pytest.MonkeyPat
 
     def check(method: str) -> None:
         model = None if method == "mtp" else "a/b"
-        compat.check_drafters(SpecrolloutConfig(drafters=(NGRAM, DrafterConfig(method, model=model))))
+        compat.check_drafters(
+            SpecrolloutConfig(drafters=(NGRAM, build_drafter({"type": method, "model": model}, "drafter")))
+        )
 
     for method in ("eagle3", "draft_model", "mtp", "dflash", "dspark"):
         check(method)
@@ -222,7 +231,9 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
 def test_a_checkpoint_of_another_kind_or_policy_is_a_sentence(
     policy: Path, tmp_path: Path, kind: str, changes: dict[str, Any], words: str | None
 ) -> None:
-    found = misfit_of_block_drafter(DrafterConfig(kind, model=str(save_dflash(tmp_path, **changes))), policy)
+    found = misfit_of_block_drafter(
+        build_drafter({"type": kind, "model": str(save_dflash(tmp_path, **changes))}, "drafter"), policy
+    )
     if words is None:
         assert found is None
         return
@@ -233,7 +244,7 @@ def test_a_checkpoint_of_another_kind_or_policy_is_a_sentence(
 
 def test_tensors_that_do_not_go_with_the_config_are_a_sentence(policy: Path, tmp_path: Path) -> None:
     one_layer = {"mask_token_id": 1, "target_layer_ids": [2]}
-    drafter = DrafterConfig("dflash", model=str(save_dflash(tmp_path, dflash_config=one_layer)))
+    drafter = DflashDrafterConfig(model=str(save_dflash(tmp_path, dflash_config=one_layer)))
     found = misfit_of_block_drafter(drafter, policy)
     assert found is not None and "its fc.weight takes 128 numbers, its config.json says 64; name a dflash made" in found
     (tmp_path / "model.safetensors").write_bytes(b"torn")
@@ -243,8 +254,8 @@ def test_tensors_that_do_not_go_with_the_config_are_a_sentence(policy: Path, tmp
 
 def test_an_unreadable_checkpoint_is_a_sentence_and_a_hub_s_name_is_left_to_vllm(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    found = misfit_of_block_drafter(DrafterConfig("dflash", model=str(tmp_path)), policy)
+    found = misfit_of_block_drafter(DflashDrafterConfig(model=str(tmp_path)), policy)
     assert found is not None and "config.json: not JSON" in found and "name another checkpoint" in found
-    assert misfit_of_block_drafter(DrafterConfig("dflash", model="a/b"), policy) is None
+    assert misfit_of_block_drafter(DflashDrafterConfig(model="a/b"), policy) is None
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DeepseekV4ForCausalLM"]}))
-    assert misfit_of_block_drafter(DrafterConfig("dspark", model=str(tmp_path)), policy) is None
+    assert misfit_of_block_drafter(DsparkDrafterConfig(model=str(tmp_path)), policy) is None

@@ -97,7 +97,7 @@ def test_every_command_refuses_an_unknown_key(refused: Refused, command: str) ->
         ("policy.generation.vllm_kwargs.max_model_len=99", "set policy.generation.vllm_cfg.max_model_len instead"),
         ("policy.generation.vllm_kwargs.worker_cls=mine.Worker", "specrollout names the worker itself; remove it"),
         ("policy.generation.vllm_kwargs.speculative_config={method: ngram}", "remove one of them"),
-        (f"{DRAFTERS}=[{{type: dflash}}]", "drafters[0].model: None; type dflash: name the folder of its weights"),
+        (f"{DRAFTERS}=[{{type: dflash}}]", "drafters[0].model: missing; name the folder of its weights"),
         (
             f"{DRAFTERS}=[{{type: dspark, model: no/such}}]",
             "drafters.model: folder no/such does not exist; name that of",

@@ -9,7 +9,8 @@ import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
 from nemo_specrollout.cli.prepare import prepare
-from nemo_specrollout.config.block import BLOCK_PATH, TEXT_DRAFTERS, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import TEXT_DRAFTERS
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import BenchConfig, RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError, build
@@ -226,10 +227,13 @@ def test_the_sections_refuse(override: str, sentence: str) -> None:
         ("{max_racers: 3}", ".max_racers: 3 racers for 2 rollout workers; lower it"),
         ("{max_racers: 9}", ".max_racers: 9 is out of range"),
         ("{max_racers: 1, moving: false}", ": moving false and max_racers 1 leave nothing to do"),
-        ("{moving: false}", ".moving: false, and all workers draft alike, so none would race; set it to true"),
+        (
+            "{moving: false}",
+            ".moving: false, and all workers have the same drafters, so no request would be raced; set it to true",
+        ),
         ("{min_gain: -0.1}", ".min_gain: -0.1 is out of range"),
-        ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is none of the drafters; did you mean 'ngram'?"),
-        ("{methods: [[suffix], [random]]}", ".methods: 'random' is none of the drafters"),
+        ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is not among the drafters; did you mean 'ngram'?"),
+        ("{methods: [[suffix], [random]]}", ".methods: 'random' is not among the drafters"),
         ("{methods: [[suffix], []]}", ".methods: no worker drafts by ngram; give it to one"),
         ("{methods: [[suffix], [ngram], []]}", ".methods: 3 for 2 rollout workers; the last would never draft"),
         ("{methods: [suffix, ngram]}", ".methods[0]: expected a list, got 'suffix'"),

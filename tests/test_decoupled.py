@@ -17,7 +17,13 @@ import zmq
 from conftest import STEP_ADDER
 from test_equality import assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DraftModelDrafterConfig,
+    NgramDrafterConfig,
+    RemoteDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.config.run_config import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
@@ -50,7 +56,7 @@ def similar_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(similar_model: Path) -> Iterator[DrafterPool]:
-    remote = DrafterConfig("remote", model=str(similar_model), workers=2, max_requests=48)
+    remote = RemoteDrafterConfig(model=str(similar_model), workers=2, max_requests=48)
     drafters = DrafterPool([drafter_spec(remote, VllmConfig(max_model_len=512))] * 2)
     drafters.addresses()
     drafters.wait_until_up()
@@ -59,7 +65,7 @@ def pool(similar_model: Path) -> Iterator[DrafterPool]:
 
 
 def served_by(pool: DrafterPool, model: Path, budget: BudgetConfig = ALWAYS_3) -> SpecrolloutConfig:
-    remote = DrafterConfig("remote", model=str(model), addresses=tuple(pool.addresses()))
+    remote = RemoteDrafterConfig(model=str(model), addresses=tuple(pool.addresses()))
     return SpecrolloutConfig(drafters=(remote,), budget=budget)
 
 
@@ -127,7 +133,7 @@ def test_tokens_equal_plain_decoding_with_a_coupled_drafter_too(
 ) -> None:
     """Some requests get remote drafts, some get drafts of the model in the engine, and some get none."""
     block = served_by(pool, similar_model, BudgetConfig("random"))
-    both = (*block.drafters, DrafterConfig("draft_model", model=str(similar_model)), DrafterConfig("ngram"))
+    both = (*block.drafters, DraftModelDrafterConfig(model=str(similar_model)), NgramDrafterConfig())
     engine = start_engine(STEP_ADDER, replace(block, drafters=both))
     wait_until_ready(engine)
     deadline = time.monotonic() + 240
@@ -281,7 +287,7 @@ def test_a_drafter_that_sends_garbage_is_dropped(
     liar = zmq.Context.instance().socket(zmq.ROUTER)
     liar.setsockopt(zmq.LINGER, 0)
     port = liar.bind_to_random_port("tcp://127.0.0.1")
-    remote = DrafterConfig("remote", model=str(similar_model), addresses=(f"tcp://127.0.0.1:{port}",))
+    remote = RemoteDrafterConfig(model=str(similar_model), addresses=(f"tcp://127.0.0.1:{port}",))
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,), budget=ALWAYS_3))
     under_way = Generation(engine, requests(8, 4))
     under_way.advance(seconds=0.2)
@@ -347,8 +353,8 @@ def test_a_drafter_of_another_vocabulary_is_refused(
 def test_an_engine_starts_and_ends_its_own_drafters(
     similar_model: Path, start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
-    remote = DrafterConfig("remote", model=str(similar_model), workers=1)
-    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote, DrafterConfig("suffix"))))
+    remote = RemoteDrafterConfig(model=str(similar_model), workers=1)
+    engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote, SuffixDrafterConfig())))
     measured = MeasuredRollout(engine, requests(8, 4))
     measured.advance()
     rollouts, stats = measured.result()
@@ -361,6 +367,6 @@ def test_an_engine_starts_and_ends_its_own_drafters(
 
 
 def test_a_missing_draft_model_raises_config_error(tmp_path: Path, start_engine: Callable[..., RolloutEngine]) -> None:
-    remote = DrafterConfig("remote", model=str(tmp_path / "nothing"), workers=1)
+    remote = RemoteDrafterConfig(model=str(tmp_path / "nothing"), workers=1)
     with pytest.raises(ConfigError, match="nothing does not exist"):
         start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(remote,)))

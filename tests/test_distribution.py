@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import RandomDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
 pytestmark = pytest.mark.integration
@@ -51,9 +52,7 @@ def p_value(tokens: list[int], probabilities: np.ndarray) -> float:
 def test_first_three_tokens_follow_the_exact_marginals(
     start_engine: Callable[..., RolloutEngine], tiny_model: Path
 ) -> None:
-    block = SpecrolloutConfig(
-        drafters=(DrafterConfig("suffix"), DrafterConfig("random")), budget=BudgetConfig("random")
-    )
+    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), RandomDrafterConfig()), budget=BudgetConfig("random"))
     engine = start_engine(tiny_model, block)
     asked = [RolloutRequest(PROMPT, 0, sample) for sample in range(NUM_REQUESTS)]
     rollouts = engine.generate(asked, max_tokens=3, stop_token_ids=[], ignore_eos=True)

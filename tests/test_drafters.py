@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
 
-from nemo_specrollout.config.block import TEXT_DRAFTERS, DrafterConfig
+from nemo_specrollout.config.drafter_configs import DRAFTERS, TEXT_DRAFTERS
 from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.text import SMALLEST_SHARE
@@ -26,9 +26,7 @@ class World:
     """A drafter, and request slots whose texts it follows."""
 
     def __init__(self, name: str, **config: int) -> None:
-        self.drafter = build_text_drafter(
-            DrafterConfig(name, **config), NUM_SLOTS, LONGEST, VOCABULARY, torch.device("cpu")
-        )
+        self.drafter = build_text_drafter(DRAFTERS[name](**config), NUM_SLOTS, LONGEST, VOCABULARY, torch.device("cpu"))
         self.total_len_S = torch.zeros(NUM_SLOTS, dtype=torch.int32)
         self.token_ids_SL = torch.full((NUM_SLOTS, LONGEST), -7, dtype=torch.int32)
         self.num_opened = 0
@@ -162,7 +160,7 @@ texts = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=L
 def test_proposals_are_tokens_and_no_longer_than_there_is_room(
     name: str, texts: list[list[int]], num_positions: int, data: st.DataObject
 ) -> None:
-    world = World(name, num_slots=1024)
+    world = World(name) if name == "random" else World(name, num_slots=1024)
     for slot, text in enumerate(texts):
         prompt_length = data.draw(st.integers(1, len(text)))
         world.open(slot, text[:prompt_length], group=data.draw(st.integers(0, 2)))

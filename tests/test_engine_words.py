@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
-from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, Eagle3DrafterConfig
 from nemo_specrollout.config.engine_words import engine_in_words, is_asynchronous
 from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
 
@@ -29,8 +30,8 @@ def drafting_by(*drafters: DrafterConfig) -> SpecrolloutConfig:
         (NO_DRAFTERS, {}),
         (NO_DRAFTERS, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}),
         (NO_DRAFTERS, {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": HEAD}}),
-        (drafting_by(DrafterConfig("eagle3", model=HEAD)), {}),
-        (drafting_by(DrafterConfig("draft_model", model=str(STEP_ADDER))), {"async_scheduling": True}),
+        (drafting_by(Eagle3DrafterConfig(model=HEAD)), {}),
+        (drafting_by(DraftModelDrafterConfig(model=str(STEP_ADDER))), {"async_scheduling": True}),
     ],
 )
 def test_the_words_are_true(block: SpecrolloutConfig, kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    NgramDrafterConfig,
+    RandomDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
@@ -17,7 +22,7 @@ from nemo_specrollout.local.task import encode_prompt, make_problems
 
 pytestmark = pytest.mark.integration
 
-SUFFIX, NGRAM, WRONG = (DrafterConfig(t) for t in ("suffix", "ngram", "random"))
+SUFFIX, NGRAM, WRONG = (cls() for cls in (SuffixDrafterConfig, NgramDrafterConfig, RandomDrafterConfig))
 BLOCKS = {
     "suffix": SpecrolloutConfig(drafters=(SUFFIX,), budget=BudgetConfig("fixed", k=5)),
     "ngram": SpecrolloutConfig(drafters=(NGRAM,), budget=BudgetConfig("fixed", k=3)),

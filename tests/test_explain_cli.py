@@ -14,7 +14,8 @@ from test_simulate_cli import NEMO_RL, written
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import known_traps
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
@@ -254,4 +255,4 @@ def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatc
 def test_every_trap_names_what_is_done_about_it() -> None:
     for trap in TRAPS:
         assert trap.text and trap.remedy and (trap.before is None or trap.since < trap.before), trap
-    assert DrafterConfig("suffix").type in drafter_types(local())
+    assert SuffixDrafterConfig().type in drafter_types(local())

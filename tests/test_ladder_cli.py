@@ -13,7 +13,8 @@ from test_plan_cli import NEMO_RL, refused
 
 from nemo_specrollout.cli.ladder import ladder_table
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
@@ -39,8 +40,8 @@ def measured() -> LadderFile:
 def test_each_drafter_alone_all_together_those_of_workers_and_none() -> None:
     block = SpecrolloutConfig()
     assert methods_of(block) == [("suffix",), ("ngram",), ("suffix", "ngram"), ()]
-    assert methods_of(SpecrolloutConfig(drafters=(DrafterConfig("ngram"),))) == [("ngram",), ()]
-    heads = (DrafterConfig("eagle3", model="a"), DrafterConfig("draft_model", model="b"))
+    assert methods_of(SpecrolloutConfig(drafters=(NgramDrafterConfig(),))) == [("ngram",), ()]
+    heads = (Eagle3DrafterConfig(model="a"), DraftModelDrafterConfig(model="b"))
     racing = FastestOfNConfig(methods=(("eagle3", "ngram"), ("draft_model",), ("suffix",), ()))
     assert methods_of(SpecrolloutConfig(drafters=(*block.drafters, *heads), fastest_of_n=racing)) == [
         ("suffix",), ("ngram",), ("eagle3",), ("draft_model",), ("suffix", "ngram", "eagle3"),

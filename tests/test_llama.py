@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    Eagle3DrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 
 pytestmark = pytest.mark.integration
 
-SUFFIX, NGRAM = (DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"))
+SUFFIX, NGRAM = (cls(num_slots=1 << 12) for cls in (SuffixDrafterConfig, NgramDrafterConfig))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def test_tokens_are_plain_decoding_s(
     tiny_llama: Path, head: Path, start_engine: Callable[..., RolloutEngine], sampling: dict[str, Any]
 ) -> None:
     plain = start_engine(tiny_llama, SpecrolloutConfig(drafters=())).generate(requests(), **sampling)
-    drafters = (SUFFIX, NGRAM, DrafterConfig("eagle3", model=str(head)))
+    drafters = (SUFFIX, NGRAM, Eagle3DrafterConfig(model=str(head)))
     engine = start_engine(tiny_llama, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")))
     equal, total = count_equal(engine.generate(requests(), **sampling), plain)
     assert equal == total > 400, f"{total - equal} of {total} tokens differ"

@@ -15,8 +15,14 @@ from conftest import STEP_ADDER
 from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    DraftModelDrafterConfig,
+    Eagle3DrafterConfig,
+    MtpDrafterConfig,
+)
 from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
@@ -26,9 +32,9 @@ pytestmark = pytest.mark.integration
 
 # (seed of the request, position of the first draft, depth): the draft tokens.
 Drafts = dict[tuple[int, int, int], list[int]]
-ITSELF = DrafterConfig("draft_model", model=str(STEP_ADDER))
-GREEDY = DrafterConfig("draft_model", model=str(STEP_ADDER), sampling="greedy")
-MTP = DrafterConfig("mtp")
+ITSELF = DraftModelDrafterConfig(model=str(STEP_ADDER))
+GREEDY = DraftModelDrafterConfig(model=str(STEP_ADDER), sampling="greedy")
+MTP = MtpDrafterConfig()
 LONG = {"max_tokens": 128, "ignore_eos": True, "stop_token_ids": []}
 
 STEP_ADDER_HEAD = STEP_ADDER.parent / "step_adder_eagle3"
@@ -51,7 +57,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
     untrained = create_head(STEP_ADDER)
     untrained.model.lm_head.weight.data.mul_(1.25)
     save_head(untrained, folder)
-    return DrafterConfig("eagle3", model=str(folder))
+    return Eagle3DrafterConfig(model=str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def small_vocabulary_head(tmp_path_factory: pytest.TempPathFactory) -> DrafterCo
 
     folder = tmp_path_factory.mktemp("heads") / "small"
     save_head(create_head(STEP_ADDER, draft_token_ids=range(5, 60)), folder)
-    return DrafterConfig("eagle3", model=str(folder))
+    return Eagle3DrafterConfig(model=str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +154,7 @@ def test_acceptance_of_the_shipped_pair_is_what_it_was(
     start_engine: Callable[..., RolloutEngine], sampling: str
 ) -> None:
     """The shipped policy and its head, seeded requests: a wrong layout, position or noise shows here."""
-    trained = DrafterConfig("eagle3", model=str(STEP_ADDER_HEAD), sampling=sampling)
+    trained = Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD), sampling=sampling)
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(trained,), budget=BudgetConfig("fixed", k=4)))
     for temperature, golden_K in GOLDEN[sampling].items():
         before = engine.report()
@@ -333,7 +339,7 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
         other.has_own_embedding = True
         other.model.embed_tokens.weight.data = other.model.embed_tokens.weight.roll(1, 0)
     save_head(other, tmp_path / "other")
-    drafter = DrafterConfig("eagle3", model=str(tmp_path / "other"))
+    drafter = Eagle3DrafterConfig(model=str(tmp_path / "other"))
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3)), 128)
     assert_equal(engine.generate(requests(8, 4), max_tokens=64), expected["T=1"])
     engine.load_head(Path(str(head.model)))
@@ -648,7 +654,7 @@ def test_a_head_with_another_rope_is_named_so_and_none_can_be_loaded_into_an_eng
     config = json.loads((folder / "config.json").read_text())
     config["transformer_layer_config"]["rope_parameters"]["rope_theta"] = 500.0
     (folder / "config.json").write_text(json.dumps(config))
-    block = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model=str(folder)),), budget=BudgetConfig("fixed", k=3))
+    block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(folder)),), budget=BudgetConfig("fixed", k=3))
     engine = start_engine(STEP_ADDER, block)
     with pytest.raises(ValueError, match=r"its rope_theta is 10000\.0, the engine's 500\.0"):
         engine.load_head(Path(str(head.model)))

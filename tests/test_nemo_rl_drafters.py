@@ -11,8 +11,9 @@ import pytest
 
 from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, build_drafter
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.drafter_stats_window import DrafterStatsWindow, logged
 from nemo_specrollout.nemo_rl.logger import watching_logger
 from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews, RemoteDrafters
@@ -202,12 +203,12 @@ def test_any_port_is_an_address(host: str) -> None:
 )
 def test_gpus_are_of_drafters_that_ray_places(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        build(DrafterConfig, {"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
+        build_drafter({"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
 
 
 def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:
     engine = engine_facts({"max_model_len": 64, "precision": "bfloat16", "async_engine": True})
-    drafter = DrafterConfig("remote", model="DRAFT", workers=2, gpus=0.5)
+    drafter = RemoteDrafterConfig(model="DRAFT", workers=2, gpus=0.5)
     kwargs = drafter_spec(drafter, engine, on_cpu=False).vllm_kwargs
     assert kwargs["gpu_memory_utilization"] == GPU_MEMORY_SHARE / 2
     assert "gpu_memory_utilization" not in drafter_spec(drafter, engine, on_cpu=True).vllm_kwargs

@@ -9,7 +9,13 @@ import pytest
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    Eagle3DrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+    build_drafter,
+)
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine
 
@@ -19,12 +25,12 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by `make test-oldest`"),
 ]
 HEAD_FOLDER = STEP_ADDER.parent / "step_adder_eagle3"
-HEAD, SUFFIX, NGRAM = DrafterConfig("eagle3", model=str(HEAD_FOLDER)), DrafterConfig("suffix"), DrafterConfig("ngram")
+HEAD, SUFFIX, NGRAM = Eagle3DrafterConfig(model=str(HEAD_FOLDER)), SuffixDrafterConfig(), NgramDrafterConfig()
 FIXED, RANDOM = BudgetConfig("fixed", k=3), BudgetConfig("random")
 BLOCKS = {
     "a head": SpecrolloutConfig(drafters=(HEAD,), budget=FIXED),
     "a greedy head": SpecrolloutConfig(
-        drafters=(DrafterConfig("eagle3", model=str(HEAD_FOLDER), sampling="greedy"),), budget=FIXED
+        drafters=(Eagle3DrafterConfig(model=str(HEAD_FOLDER), sampling="greedy"),), budget=FIXED
     ),
     "text": SpecrolloutConfig(drafters=(SUFFIX, NGRAM), budget=FIXED),
     "a head and text, random budgets": SpecrolloutConfig(drafters=(HEAD, SUFFIX), budget=RANDOM),
@@ -100,6 +106,6 @@ def test_drafters_that_an_older_runner_has_no_place_for_are_refused(
     start: Callable[..., RolloutEngine], type_: str
 ) -> None:
     more: dict[str, Any] = {"addresses": ("tcp://127.0.0.1:1",)} if type_ == "remote" else {}
-    drafter = DrafterConfig(type_, model=str(STEP_ADDER), **more)
+    drafter = build_drafter({"type": type_, "model": str(STEP_ADDER), **more}, "drafter")
     with pytest.raises(ConfigError, match=rf"drafters\[1\]\.type: {type_}; the V2 model runner of vLLM .* no place"):
         start(SpecrolloutConfig(drafters=(NGRAM, drafter)))

@@ -100,15 +100,16 @@ def test_a_recorded_run_shows_what_refreshing_would_have_brought(head: Path, tmp
 def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path: Path) -> None:
     import torch
 
-    from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+    from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
     from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
     from nemo_specrollout.training.features.feature_store import FeatureStore
     from nemo_specrollout.training.features.features import SequenceFeatures
     from nemo_specrollout.training.head.head_folder import HeadFolder
     from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
-    block = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model=str(head)),), draft_refresh=DraftRefreshConfig())
+    block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(head)),), draft_refresh=DraftRefreshConfig())
     online = OnlineRefresh(block, STEP_ADDER, HeadFolder(tmp_path / "heads"), configured_head=head, temperature=1.0)
     source, decision = online.source, RefreshDecision(True, 1.0, "refreshed: as asked")
     width = source.hidden_size

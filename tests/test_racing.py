@@ -20,7 +20,8 @@ from rollout_world import EnginesInTurn, WildPolicy
 from safetensors.torch import load_file
 from test_equality import assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
@@ -39,9 +40,7 @@ from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 pytestmark = pytest.mark.integration
 
-DRAFTING = SpecrolloutConfig(
-    drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")), budget=BudgetConfig("fixed", k=3)
-)
+DRAFTING = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("fixed", k=3))
 MOST_TOKENS = 120
 SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "T=0": {"temperature": 0.0}}
 

@@ -478,13 +478,14 @@ def test_the_policy_answers_prompts_and_the_engine_accepts_what_the_head_drafts(
 ) -> None:
     from test_equality import requests
 
-    from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+    from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
     from nemo_specrollout.local.task import make_problems
 
     (tmp_path / "prompts.txt").write_text("\n".join(p.prompt for p in make_problems(3, 64, 0, 5)))
     command = ["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), "--steps", "150"]
     assert main([*command, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "200"]) == 0
-    drafter = DrafterConfig("eagle3", model=str(tmp_path / "head"))
+    drafter = Eagle3DrafterConfig(model=str(tmp_path / "head"))
     block = SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3))
     engine = start_engine(STEP_ADDER, block, max_new_tokens=200)
     engine.generate(requests(8, 4, first=500))

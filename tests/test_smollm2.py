@@ -15,7 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.policies import smollm2
 from benchmarks.policies.low_rank import LowRankLinear, add_low_rank, merge_low_rank, save_low_rank
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    NgramDrafterConfig,
+    RandomDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.config.model_folder import tensor_shapes
 from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
@@ -219,7 +224,7 @@ def test_the_real_model_s_tokens_are_plain_decoding_s(
 
     task = FreeText(load_tokenizer(real_model))
     requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]
-    drafters = tuple(DrafterConfig(name) for name in ("suffix", "ngram", "random"))
+    drafters = tuple(cls() for cls in (SuffixDrafterConfig, NgramDrafterConfig, RandomDrafterConfig))
     block = SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random"))
     rooms = {"kv_cache_memory_bytes": 1 << 28, "max_new_tokens": 128}
     plain = start_engine(real_model, SpecrolloutConfig(drafters=()), **rooms).generate(requests, **sampling)

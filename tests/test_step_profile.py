@@ -23,7 +23,8 @@ from benchmarks.rollouts.step_profile import (
     profile,
     watch,
 )
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.generation.engine import RolloutRequest
 
 
@@ -43,7 +44,7 @@ def test_a_stage_within_another_counts_for_itself_only(monkeypatch: pytest.Monke
 
 def test_stages_of_an_engine_add_up_to_its_steps(start_engine: Callable[..., Any]) -> None:
     head: Path = STEP_ADDER.with_name("step_adder_eagle3")
-    drafters = (DrafterConfig("ngram"), DrafterConfig("eagle3", model=str(head)))
+    drafters = (NgramDrafterConfig(), Eagle3DrafterConfig(model=str(head)))
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("fixed", k=3)))
     requests = [RolloutRequest([1 + i, 2, 3], i, 0, exact_length=24) for i in range(5)]
     expected = engine.generate(requests)

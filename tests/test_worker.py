@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    DraftModelDrafterConfig,
+    Eagle3DrafterConfig,
+    MtpDrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.generation import arguments
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
@@ -20,7 +28,7 @@ from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngin
 pytestmark = pytest.mark.integration
 
 NUM_DRAFTS, LENGTH = 3, 60
-DRAFTERS = tuple(DrafterConfig(t, num_slots=1 << 12) for t in ("suffix", "ngram"))
+DRAFTERS = tuple(cls(num_slots=1 << 12) for cls in (SuffixDrafterConfig, NgramDrafterConfig))
 FIXED = SpecrolloutConfig(num_speculative_tokens=8, drafters=DRAFTERS, budget=BudgetConfig("fixed", k=NUM_DRAFTS))
 
 
@@ -86,13 +94,11 @@ def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
     def config(*drafters: DrafterConfig, **block: Any) -> dict[str, Any]:
         return with_specrollout({}, SpecrolloutConfig(drafters=drafters, **block), "cpu")["speculative_config"]
 
-    head = DrafterConfig("eagle3", model="/heads/3")
+    head = Eagle3DrafterConfig(model="/heads/3")
     kept = {"disable_eagle_block_drop": True}
     expected = {"method": "eagle3", "model": "/heads/3", "num_speculative_tokens": 8}
     assert config(DRAFTERS[0], head) == expected | kept
-    assert (
-        config(DrafterConfig("mtp"), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
-    )
+    assert config(MtpDrafterConfig(), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
 
 
 def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multiplies_it() -> None:
@@ -101,10 +107,10 @@ def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multipli
         config = with_specrollout({"dtype": dtype}, block, "cpu", multiplies_bfloat16=able)["speculative_config"]
         return config.get("quantization") == arguments.BFLOAT16_HEAD
 
-    head = DrafterConfig("eagle3", model="/heads/3")
+    head = Eagle3DrafterConfig(model="/heads/3")
     assert asks(head)
     assert not any((asks(head, dtype="bfloat16"), asks(head, able=False), asks(DRAFTERS[0])))
-    assert not asks(DrafterConfig("draft_model", model="/models/small"))
+    assert not asks(DraftModelDrafterConfig(model="/models/small"))
 
 
 def test_a_budget_of_no_drafts_is_no_speculation() -> None:
@@ -158,7 +164,7 @@ def test_arguments_that_contradict_the_block_are_refused(given: dict[str, Any], 
 
 @pytest.mark.parametrize(("sampling", "refused"), [("shared_noise", True), ("greedy", False)])
 def test_the_policy_s_noise_must_be_the_drafter_s(sampling: str, refused: bool) -> None:
-    head = SpecrolloutConfig(drafters=(DrafterConfig("eagle3", model="folder", sampling=sampling),))
+    head = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model="folder", sampling=sampling),))
     with pytest.raises(ValueError, match=r"vllm_kwargs\.use_fp64_gumbel: true") if refused else nullcontext():
         with_specrollout({"use_fp64_gumbel": True}, head, "cpu")
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import build_drafter
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
@@ -52,8 +53,9 @@ class Stage:
 
 def block(*drafters: str, budget: BudgetConfig | None = None) -> SpecrolloutConfig:
     """The block with drafters of these types; none: plain decoding under our sampler."""
-    named = tuple(DrafterConfig(name, model=str(HEAD) if name == "eagle3" else None) for name in drafters)
-    return SpecrolloutConfig(drafters=named, budget=budget or BudgetConfig())
+    named = ({"type": name, "model": str(HEAD)} if name == "eagle3" else {"type": name} for name in drafters)
+    built = tuple(build_drafter(values, "drafters") for values in named)
+    return SpecrolloutConfig(drafters=built, budget=budget or BudgetConfig())
 
 
 STOCK = SpecrolloutConfig(enabled=False)

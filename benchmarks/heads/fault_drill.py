@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from benchmarks.heads.drift import Recording
 from nemo_specrollout.config.block import BudgetConfig, VerifyConfig
+from nemo_specrollout.config.drafter_configs import FolderDrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.generation.engine import RolloutEngine
@@ -151,7 +152,7 @@ def drill_canary(
     of `expected_length`; alarms raised, and what they named."""
     model, generation = Path(config.policy.model_name), config.policy.generation
     drafter = generation.specrollout.model_drafter
-    assert drafter is not None
+    assert isinstance(drafter, FolderDrafterConfig)
     block = replace(
         generation.specrollout, drafters=(replace(drafter, model=str(head_folder)),), draft_refresh=None,
         budget=BudgetConfig("fixed", k=NUM_DRAFTS), verify=VerifyConfig(),

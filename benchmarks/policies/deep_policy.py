@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, Eagle3DrafterConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.training.head.head_facts import LAYER_IDS_FIELD
@@ -49,7 +50,7 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
             )
         deepen_head(block.head_folder, folder / "head", factor, policy)
         deep_head = str(folder / "head")
-        drafters = tuple(replace(d, model=deep_head) if d.type == "eagle3" else d for d in drafters)
+        drafters = tuple(replace(d, model=deep_head) if isinstance(d, Eagle3DrafterConfig) else d for d in drafters)
     generation = replace(config.policy.generation, specrollout=replace(block, drafters=drafters))
     return replace(config, policy=replace(config.policy, model_name=str(policy), generation=generation))
 

@@ -12,7 +12,13 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.rollouts.bench_tables import new_table
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    FolderDrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.config.run_config import GenerationConfig, RunConfig
 from nemo_specrollout.generation.arguments import native_config
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
@@ -73,8 +79,8 @@ def _ways_of_ours(config: RunConfig) -> dict[str, GenerationConfig]:
         "plain": (),
         f"{drafter.type}, shared noise": (replace(drafter, sampling="shared_noise"),),
         f"{drafter.type}, greedy": (replace(drafter, sampling="greedy"),),
-        "suffix": (DrafterConfig("suffix"),),
-        "n-gram": (DrafterConfig("ngram"),),
+        "suffix": (SuffixDrafterConfig(),),
+        "n-gram": (NgramDrafterConfig(),),
     }
     fixed = replace(block, enabled=True, budget=BudgetConfig("fixed", k=k), draft_refresh=None)
     fixed = replace(fixed, num_speculative_tokens=max(k, block.num_speculative_tokens))
@@ -118,7 +124,7 @@ def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: li
     from nemo_specrollout.training.head.head import load_head
 
     model, drafter = Path(config.policy.model_name), config.policy.generation.specrollout.model_drafter
-    assert drafter is not None and drafter.model is not None
+    assert isinstance(drafter, FolderDrafterConfig)
     head = load_head(Path(drafter.model), model)
     texts = [
         ([*request.prompt_token_ids, *rollout.token_ids], len(request.prompt_token_ids))

@@ -21,7 +21,8 @@ from benchmarks.rollouts.bench_rounds import Entrant, group_with, play_round, st
 from benchmarks.rollouts.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
 from benchmarks.rollouts.bench_tables import constant_table, rollout_table, running_table, sentences, useless_table
 from benchmarks.rollouts.running_bins import bin_of
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig
+from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.generation.engine import RolloutRequest
@@ -146,7 +147,7 @@ def constant_rows(constant: Mapping[int, Sequence[Sequence[Entrant]]]) -> list[F
 def measure_useless_drafters(config: RunConfig) -> list[Figures]:
     """Plain against a drafter that is always wrong, at several batch sizes: what speculation costs where it cannot pay."""
     plain = plain_row(config)
-    block = replace(plain.generation.specrollout, drafters=(DrafterConfig("random"),), budget=BudgetConfig("auto"))
+    block = replace(plain.generation.specrollout, drafters=(RandomDrafterConfig(),), budget=BudgetConfig("auto"))
     useless = BenchRow("useless", OURS, replace(plain.generation, specrollout=block))
     rows = []
     with started(config, [plain, useless]) as entrants:

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_specrollout.config.block import TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, TextDrafterConfig
 from nemo_specrollout.config.run_config import GenerationConfig, RunConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import TEXT_METHOD, native_config
@@ -86,9 +87,9 @@ def _all_rows(config: RunConfig) -> Iterator[BenchRow]:
     yield BenchRow(OURS, OURS, replace(ours, specrollout=block))
 
 
-def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: DrafterConfig) -> Iterator[BenchRow]:
+def _ours_apart(ours: GenerationConfig, block: SpecrolloutConfig, drafter: ModelDrafterConfig) -> Iterator[BenchRow]:
     """Ours with a part of its drafters, where there are both with and without weights."""
-    text = tuple(d for d in block.drafters if d.type in TEXT_DRAFTERS)
+    text = tuple(d for d in block.drafters if isinstance(d, TextDrafterConfig))
     if not text:
         return
     of_text = replace(block, drafters=text, fastest_of_n=None)

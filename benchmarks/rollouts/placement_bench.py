@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.remote.drafter.cost_profile import MEASUREMENTS
@@ -60,9 +61,9 @@ class Way:
         """The block that makes an engine draft so."""
         if self.mode == "plain":
             return SpecrolloutConfig(drafters=())
-        drafter = DrafterConfig("draft_model", model=draft)
+        drafter: DrafterConfig = DraftModelDrafterConfig(model=draft)
         if self.mode == "decoupled":
-            drafter = DrafterConfig("remote", model=draft, workers=1)
+            drafter = RemoteDrafterConfig(model=draft, workers=1)
         budget = BudgetConfig("fixed", k=self.k) if self.k else BudgetConfig("auto")
         return SpecrolloutConfig(drafters=(drafter,), num_speculative_tokens=self.k or MOST_DRAFTS, budget=budget)
 

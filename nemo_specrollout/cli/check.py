@@ -17,8 +17,15 @@ from nemo_specrollout.cli.prepare import (
     use_threads,
 )
 from nemo_specrollout.config.addresses import is_loopback
-from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, TEXT_DRAFTERS, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    FolderDrafterConfig,
+    LookupDrafterConfig,
+    ModelDrafterConfig,
+    RemoteDrafterConfig,
+)
 from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
@@ -143,11 +150,14 @@ def _sizes(model: Mapping[str, Any]) -> str:
 
 
 def _in_words(drafter: DrafterConfig) -> str:
-    if drafter.type in TEXT_DRAFTERS:
+    if isinstance(drafter, LookupDrafterConfig):
         return f"{drafter.type} (contexts to {drafter.max_order} tokens)"
-    if drafter.type == REMOTE_DRAFTER:
+    if isinstance(drafter, RemoteDrafterConfig):
         return f"remote ({drafter.model}, up to {drafter.most_ahead} tokens ahead)"
-    return f"{drafter.type} ({drafter.model or 'of the policy itself'}, {drafter.sampling})"
+    if isinstance(drafter, ModelDrafterConfig):
+        model = drafter.model if isinstance(drafter, FolderDrafterConfig) else "part of the policy"
+        return f"{drafter.type} ({model}, {drafter.sampling})"
+    return drafter.type
 
 
 def _explain_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool = False) -> list[tuple[str, str]]:
@@ -173,7 +183,7 @@ def _explain_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool 
     ]  # fmt: skip
 
 
-def _explain_remote(drafter: DrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
+def _explain_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
     """Where drafters on other workers are, and who looks after them."""
     if drafter is None:
         return []
@@ -211,8 +221,8 @@ def unfit_heads(tree: Tree) -> list[str]:
     if not block:
         return []
     config = build(SpecrolloutConfig, block, BLOCK_PATH)
-    heads = [str(d.model) for d in config.drafters if d.type == "eagle3" and config.draft_refresh is not None]
-    reasons = [f"{BLOCK_PATH}.drafters: {why}" for head in heads if (why := misfit(head, policy)) is not None]
+    why = misfit(config.head, policy) if config.head is not None and config.draft_refresh is not None else None
+    reasons = [] if why is None else [f"{BLOCK_PATH}.drafters: {why}"]
     folder = Path(policy)
     blocks = [misfit_of_block_drafter(d, folder) for d in config.drafters] if folder.is_dir() else []
     return reasons + [why for why in blocks if why is not None]

@@ -16,7 +16,8 @@ from nemo_specrollout.cli.explain_tail import tail_lines
 from nemo_specrollout.cli.plan import show_plan
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
 from nemo_specrollout.cli.simulate import of_run
-from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block

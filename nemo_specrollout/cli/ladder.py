@@ -12,6 +12,7 @@ from rich.table import Table
 from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import check_out, prepare, use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError, nearest
@@ -44,7 +45,7 @@ def _check(block: SpecrolloutConfig, parsed: argparse.Namespace) -> None:
     if not block.enabled or not block.drafters:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none is in effect, so there is nothing to rank; name some")
     for drafter in block.drafters:
-        if not drafter.addresses:
+        if not isinstance(drafter, RemoteDrafterConfig) or not drafter.addresses:
             check_model(drafter)
     if parsed.rounds < 1:
         raise ConfigError(f"--rounds: {parsed.rounds}; measure at least one")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.addresses import shared_secret
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 from nemo_specrollout.config.nemo_rl_engine import runner_findings
@@ -191,9 +192,10 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters: type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"
             )
-        if drafter.model is not None and drafter.type in ("draft_model", REMOTE_DRAFTER) and not drafter.addresses:
+        is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
+        if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
             _check_small_model(Path(drafter.model), model_config)
-        if drafter.type in BLOCK_DRAFTERS and not Path(str(drafter.model)).is_dir():
+        if isinstance(drafter, BlockDrafterConfig) and not Path(drafter.model).is_dir():
             raise ConfigError(
                 f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name that of a checkpoint"
             )
@@ -225,7 +227,7 @@ def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_remote(drafter: DrafterConfig | None) -> None:
+def _check_remote(drafter: RemoteDrafterConfig | None) -> None:
     """The secret must be there, if others can reach it."""
     if drafter is None:
         return

@@ -31,7 +31,7 @@ def profile(parsed: argparse.Namespace) -> int:
     spec = ProfileSpec(config.policy.model_name, generation, _batches(generation.vllm_kwargs), parsed.steps)
     console = Console(highlight=False, soft_wrap=True)
     measured = _measure_all(spec, sizes, console)
-    tables = _tables(spec, str(drafter.model), measured)
+    tables = _tables(spec, drafter.model, measured)
     write_atomically(parsed.out, tables.to_json())
     _summarize(tables, console)
     console.print(f"written to {parsed.out}", markup=False)

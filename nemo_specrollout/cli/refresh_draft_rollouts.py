@@ -57,12 +57,13 @@ def generate_rollouts(
     if done >= total:
         return
     _check_vllm()
-    from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.block import SpecrolloutConfig
+    from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
     from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     longest = min(max_length, max(map(len, prompts)) + options.max_new_tokens)
-    block = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")))
+    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()))
     kwargs = {"max_num_seqs": MAX_NUM_SEQS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     generation = GenerationConfig(
         VllmConfig(max_model_len=longest, precision=options.rollout_dtype),

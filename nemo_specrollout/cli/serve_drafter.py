@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.prepare import use_threads
 from nemo_specrollout.config.addresses import check_address, shared_secret
-from nemo_specrollout.config.block import BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG, at
 from nemo_specrollout.config.run_config import VllmConfig
@@ -52,7 +53,7 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def remote_of(tree: Mapping[str, Any]) -> tuple[DrafterConfig, VllmConfig]:
+def remote_of(tree: Mapping[str, Any]) -> tuple[RemoteDrafterConfig, VllmConfig]:
     """The drafter of type remote in a config, of the local runner or NeMo-RL, and what it must know of the policy's engine.
 
     Raises ConfigError if there is none.

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DrafterConfig
 from nemo_specrollout.config.model_folder import read_object, tensor_shapes
 
 _ARCHITECTURES = {
@@ -18,8 +19,10 @@ _OWN_SAMPLERS = {"DFlash2DraftModel", "DFlash2BeamDraftModel", "LiLiCorrDraftMod
 
 def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
     """A sentence if `drafter` is a DFlash or DSpark that cannot draft for `policy`. Of a hub's name nothing is known."""
-    folder = Path(drafter.model or "")
-    if drafter.type not in BLOCK_DRAFTERS or not folder.is_dir():
+    if not isinstance(drafter, BlockDrafterConfig):
+        return None
+    folder = Path(drafter.model)
+    if not folder.is_dir():
         return None
     path = f"{BLOCK_PATH}.drafters.model: {folder}"
     try:
@@ -33,9 +36,9 @@ def misfit_of_block_drafter(drafter: DrafterConfig, policy: Path) -> str | None:
 
 
 def _reason(
-    drafter: DrafterConfig, policy: Path, path: str, config: Mapping[str, Any], target: Mapping[str, Any]
+    drafter: BlockDrafterConfig, policy: Path, path: str, config: Mapping[str, Any], target: Mapping[str, Any]
 ) -> str | None:
-    folder, names = Path(str(drafter.model)), _names(config)
+    folder, names = Path(drafter.model), _names(config)
     if drafter.type == "dspark" and any(name.startswith("DeepseekV4") for name in names):
         return None  # a policy that brings its DSpark along, in a form of its own
     if not names & {drafter.type, *_ARCHITECTURES[drafter.type]}:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_specrollout.config.block import MODEL_DRAFTERS
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.config.nemo_rl_engine import block_is_on, drafter_types
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_KWARGS, Tree, at, native_drafts
 from nemo_specrollout.config.runtime import runtime_of

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, MODEL_DRAFTERS, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.config.nemo_rl_traps import (
     SPECULATIVE_CONFIG,
     VLLM_CFG,

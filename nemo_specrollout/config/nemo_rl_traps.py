@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH, REMOTE_DRAFTER
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a plain mapping into a frozen dataclass, and a user's mistake into a sentence: field, value, fix."""
+"""Builds frozen dataclasses from plain mappings; a mistake raises a sentence that names field, value and fix."""
 
 import collections.abc
 import dataclasses
@@ -8,7 +8,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,8 +18,8 @@ class ConfigError(ValueError):
     """A value that cannot be run; the message names the field, the value and what to write instead."""
 
 
-def nearest(name: str, known: typing.Iterable[str], most_listed: int = 20) -> str:
-    """ "; did you mean 'x'?" for the known name most like `name`, or else the list of all, unless they are too many."""
+def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
+    """Returns "; did you mean 'x'?" for the known name most like `name`, else a list of all if they are few enough."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
     if close:
@@ -28,7 +28,7 @@ def nearest(name: str, known: typing.Iterable[str], most_listed: int = 20) -> st
 
 
 def join(path: str, key: object) -> str:
-    """The path of `key` inside the block at `path`, which is empty at the top."""
+    """Returns the path of `key` inside the block at `path`, which is empty at the top."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -41,8 +41,8 @@ def differences(one: Any, other: Any, path: str = "") -> set[str]:
     return set().union(*(differences(one.get(key), other.get(key), join(path, key)) for key in keys))
 
 
-def check_rising(path: str, values: typing.Sequence[int]) -> None:
-    """Raises ConfigError unless the values at `path` go from small to large, each once."""
+def check_rising(path: str, values: Sequence[int]) -> None:
+    """Raises ConfigError unless the values at `path` strictly increase."""
     if list(values) != sorted(set(values)):
         raise ConfigError(f"{path}: {list(values)}; write them from small to large, each once")
 
@@ -55,27 +55,34 @@ def bounded(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field whose value must be finite and at least `low`, at most `high`, `above`, `below`; None is no bound."""
+    """Returns a dataclass field whose value must be finite, >= low, <= high, > above and < below; None is no bound."""
     bounds = {"at least": low, "above": above, "at most": high, "below": below}
     return dataclasses.field(default=default, metadata={"bounds": {k: v for k, v in bounds.items() if v is not None}})
 
 
 def choice(*options: str, default: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field whose value must be one of `options`."""
+    """Returns a dataclass field whose value must be one of `options`."""
     return dataclasses.field(default=default, metadata={"options": options})
 
 
-def build(cls: type[T], values: Any, path: str) -> T:
-    """An instance of dataclass `cls` from the mapping found at `path` of the config.
+def required(fix: str) -> Any:
+    """Returns a dataclass field without a default; the error about its absence tells the user to do `fix`."""
+    return dataclasses.field(metadata={"fix": fix})
 
-    Raises ConfigError for an unknown key, a missing one, a wrong type, or a value out of its bounds.
+
+def tagged(variants: Mapping[str, type], *, default: Any) -> Any:
+    """Returns a dataclass field whose blocks are built by `build_tagged` with `variants`."""
+    return dataclasses.field(default=default, metadata={"variants": variants})
+
+
+def build(cls: type[T], values: Any, path: str) -> T:
+    """Returns an instance of dataclass `cls` from the mapping found at `path` of the config.
+
+    Calls its method `check(path)`, if it has one. Raises ConfigError for a key that is unknown or missing, and for a value of
+    another type or out of its bounds.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path or 'config'}: expected a block of keys, got {values!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in fields:
-            raise ConfigError(f"{join(path, key)}: unknown key{nearest(str(key), fields)}")
+    fields = _fields(cls)
+    _check_keys(values, fields, path)
     hints = typing.get_type_hints(cls)
     arguments = {
         name: _convert(hints[name], values[name], join(path, name), field)
@@ -84,17 +91,50 @@ def build(cls: type[T], values: Any, path: str) -> T:
     }
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{join(path, name)}: missing; it has no default")
+            fix = field.metadata.get("fix", "it has no default")
+            raise ConfigError(f"{join(path, name)}: missing; {fix}")
     instance = cls(**arguments)
-    check: Callable[[str], None] | None = getattr(instance, "check", None)
-    if check is not None:
-        check(path)
+    if hasattr(instance, "check"):
+        instance.check(path)
     return instance
+
+
+def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
+    """Returns an instance of the dataclass that the key `type` of `values` names in `variants`.
+
+    Raises ConfigError as `build` does. An error about a key of another variant names the types that have it.
+    """
+    _check_keys(values, {name for cls in variants.values() for name in _fields(cls)}, path)
+    if "type" not in values:
+        raise ConfigError(f"{join(path, 'type')}: missing; write one of {', '.join(variants)}")
+    tag = _convert_scalar(str, values["type"], join(path, "type"))
+    if tag not in variants:
+        raise ConfigError(f"{join(path, 'type')}: {tag!r} is not available{nearest(tag, variants)}")
+    for key, value in values.items():
+        if key not in _fields(variants[tag]):
+            owners = " or ".join(name for name, cls in variants.items() if key in _fields(cls))
+            raise ConfigError(
+                f"{join(path, key)}: {value!r}; type {tag} does not have it: remove it, or use type {owners}"
+            )
+    return build(variants[tag], values, path)
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def _check_keys(values: Any, known: Iterable[str], path: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'config'}: expected a block of keys, got {values!r}")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{join(path, key)}: unknown key{nearest(str(key), known)}")
 
 
 def _convert(hint: Any, value: Any, path: str, field: dataclasses.Field[Any]) -> Any:
     if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, path)
+        variants = field.metadata.get("variants")
+        return build_tagged(variants, value, path) if variants else build(typing.cast(type, hint), value, path)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is collections.abc.Mapping:
         if not isinstance(value, Mapping):
@@ -113,12 +153,10 @@ def _convert(hint: Any, value: Any, path: str, field: dataclasses.Field[Any]) ->
 
 
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
-            return float(value)
-        except ValueError:
+            return float(value)  # of a string, because YAML 1.1 reads 1e-4 as one
+        except (ValueError, OverflowError):
             pass
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")

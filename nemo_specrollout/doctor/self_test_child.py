@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.doctor.child import Tell, answer
 from nemo_specrollout.doctor.tiny_model import LONGEST_TEXT, VOCABULARY, make_tiny_model
 
 PLAIN = SpecrolloutConfig(drafters=())
-DRAFTED = SpecrolloutConfig(drafters=(DrafterConfig("suffix"), DrafterConfig("ngram")), budget=BudgetConfig("random"))
+DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("random"))
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 4, 4, 48
 _SEED = 7

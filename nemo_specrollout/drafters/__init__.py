@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from nemo_specrollout.config.block import DrafterConfig
+from nemo_specrollout.config.drafter_configs import LookupDrafterConfig, SuffixDrafterConfig, TextDrafterConfig
 
 if TYPE_CHECKING:
     import torch
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def build_text_drafter(
-    config: DrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: "torch.device"
+    config: TextDrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: "torch.device"
 ) -> "TextDrafter":
     """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
     from nemo_specrollout.drafters.device_index import context_orders, slots_for
     from nemo_specrollout.drafters.text import NgramLookup, RandomTokens, SuffixLookup
 
-    if config.type == "random":
+    if not isinstance(config, LookupDrafterConfig):
         return RandomTokens(vocab_size)
-    cls = {"suffix": SuffixLookup, "ngram": NgramLookup}[config.type]
+    cls = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
     index_slots = config.num_slots or slots_for(
         num_slots, max_model_len, context_orders(cls.shortest_context, config.max_order)
     )

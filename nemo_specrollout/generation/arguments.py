@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, FolderDrafterConfig, ModelDrafterConfig
 from vllm_v2_cpu.plugin import V2_ON_CPU
 
 WORKER_CLASSES = {
@@ -107,7 +108,7 @@ def _speculative_config(
     method = {"method": TEXT_METHOD} if drafter is None else native_config(drafter, count)
     adaptive = {"enable_adaptive_verification": True} if adapts else {}
     reuse = {"disable_eagle_block_drop": True} if drafter is not None and keeps_last_block else {}
-    is_eagle = drafter is not None and drafter.type == "eagle3"
+    is_eagle = isinstance(drafter, Eagle3DrafterConfig)
     precision = {"quantization": BFLOAT16_HEAD} if is_eagle and in_bfloat16 else {}
     return {**method, "num_speculative_tokens": count, **adaptive, **reuse, **precision}
 
@@ -128,9 +129,9 @@ def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
         )
 
 
-def native_config(drafter: DrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
+def native_config(drafter: ModelDrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
     """vLLM's `speculative_config` for a drafter with weights."""
-    weights = {} if drafter.model is None else {"model": drafter.model}
+    weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
     return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
 
 

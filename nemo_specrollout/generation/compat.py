@@ -36,7 +36,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, MODEL_DRAFTERS, REMOTE_DRAFTER, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, MODEL_DRAFTERS, REMOTE_DRAFTER
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.config.versions import unsupported_version
 from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.head_rope import head_context, layer_config, rope_difference
 from nemo_specrollout.generation.shared_tensors import part, shared_modules

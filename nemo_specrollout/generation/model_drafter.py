@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
@@ -39,10 +40,11 @@ class ModelDrafter:
         """`index`: the drafter's place on the board."""
         self._board, self._index, self._speculator = board, index, runner.speculator
         self._propose = runner.speculator.propose
-        drafter = config.drafters[index]
+        drafter = config.model_drafter
+        assert drafter is not None
         self._shares_noise, self._only_reads = drafter.sampling == "shared_noise", False
         self._grades_tokens = self._shares_noise and compat.HAS_MARGINS
-        self._set_up_sampling(drafter.type in BLOCK_DRAFTERS)
+        self._set_up_sampling(isinstance(drafter, BlockDrafterConfig))
         num_slots, num_positions = board.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)

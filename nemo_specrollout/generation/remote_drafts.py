@@ -11,7 +11,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu import buffer_utils
 
 from nemo_specrollout.config.addresses import shared_secret
-from nemo_specrollout.config.block import DrafterConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
@@ -19,7 +19,7 @@ from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter, StreamRequest
 
 
-def build_remote_drafter(config: DrafterConfig, runner: Any) -> RemoteDrafter:
+def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
     """The drafters at the addresses of `config`; `workers` that somebody else starts are nowhere until one tells.
 
     Only one rank of an engine may have it: what comes by network comes to no two alike.

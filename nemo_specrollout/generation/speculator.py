@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.config.block import MODEL_DRAFTERS, REMOTE_DRAFTER, TEXT_DRAFTERS, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import DraftBoard
@@ -57,19 +58,19 @@ class Drafting:
         speculator, device = runner.speculator, runner.device
         self._states, self._device = runner.req_states, device
         drafters = config.drafters
-        model = next((i for i, d in enumerate(drafters) if d.type in MODEL_DRAFTERS), None)
+        model = next((i for i, d in enumerate(drafters) if isinstance(d, ModelDrafterConfig)), None)
         self._text = {
             i: build_text_drafter(d, runner.max_num_reqs, runner.max_model_len, runner.vocab_size, device)
             for i, d in enumerate(drafters)
-            if d.type in TEXT_DRAFTERS
+            if isinstance(d, TextDrafterConfig)
         }
-        self._remote = next((i for i, d in enumerate(drafters) if d.type == REMOTE_DRAFTER), None)
+        self._remote = next((i for i, d in enumerate(drafters) if isinstance(d, RemoteDrafterConfig)), None)
         self.remote = None
-        if self._remote is not None and compat.is_output_rank():
-            self.remote = build_remote_drafter(drafters[self._remote], runner)
+        if config.remote is not None and compat.is_output_rank():
+            self.remote = build_remote_drafter(config.remote, runner)
         priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
-        graded = (model, self._remote)
-        priors_DE = np.array([priors[d.sampling] if i in graded else LEVEL_PRIORS for i, d in enumerate(drafters)])
+        graded = (ModelDrafterConfig, RemoteDrafterConfig)
+        priors_DE = np.array([priors[d.sampling] if isinstance(d, graded) else LEVEL_PRIORS for d in drafters])
         self.board = DraftBoard(
             [d.type for d in drafters], priors_DE, runner.max_num_reqs, runner.num_speculative_steps,
             _context_edges(config, runner.max_model_len), device, model, self._remote if model is None else model,

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port
-from nemo_specrollout.config.block import DrafterConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, engine_facts
@@ -85,7 +85,7 @@ class DrafterLink:
         ray.kill(self._actor)
 
 
-def start_links(drafter: DrafterConfig, vllm_cfg: Mapping[str, Any], secret: str) -> list[DrafterLink]:
+def start_links(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], secret: str) -> list[DrafterLink]:
     """As many drafters as `drafter` has workers, for policies served by `vllm_cfg`. Raises ConfigError.
 
     On a cluster of one node they listen on the loopback.

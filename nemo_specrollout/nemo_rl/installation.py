@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.config.addresses import secret_of_run
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, REMOTE_DRAFTER, RemoteDrafterConfig, build_drafter
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
@@ -214,7 +215,7 @@ def _check_heads(block: dict[str, Any], policy: str) -> None:
             reason = misfit(drafter["model"], policy) if block["draft_refresh"] else None
             reason = reason and f"{BLOCK_PATH}.drafters: {reason}"
         else:
-            config = build(DrafterConfig, drafter, f"{BLOCK_PATH}.drafters")
+            config = build_drafter(drafter, f"{BLOCK_PATH}.drafters")
             reason = misfit_of_block_drafter(config, Path(policy)) if Path(policy).is_dir() else None
         if reason is not None:
             raise ConfigError(reason)
@@ -228,7 +229,7 @@ def _check_remote(block: dict[str, Any], vllm_cfg: dict[str, Any]) -> None:
         if drafter["type"] == REMOTE_DRAFTER and drafter["workers"]:
             if Path(drafter["model"]).is_dir():
                 drafter["model"] = str(Path(drafter["model"]).absolute())
-            drafter_spec(build(DrafterConfig, drafter, f"{BLOCK_PATH}.drafters"), engine_facts(vllm_cfg))
+            drafter_spec(build(RemoteDrafterConfig, drafter, f"{BLOCK_PATH}.drafters"), engine_facts(vllm_cfg))
             secret_of_run()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from nemo_specrollout.config.block import MODEL_DRAFTERS
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.reports.chart_panels import BLUE, GREEN, GREY, MAX_MARKERS, PHASES, RED, over_steps
 from nemo_specrollout.reports.records import Record, number, series
 

@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_DRAFTERS, BLOCK_PATH, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    BlockDrafterConfig,
+    DrafterConfig,
+    DraftModelDrafterConfig,
+    RandomDrafterConfig,
+    RemoteDrafterConfig,
+    TextDrafterConfig,
+)
 from nemo_specrollout.config.nemo_rl_config import effective_block
 from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import RunConfig
@@ -103,7 +111,7 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
     drafters = sorted(block.drafters, key=_is_look_up)
     if not all(block.drafters_of_workers) and USELESS not in [drafter.type for drafter in drafters]:
-        drafters.append(DrafterConfig(USELESS))
+        drafters.append(RandomDrafterConfig())
     of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
     methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]
     k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
@@ -125,16 +133,18 @@ def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]
 
 
 def _is_look_up(drafter: DrafterConfig) -> bool:
-    return drafter.model is None and drafter.type != "mtp"
+    return isinstance(drafter, TextDrafterConfig)
 
 
 def _method(drafter: DrafterConfig) -> dict[str, Any]:
-    if drafter.type in BLOCK_DRAFTERS:
+    if isinstance(drafter, BlockDrafterConfig):
         raise ConfigError(
             f"{BLOCK_PATH}.drafters.type: {drafter.type!r} drafts all tokens in one pass, the simulator counts one for each: "
             "name another drafter to simulate"
         )
-    draft = HEAD if drafter.type in ("eagle3", "mtp") else str(drafter.model) if drafter.model else TEXT
+    draft = TEXT if _is_look_up(drafter) else HEAD
+    if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig):
+        draft = drafter.model
     acceptance = _ASSUMED_ACCEPTANCE[drafter.type]
     return {"name": drafter.type, "draft": draft, "acceptance": acceptance, "spread": _SPREAD if acceptance else 0.0}
 

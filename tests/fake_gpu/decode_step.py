@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from device import GPU
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    Eagle3DrafterConfig,
+    NgramDrafterConfig,
+    SuffixDrafterConfig,
+)
 from nemo_specrollout.generation.identity import RequestIdentity
 from nemo_specrollout.generation.speculator import Drafting, NewRequest
 from nemo_specrollout.generation.verification import sample_and_compare
@@ -21,8 +27,8 @@ from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
 NAMES = [f"request-{b}" for b in range(B)]
-TEXT = (DrafterConfig("suffix"), DrafterConfig("ngram"))
-HEAD = DrafterConfig("eagle3", model="a/head")
+TEXT = (SuffixDrafterConfig(), NgramDrafterConfig())
+HEAD = Eagle3DrafterConfig(model="a/head")
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

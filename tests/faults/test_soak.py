@@ -23,14 +23,13 @@ def soak(model: Path, num_rollouts: int) -> None:
     import psutil
     from safetensors.torch import load_file
 
-    from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+    from nemo_specrollout.config.block import SpecrolloutConfig
+    from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
     from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.
-    block = SpecrolloutConfig(
-        drafters=(DrafterConfig("suffix", num_slots=1 << 12), DrafterConfig("ngram", num_slots=1 << 12))
-    )
+    block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(num_slots=1 << 12), NgramDrafterConfig(num_slots=1 << 12)))
     kwargs = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 21}
     generation = GenerationConfig(VllmConfig(max_model_len=128), 24, vllm_kwargs=kwargs, specrollout=block)
     engine, weights, process = (

@@ -13,14 +13,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 from conftest import STEP_ADDER
 from test_equality import SAMPLINGS, SUFFIX, requests
 
-from nemo_specrollout.config.block import BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from vllm_v2_cpu.platform import CpuPlatformForV2
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     CpuPlatformForV2.register_triton_kernel_overrides = staticmethod(lambda: None)
-head = DrafterConfig("eagle3", model=str(STEP_ADDER.parent / "step_adder_eagle3"))
+head = Eagle3DrafterConfig(model=str(STEP_ADDER.parent / "step_adder_eagle3"))
 block = SpecrolloutConfig(drafters=(head, SUFFIX), budget=BudgetConfig("random"))
 small = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
 generation = GenerationConfig(VllmConfig(max_model_len=512), 40, vllm_kwargs=small, specrollout=block)

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    DraftModelDrafterConfig,
+    FolderDrafterConfig,
+    RemoteDrafterConfig,
+)
 from nemo_specrollout.config.run_config import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec
@@ -68,21 +74,29 @@ class ProfileSpec:
         return max(1, int(_CONTEXT_SHARE * self.generation.vllm_cfg.max_model_len))
 
 
-def draft_model_of(block: SpecrolloutConfig) -> DrafterConfig:
-    """Returns the drafter with a model of its own. Raises ConfigError if there is none, or if its folder is missing."""
-    drafter = next((d for d in block.drafters if d.type in ("remote", "draft_model")), None)
-    if drafter is None or drafter.model is None:
+def draft_model_of(block: SpecrolloutConfig) -> RemoteDrafterConfig:
+    """Returns the drafter with a model of its own, as one of type `remote`.
+
+    Raises ConfigError if there is none, or if its folder is missing.
+    """
+    models = (d for d in block.drafters if isinstance(d, RemoteDrafterConfig | DraftModelDrafterConfig))
+    drafter = next(models, None)
+    if drafter is None:
         raise ConfigError(
             f"{BLOCK_PATH}.drafters: {[d.type for d in block.drafters]}; add one of type remote or draft_model that names a "
             "draft model"
         )
     check_model(drafter)
-    return drafter
+    if isinstance(drafter, RemoteDrafterConfig):
+        return drafter
+    return RemoteDrafterConfig(model=drafter.model, sampling=drafter.sampling)
 
 
 def check_model(drafter: DrafterConfig) -> None:
     """Raises ConfigError if the drafter names a model whose folder is missing."""
-    if drafter.model is not None and not (Path(drafter.model) / "config.json").is_file():
+    if not isinstance(drafter, FolderDrafterConfig | RemoteDrafterConfig):
+        return
+    if not (Path(drafter.model) / "config.json").is_file():
         raise ConfigError(
             f"{BLOCK_PATH}.drafters: model {drafter.model} has no config.json; name a Hugging Face folder"
         )
@@ -117,7 +131,7 @@ def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> "RolloutEngin
     return RolloutEngine(Path(spec.policy), generation, seed=0, max_num_seqs=max(spec.batches))
 
 
-def _drafter_engine(spec: ProfileSpec, drafter: DrafterConfig) -> "DrafterEngine":
+def _drafter_engine(spec: ProfileSpec, drafter: RemoteDrafterConfig) -> "DrafterEngine":
     """Starts an engine of the draft model, as a drafter process does."""
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
@@ -126,8 +140,8 @@ def _drafter_engine(spec: ProfileSpec, drafter: DrafterConfig) -> "DrafterEngine
     return DrafterEngine(Path(known.model), max(spec.batches), known.max_model_len, **kwargs)
 
 
-def _coupled_block(drafter: DrafterConfig) -> SpecrolloutConfig:
-    in_engine = DrafterConfig("draft_model", model=drafter.model, sampling=drafter.sampling)
+def _coupled_block(drafter: RemoteDrafterConfig) -> SpecrolloutConfig:
+    in_engine = DraftModelDrafterConfig(model=drafter.model, sampling=drafter.sampling)
     return SpecrolloutConfig(
         num_speculative_tokens=COUPLED_K, drafters=(in_engine,), budget=BudgetConfig("fixed", COUPLED_K)
     )

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.block import DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.run_config import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
@@ -173,10 +174,9 @@ class DrafterPool:
 
 
 def drafter_spec(
-    drafter: DrafterConfig, engine: VllmConfig, address: str = ANY_PORT, *, on_cpu: bool = True
+    drafter: RemoteDrafterConfig, engine: VllmConfig, address: str = ANY_PORT, *, on_cpu: bool = True
 ) -> DrafterSpec:
     """Returns the settings of a drafter process for a policy's engine. Raises ConfigError if the model's folder is missing."""
-    assert drafter.model is not None
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
     return DrafterSpec(
@@ -191,7 +191,7 @@ def drafter_spec(
     )
 
 
-def _memory(drafter: DrafterConfig, on_cpu: bool) -> dict[str, Any]:
+def _memory(drafter: RemoteDrafterConfig, on_cpu: bool) -> dict[str, Any]:
     """Returns vLLM arguments for the memory of a drafter, which takes its share of a GPU that it shares."""
     if on_cpu:
         return {"kv_cache_memory_bytes": CPU_KV_BYTES}

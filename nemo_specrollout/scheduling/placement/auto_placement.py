@@ -3,7 +3,8 @@
 
 from dataclasses import dataclass, replace
 
-from nemo_specrollout.config.block import REMOTE_DRAFTER, DrafterConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement.planner import COUPLED, DECOUPLED, Option, place
 
@@ -34,13 +35,12 @@ def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
     """`block`, with its remote drafter where `option` has it; nothing is left to be placed."""
     remote = block.remote
     assert remote is not None
+    where: list[DrafterConfig] = []
     if option.mode == DECOUPLED:
         where = [replace(remote, placement="as_written", profile=None, most_ahead=max(option.window, option.k))]
     elif option.mode == COUPLED:
-        where = [DrafterConfig("draft_model", model=remote.model, sampling=remote.sampling)]
-    else:
-        where = []
-    others = [d for d in block.drafters if d.type != REMOTE_DRAFTER]
+        where = [DraftModelDrafterConfig(model=remote.model, sampling=remote.sampling)]
+    others = [d for d in block.drafters if not isinstance(d, RemoteDrafterConfig)]
     return replace(block, drafters=(*others, *where))
 
 

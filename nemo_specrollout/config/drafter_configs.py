@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the drafters: one frozen dataclass for each `type` in `policy.generation.specrollout.drafters`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_specrollout.config.addresses import check_address
+from nemo_specrollout.config.strict import ConfigError, bounded, build_tagged, choice, required
+
+DRAFT_SAMPLING = ("shared_noise", "greedy")
+PLACEMENTS = ("as_written", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Base of all drafters' options."""
+
+    type: str
+    """The draft method, a key of `DRAFTERS`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDrafterConfig(DrafterConfig):
+    """Base of the drafters without weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomDrafterConfig(TextDrafterConfig):
+    """`random`: drafts random tokens, which are always wrong; for worst cases."""
+
+    type: str = choice("random", default="random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupDrafterConfig(TextDrafterConfig):
+    """Base of the drafters that look up a continuation of the latest tokens in earlier text."""
+
+    max_order: int = bounded(6, low=2, high=16)
+    """Longest context, in tokens, by which a continuation is looked up."""
+
+    num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
+    """Contexts that the index remembers, a power of two; each takes 40 bytes, and the least used make room. null: sized by
+    the number and length of the requests, up to 1 GiB."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if `num_slots` is not a power of two."""
+        if self.num_slots is not None and self.num_slots & (self.num_slots - 1):
+            rounded = 1 << self.num_slots.bit_length()
+            raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixDrafterConfig(LookupDrafterConfig):
+    """`suffix`: looks up the text of sibling requests (same prompt) and of past rollouts."""
+
+    type: str = choice("suffix", default="suffix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramDrafterConfig(LookupDrafterConfig):
+    """`ngram`: looks up the request's own text."""
+
+    type: str = choice("ngram", default="ngram")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDrafterConfig(DrafterConfig):
+    """Base of the drafters with weights that run inside the policy's engine, as vLLM's own speculator."""
+
+    sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
+    """`shared_noise`: samples the drafter's distribution with the request's noise. `greedy`: takes its most likely token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDrafterConfig(ModelDrafterConfig):
+    """`mtp`: the multi-token prediction heads that are part of the policy."""
+
+    type: str = choice("mtp", default="mtp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderDrafterConfig(ModelDrafterConfig):
+    """Base of the drafters whose weights are in a folder of their own."""
+
+    model: str = required("name the folder of its weights")
+    """Folder of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3DrafterConfig(FolderDrafterConfig):
+    """`eagle3`: a head that reads the policy's hidden states."""
+
+    type: str = choice("eagle3", default="eagle3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelDrafterConfig(FolderDrafterConfig):
+    """`draft_model`: a small model."""
+
+    type: str = choice("draft_model", default="draft_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafterConfig(FolderDrafterConfig):
+    """Base of the heads that draft all tokens of a step, a block, in one pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DflashDrafterConfig(BlockDrafterConfig):
+    """`dflash`: a head that drafts the tokens of a block independently of each other."""
+
+    type: str = choice("dflash", default="dflash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DsparkDrafterConfig(BlockDrafterConfig):
+    """`dspark`: a head whose block tokens each depend on the token before."""
+
+    type: str = choice("dspark", default="dspark")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteDrafterConfig(DrafterConfig):
+    """`remote`: a small model in an engine of its own, which drafts ahead while the policy's engine verifies."""
+
+    type: str = choice("remote", default="remote")
+
+    model: str = required("name the folder of its weights")
+    """Folder of the small model."""
+
+    sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
+    """As for the other drafters with weights."""
+
+    workers: int = bounded(0, low=0, high=64)
+    """Drafter processes that the run starts and supervises, in NeMo-RL through Ray; 0 with `addresses`."""
+
+    addresses: tuple[str, ...] = ()
+    """Addresses of drafters that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
+
+    gpus: float = bounded(0.0, low=0.0, high=1.0)
+    """GPUs of each drafter that NeMo-RL starts, in addition to the GPUs of `cluster`. Two drafters may share one (0.5);
+    0 runs on a CPU."""
+
+    most_ahead: int = bounded(24, low=1, high=64)
+    """Draft tokens by which a drafter may be ahead of a request's committed text. While one step's drafts are being verified,
+    the next step's are drafted: less than twice `num_speculative_tokens` makes drafters wait."""
+
+    max_requests: int = bounded(256, low=1, high=4096)
+    """Requests that one drafter process serves at a time, all engines together."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """IP addresses of the hosts that may ask for drafts; empty allows every host that knows the secret."""
+
+    vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
+
+    placement: str = choice(*PLACEMENTS, default="as_written")
+    """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
+    fastest by the times in `profile` (`scheduling/placement/auto_placement.py`)."""
+
+    profile: str | None = None
+    """For `placement: auto`, the file that `nemo-specrollout profile` wrote on this machine."""
+
+    acceptance: float = bounded(0.8, low=0.0, high=1.0)
+    """For `placement: auto`, the expected probability that a draft token is accepted if all before it were."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if options contradict each other, or an address is malformed."""
+        if bool(self.workers) == bool(self.addresses):
+            raise ConfigError(
+                f"{path}: workers {self.workers} and addresses {list(self.addresses)}; set either the number of drafters that "
+                "the run starts, or the addresses of running drafters"
+            )
+        if self.gpus and not self.workers:
+            raise ConfigError(
+                f"{path}.gpus: {self.gpus}; drafters at addresses use the device that `serve-drafter` found: remove it, or "
+                "set workers"
+            )
+        for address in self.addresses:
+            check_address(f"{path}.addresses", address, any_port=False)
+        if self.placement == "auto" and not (self.workers and self.profile):
+            raise ConfigError(
+                f"{path}.placement: 'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or "
+                "more, and the file that `nemo-specrollout profile` wrote"
+            )
+
+
+DRAFTERS: dict[str, type[DrafterConfig]] = {
+    cls.type: cls
+    for cls in (
+        NgramDrafterConfig,
+        SuffixDrafterConfig,
+        RandomDrafterConfig,
+        Eagle3DrafterConfig,
+        DraftModelDrafterConfig,
+        MtpDrafterConfig,
+        DflashDrafterConfig,
+        DsparkDrafterConfig,
+        RemoteDrafterConfig,
+    )
+}
+"""The class of each `type`."""
+
+
+def types_of(base: type[DrafterConfig]) -> tuple[str, ...]:
+    """Returns the types whose options have the base class `base`."""
+    return tuple(name for name, cls in DRAFTERS.items() if issubclass(cls, base))
+
+
+TEXT_DRAFTERS = types_of(TextDrafterConfig)
+"""Types of the drafters without weights."""
+MODEL_DRAFTERS = types_of(ModelDrafterConfig)
+"""Types of the drafters with weights inside the policy's engine."""
+BLOCK_DRAFTERS = types_of(BlockDrafterConfig)
+"""Types of the drafters that propose all draft tokens of a step in one pass."""
+REMOTE_DRAFTER = RemoteDrafterConfig.type
+"""Type of the drafter in an engine of its own."""
+
+
+def build_drafter(values: Any, path: str) -> DrafterConfig:
+    """Returns the drafter that a mapping at `path` of the config describes. Raises ConfigError if it is not valid."""
+    return build_tagged(DRAFTERS, values, path)
