@@ -29,7 +29,7 @@ from nemo_specrollout.generation.engine import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head import load_head
+from nemo_specrollout.training.head.head import load_eagle3_head
 
 WITH_HEAD = ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml"
 HEAD = ROOT / "examples" / "models" / "step_adder_eagle3"
@@ -400,7 +400,7 @@ def test_a_deeper_policy_has_the_same_logits(deep: Path, tmp_path: Path) -> None
 def test_a_head_drafts_the_same_for_a_deeper_policy(deep: Path) -> None:
     found = []
     for policy, folder in ((STEP_ADDER, HEAD), (deep / "policy", deep / "head")):
-        head = load_head(folder, policy)
+        head = load_eagle3_head(folder, policy)
         features = hf_features(load_policy(policy), some_texts(), head.layer_ids)
         found.append((head.layer_ids, features, measure_acceptance(head, features, 4, 1.0)))
     (ids, shallow, acceptance), (deep_ids, deeper, deep_acceptance) = found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features on disk: what comes back, what is held out, what is dropped, and what a crash at any moment leaves."""
+"""The feature store: its contents, the held-out split, its bound, and its recovery from a crash at any moment."""
 
 import dataclasses
 import errno
@@ -20,21 +20,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, FeatureStore, is_held_out
-from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.training.features.feature_index import FeatureSource
+from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureStore
+from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 
 pytestmark = pytest.mark.unit
 
 SOURCE = FeatureSource("tiny", "abc", vocab_size=1000, hidden_size=4, layer_ids=(1, 2, 3))
 NUM_TOKENS, PROMPT_LENGTH = 20, 5
-# Room for nine shards of one sequence each.
 MAX_BYTES = 20_000
+"""Enough for nine shards of one sequence each."""
 
 
 def features(
     version: int, i: int, dtype: torch.dtype = torch.float32, num_tokens: int = NUM_TOKENS
 ) -> SequenceFeatures:
-    """The same at every call: contents follow from version and number. Siblings of a prompt come in fours."""
+    """Returns features that depend on version and number alone. Four consecutive numbers share a prompt."""
     prompt = torch.full((PROMPT_LENGTH,), (i // 4) % 1000, dtype=torch.int32)
     rest = torch.arange(num_tokens - PROMPT_LENGTH, dtype=torch.int32) + i % 4
     aux = torch.full((num_tokens, 12), float(version), dtype=dtype) + torch.arange(num_tokens, dtype=dtype)[:, None]
@@ -47,12 +49,16 @@ def same(one: SequenceFeatures, other: SequenceFeatures) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
+def num_sequences(reader: FeatureReader, held_out: bool) -> int:
+    return len(list(reader.sequences(held_out)))
+
+
 def stored(reader: FeatureReader) -> list[SequenceFeatures]:
     return [f for held_out in (False, True) for f in reader.sequences(held_out)]
 
 
 def assert_whole(folder: Path) -> list[SequenceFeatures]:
-    """Every listed shard reads back as what was written; nothing if there is no index yet."""
+    """Asserts that every listed shard has the written contents, and returns them; [] if there is no index yet."""
     try:
         found = stored(FeatureReader(folder))
     except FileNotFoundError:
@@ -64,7 +70,7 @@ def assert_whole(folder: Path) -> list[SequenceFeatures]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_flushed_comes_back_newest_first(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_flushed_sequences_are_read_newest_first(tmp_path: Path, dtype: torch.dtype) -> None:
     store = FeatureStore(tmp_path, 8 << 20, SOURCE, held_out_share=0.3)
     written = {(v, i): features(v, i, dtype) for v in (0, 2, 1) for i in range(40)}
     for sequence in written.values():
@@ -74,14 +80,14 @@ def test_what_was_flushed_comes_back_newest_first(tmp_path: Path, dtype: torch.d
     for held_out in (False, True):
         found = list(FeatureReader(tmp_path).sequences(held_out))
         expected = [f for f in written.values() if is_held_out(f.token_ids_T[:PROMPT_LENGTH], 0.3) == held_out]
-        assert len(found) == len(expected) == store.num_sequences(held_out) > 0
+        assert len(found) == len(expected) == num_sequences(store, held_out) > 0
         assert [f.policy_version for f in found] == sorted((f.policy_version for f in found), reverse=True)
         assert all(any(same(f, e) for e in expected) for f in found)
     assert {f.policy_version for f in store.sequences(False, versions={1})} == {1}
-    assert sum(f.num_tokens for f in store.sequences(False, max_tokens=50)) == 60
+    assert sum(f.num_tokens for f in newest_sequences([store], False, max_tokens=50)) == 60
 
 
-def test_the_store_keeps_a_copy(tmp_path: Path) -> None:
+def test_the_store_keeps_copies(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, 1 << 20, SOURCE, held_out_share=0.0)
     batch = features(0, 0, num_tokens=40)
     view = dataclasses.replace(
@@ -95,7 +101,7 @@ def test_the_store_keeps_a_copy(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_siblings_are_never_parted_and_a_larger_share_holds_out_more(prompt: list[int], one: float, two: float) -> None:
+def test_a_larger_share_holds_out_more_prompts(prompt: list[int], one: float, two: float) -> None:
     tensor = torch.tensor(prompt, dtype=torch.int32)
     assert is_held_out(prompt, one) == is_held_out(tensor, one) == is_held_out(tensor.long(), one)
     low, high = sorted((one, two))
@@ -103,12 +109,12 @@ def test_siblings_are_never_parted_and_a_larger_share_holds_out_more(prompt: lis
     assert not is_held_out(prompt, 0.0) and is_held_out(prompt, 1.0)
 
 
-def test_the_share_held_out_is_the_share_asked_for() -> None:
+def test_the_held_out_share_is_as_requested() -> None:
     share = sum(is_held_out([i, i + 1], 0.1) for i in range(10_000)) / 10_000
     assert share == pytest.approx(0.1, abs=0.01)
 
 
-def test_a_part_of_a_sequence_is_held_out_by_its_whole_prompt(tmp_path: Path) -> None:
+def test_part_of_a_sequence_is_held_out_by_its_whole_prompt(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, 1 << 20, SOURCE)
     whole = features(0, 0)
     for part in (dataclasses.replace(whole, first_position=3), dataclasses.replace(whole, prompt_length=21)):
@@ -117,10 +123,10 @@ def test_a_part_of_a_sequence_is_held_out_by_its_whole_prompt(tmp_path: Path) ->
         store.append(part, prompt_ids=[7, 8, 9])
         store.append(dataclasses.replace(part, prompt_ids_P=torch.tensor([7, 8, 9], dtype=torch.int32)))
     store.flush()
-    assert store.num_sequences(is_held_out([7, 8, 9], 0.1)) == 4
+    assert num_sequences(store, is_held_out([7, 8, 9], 0.1)) == 4
 
 
-def test_what_is_kept_begins_in_the_prompt_and_has_something_generated(tmp_path: Path) -> None:
+def test_only_sequences_from_the_prompt_to_a_response_are_kept(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, 1 << 20, SOURCE)
     whole = features(0, 0)
     prompt_length, prompt_P = 4, torch.arange(4, dtype=torch.int32)
@@ -132,23 +138,8 @@ def test_what_is_kept_begins_in_the_prompt_and_has_something_generated(tmp_path:
     store.keep([*at, given])
     held_out = is_held_out(prompt_P, 0.1)
     kept = list(store.sequences(held_out))
-    assert [f.first_position for f in kept] == [0, 3] and store.num_sequences(not held_out) == 0
+    assert [f.first_position for f in kept] == [0, 3] and num_sequences(store, not held_out) == 0
     assert all(f.whole_prompt_P.tolist() == prompt_P.tolist() for f in kept)
-
-
-def test_a_sample_is_of_different_sequences_and_repeats_by_its_seed(tmp_path: Path) -> None:
-    store = FeatureStore(tmp_path, 1 << 20, SOURCE, shard_bytes=9_000)
-    for version, i in itertools.product(range(3), range(40)):
-        store.append(features(version, i))
-    store.flush()
-    assert len(store.shards()) > 5
-    one, again, other = (store.sample(30, seed) for seed in (1, 1, 2))
-    assert all(map(same, one, again)) and not all(map(same, one, other))
-    everything = store.sample(10_000, 3)
-    keys = {(f.policy_version, tuple(f.token_ids_T.tolist())) for f in everything}
-    assert len(keys) == len(everything) == store.num_sequences(False)
-    assert {f.policy_version for f in store.sample(5, 0, versions=[2])} == {2}
-    assert store.sample(5, 0, versions=[9]) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), min_size=1, max_size=40))
@@ -164,13 +155,13 @@ def test_the_oldest_versions_go_first_and_the_bound_holds(appended: list[tuple[i
         store.close()
         kept = [f.policy_version for f in assert_whole(Path(folder))]
         versions = sorted((v for v, _, _ in appended), reverse=True)
-        # Whole shards go: what is kept is the newest, but that a version may be kept in part.
+        # The store drops whole shards, so the oldest version that remains may be incomplete.
         assert sorted(kept, reverse=True) == versions[: len(kept)]
         assert len(kept) == len(versions) or len(kept) >= 8
         assert {p.name for p in Path(folder).glob("shard-*")} == {s.name for s in store.shards()}
 
 
-def test_the_hash_names_the_contents(tmp_path: Path) -> None:
+def test_the_hash_depends_on_the_contents_alone(tmp_path: Path) -> None:
     def hash_of(name: str, versions: list[int]) -> str:
         store = FeatureStore(tmp_path / name, 1 << 20, SOURCE)
         for version in versions:
@@ -180,13 +171,12 @@ def test_the_hash_names_the_contents(tmp_path: Path) -> None:
         return store.data_hash()
 
     assert hash_of("a", [1, 2]) == hash_of("b", [2, 1]) != hash_of("c", [1, 3])
-    assert FeatureReader(tmp_path / "a").data_hash({1}) == FeatureReader(tmp_path / "c").data_hash({1})
 
 
 @pytest.mark.parametrize(
     "change", [{"layer_ids": (1, 2, 4)}, {"hidden_size": 8}, {"vocab_size": 999}, {"tokenizer_hash": "x"}]
 )
-def test_other_features_are_refused_by_name(tmp_path: Path, change: dict) -> None:
+def test_features_of_another_source_are_refused(tmp_path: Path, change: dict) -> None:
     FeatureStore(tmp_path, 1 << 20, SOURCE).close()
     with pytest.raises(ValueError, match=next(iter(change))):
         FeatureStore(tmp_path, 1 << 20, dataclasses.replace(SOURCE, **change))
@@ -215,7 +205,7 @@ def test_unfit_sequences_are_refused(tmp_path: Path) -> None:
     assert stored(store) == []
 
 
-def test_one_process_writes(tmp_path: Path) -> None:
+def test_only_one_process_writes(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, 1 << 20, SOURCE)
     with pytest.raises(BlockingIOError, match="another process"):
         FeatureStore(tmp_path, 1 << 20, SOURCE)
@@ -223,7 +213,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
     FeatureStore(tmp_path, 1 << 20, SOURCE).close()
 
 
-def test_what_is_no_store_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_index_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text("[]")
     with pytest.raises(ValueError, match="not the index of a feature store"):
         FeatureStore(tmp_path, 1 << 20, SOURCE)
@@ -232,7 +222,7 @@ def test_what_is_no_store_is_said_to_be_none(tmp_path: Path) -> None:
         FeatureReader(tmp_path).index()
 
 
-def test_a_shard_that_vanishes_is_passed_over_and_one_that_is_lost_is_not(tmp_path: Path) -> None:
+def test_readers_skip_dropped_shards_but_not_lost_ones(tmp_path: Path) -> None:
     store, reader = FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0), FeatureReader(tmp_path)
     for version in range(5):
         store.append(features(version, 0))
@@ -251,10 +241,8 @@ def test_a_shard_that_vanishes_is_passed_over_and_one_that_is_lost_is_not(tmp_pa
     assert len(FeatureStore(tmp_path, MAX_BYTES, SOURCE, held_out_share=0.0).shards()) == num_listed - 1
 
 
-def test_a_full_disk_at_any_moment_is_said_and_leaves_the_store_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # To make room, to write the shard, to list it: a file each, whose folder may fail to be synced without harm.
+def test_a_full_disk_is_reported_and_leaves_the_store_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A flush replaces three files: index, shard, index. A failed sync of their folder is harmless.
     fatal = {*(("replace", step) for step in range(3)), *(("fsync", step) for step in (0, 2, 4))}
     for function, step in itertools.product(("fsync", "replace"), range(7)):
         folder = tmp_path / f"{function}{step}"
@@ -289,7 +277,7 @@ def failing_after(num_calls: int, function: Callable) -> Callable:
     return failing
 
 
-def test_files_are_replaced_or_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomically(path, "one")
     assert path.read_bytes() == b"one"
@@ -301,23 +289,23 @@ def test_files_are_replaced_or_left_as_they_were(tmp_path: Path, monkeypatch: py
     assert path.read_bytes() == b"\xff" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def in_a_process_of_its_own(function: str, folder: Path) -> None:
-    """Forking is safe only where no thread runs."""
+def in_a_new_process(function: str, folder: Path) -> None:
+    """Runs a function of this file in a process without threads, where forking is safe."""
     code = f"import sys, pathlib, test_feature_store as t; t.{function}(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=environment, timeout=300)
 
 
-def test_a_crash_before_any_file_operation_leaves_the_store_whole(tmp_path: Path) -> None:
-    in_a_process_of_its_own("crash_everywhere", tmp_path)
+def test_a_crash_at_any_file_operation_leaves_the_store_intact(tmp_path: Path) -> None:
+    in_a_new_process("crash_everywhere", tmp_path)
 
 
-def test_kills_at_random_moments_leave_the_store_whole(tmp_path: Path) -> None:
-    in_a_process_of_its_own("kill_often", tmp_path)
+def test_kills_at_random_moments_leave_the_store_intact(tmp_path: Path) -> None:
+    in_a_new_process("kill_often", tmp_path)
 
 
 def write_some(folder: Path, progress: Path) -> None:
-    """Opens a store of two shards twice, and writes four; `progress` grows by a byte after each flush."""
+    """Opens a store of two shards twice and writes four. `progress` grows by a byte after each flush."""
     for first in (0, 2):
         store = FeatureStore(folder, MAX_BYTES // 4, SOURCE)
         for version in range(first, first + 2):
@@ -329,7 +317,7 @@ def write_some(folder: Path, progress: Path) -> None:
 
 
 def crash_everywhere(tmp_path: Path) -> None:
-    os.fsync = lambda _: None  # slow, and a kill loses nothing that was written
+    os.fsync = lambda _: None  # a kill loses no written data, so the slow call proves nothing here
     events = {"open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir"}
     for crash_at in itertools.count():
         folder, progress = tmp_path / f"store{crash_at}", tmp_path / f"progress{crash_at}"
@@ -347,7 +335,7 @@ def crash_everywhere(tmp_path: Path) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         found = [f.policy_version for f in assert_whole(folder)]
         num_flushed = progress.stat().st_size if progress.exists() else 0
-        # What a finished flush wrote is there, unless newer data took its place.
+        # The store has what a finished flush wrote, unless newer data replaced it.
         assert num_flushed == 0 or max(found) >= num_flushed - 1
         assert len(found) >= min(num_flushed, 1)
         assert sum(p.stat().st_size for p in folder.glob("*shard-*")) <= MAX_BYTES // 4
@@ -364,9 +352,9 @@ def crash_everywhere(tmp_path: Path) -> None:
 
 
 def kill_often(tmp_path: Path) -> None:
-    """One store, killed many times while it writes and is read."""
-    rng, seen = random.Random(0), 0
-    for round_ in range(25):
+    """Kills the writer of one store many times, while the store is read, until enough was written."""
+    rng, seen, round_ = random.Random(0), 0, 0
+    while round_ < 25 or seen <= 10:
         child = os.fork()
         if child == 0:
             store = FeatureStore(tmp_path, 40 * MAX_BYTES, SOURCE)
@@ -378,5 +366,5 @@ def kill_often(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         seen = max(seen, len(assert_whole(tmp_path)))
-    assert seen > 10
+        round_ += 1
     FeatureStore(tmp_path, 40 * MAX_BYTES, SOURCE).close()

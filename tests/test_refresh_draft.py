@@ -87,7 +87,7 @@ def card_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_head_from_scratch(head: Path) -> None:
-    from nemo_specrollout.training.head.head_facts import check_head
+    from nemo_specrollout.training.head.head_checks import check_head
 
     check_head(head, STEP_ADDER)
     card = card_of(head)
@@ -447,7 +447,7 @@ def test_a_config_s_tasks_make_prompts(tmp_path: Path) -> None:
 
 
 def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:
-    from nemo_specrollout.training.features.feature_store import is_held_out
+    from nemo_specrollout.training.features.features import is_held_out
 
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     share = held_out_share(prompts, 0.1)

@@ -22,7 +22,8 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.model_folder import tensor_shapes
-from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_checks import check_values
+from nemo_specrollout.training.head.head_facts import read_head_facts, read_head_tensors
 
 MODEL = ROOT / "models" / "smollm2"
 unit = pytest.mark.unit

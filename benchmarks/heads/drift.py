@@ -33,10 +33,10 @@ from nemo_specrollout.reports.chart_panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
-from nemo_specrollout.training.features.feature_store import FeatureReader
+from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head import DraftHead, load_head
+from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from nemo_specrollout.training.head.trainer import Budget
 from nemo_specrollout.training.refresh.head_in_service import HeadInService, RefreshData
@@ -70,9 +70,9 @@ class Recording:
 
     def data(self, version: int) -> RefreshData:
         """Returns what a head may learn from after step `version`, and what may judge it: the newest features."""
-        reader, versions = FeatureReader(self.folder / "features"), list(range(version + 1))
-        training = list(reader.sequences(False, versions, TRAINING_TOKENS))
-        return RefreshData(training, list(reader.sequences(True, versions, HELD_OUT_TOKENS)))
+        stores, versions = [FeatureReader(self.folder / "features")], range(version + 1)
+        training = newest_sequences(stores, False, TRAINING_TOKENS, versions)
+        return RefreshData(training, newest_sequences(stores, True, HELD_OUT_TOKENS, versions))
 
     def teacher(self, version: int) -> dict[str, torch.Tensor]:
         """LM head and embedding of the policy of that version."""
@@ -173,7 +173,7 @@ def main() -> None:
     with Progress() as bar:
         for name in bar.track(args.only, description="triggers"):
             config = replace(TRIGGERS[name], learning_rate=args.learning_rate, ttt_steps=args.num_drafts)
-            head = load_head(args.head, policy)
+            head = load_eagle3_head(args.head, policy)
             curves[name] = replay(recording, head, config, num_steps=args.steps, num_drafts=args.num_drafts)
             write_atomically(args.out / "drift.json", json.dumps(curves, indent=1))
     draw(curves, args.out / "drift.png")

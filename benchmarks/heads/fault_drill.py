@@ -26,11 +26,11 @@ from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
-from nemo_specrollout.training.features.feature_store import FeatureReader
+from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head import DraftHead, load_head, save_head
-from nemo_specrollout.training.head.head_facts import check_head
+from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
+from nemo_specrollout.training.head.head_checks import check_head
 from nemo_specrollout.training.head.trainer import Budget, TrainingSettings
 from nemo_specrollout.training.refresh.refresh_round import judge, refresh_head
 
@@ -103,13 +103,12 @@ class Material:
 
 def material_of(recording: Recording) -> Material:
     """The features of the first policies, which the head in service was made for."""
-    reader = FeatureReader(recording.folder / "features")
-    versions = list(range(6))
-    held = list(reader.sequences(True, versions, HELD_OUT_TOKENS + TRUTH_TOKENS))
+    stores, versions = [FeatureReader(recording.folder / "features")], range(6)
+    held = newest_sequences(stores, True, HELD_OUT_TOKENS + TRUTH_TOKENS, versions)
     tokens, split = 0, 0
     while tokens < HELD_OUT_TOKENS:
         tokens, split = tokens + held[split].num_tokens, split + 1
-    return Material(list(reader.sequences(False, versions, TRAINING_TOKENS)), held[:split], held[split:])
+    return Material(newest_sequences(stores, False, TRAINING_TOKENS, versions), held[:split], held[split:])
 
 
 def drill_refresh(
@@ -172,7 +171,7 @@ def drill_canary(
             false_alarms += step(index)
         raised: dict[str, dict[str, Any] | None] = {}
         for number, (fault, damage) in enumerate(bar.track(HEAD_FAULTS.items(), description="broken heads")):
-            head = load_head(head_folder, model)
+            head = load_eagle3_head(head_folder, model)
             damage(head)
             save_head(head, out / "broken")
             try:
@@ -207,7 +206,7 @@ def main() -> None:
     recording = Recording.read(args.run)
     policy = Path(recording.config.policy.model_name)
     result: dict[str, Any] = {"refreshes": []}
-    head, material, rng = load_head(args.head, policy), material_of(recording), random.Random(0)
+    head, material, rng = load_eagle3_head(args.head, policy), material_of(recording), random.Random(0)
     head.set_policy_weights(recording.teacher(0))
     if args.refreshes:
         with Progress(console=console) as bar:

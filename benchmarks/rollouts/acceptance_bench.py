@@ -121,11 +121,11 @@ def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: li
     """1 - TV of policy and head: what no way of drafting with this head can exceed in the mean."""
     from nemo_specrollout.training.features.hf_features import hf_features, load_policy
     from nemo_specrollout.training.head.acceptance import measure_acceptance
-    from nemo_specrollout.training.head.head import load_head
+    from nemo_specrollout.training.head.head import load_eagle3_head
 
     model, drafter = Path(config.policy.model_name), config.policy.generation.specrollout.model_drafter
     assert isinstance(drafter, FolderDrafterConfig)
-    head = load_head(Path(drafter.model), model)
+    head = load_eagle3_head(Path(drafter.model), model)
     texts = [
         ([*request.prompt_token_ids, *rollout.token_ids], len(request.prompt_token_ids))
         for request, rollout in zip(requests, rollouts, strict=True)

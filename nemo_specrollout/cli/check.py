@@ -48,7 +48,7 @@ from nemo_specrollout.config.run_config import DataConfig
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
-from nemo_specrollout.training.head.head_facts import misfit
+from nemo_specrollout.training.head.head_checks import misfit
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 

@@ -26,7 +26,7 @@ from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
-from nemo_specrollout.training.head.head_facts import check_head
+from nemo_specrollout.training.head.head_checks import check_head
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 # Bytes: of a name, and of a path with the names of our own files behind it.

@@ -14,7 +14,8 @@ from nemo_specrollout.cli.refresh_draft_view import RefreshView
 if TYPE_CHECKING:
     import torch
 
-    from nemo_specrollout.training.features.feature_store import FeatureIndex, FeatureReader
+    from nemo_specrollout.training.features.feature_index import FeatureIndex
+    from nemo_specrollout.training.features.feature_reader import FeatureReader
     from nemo_specrollout.training.features.features import SequenceFeatures
     from nemo_specrollout.training.features.rollout_files import RolloutText
     from nemo_specrollout.training.head.head import DraftHead
@@ -142,7 +143,7 @@ class DataSource:
 
     def _stored(self, folder: Path) -> tuple[Data, "DraftHead"]:
         """The features of a store, checked against the policy."""
-        from nemo_specrollout.training.features.feature_store import FeatureReader
+        from nemo_specrollout.training.features.feature_reader import FeatureReader
         from nemo_specrollout.training.features.rollout_checks import check_surprise, measure_surprise
         from nemo_specrollout.training.features.rollout_files import tokenizer_hash
         from nemo_specrollout.training.refresh import offline_refresh as work
@@ -153,7 +154,7 @@ class DataSource:
         tokens = [(f.token_ids_T.tolist(), f.prompt_length - f.first_position) for f in data.training]
         head = self._head([(ids, max(0, given)) for ids, given in tokens], index.source.layer_ids)
         source = work.source_of(head, self._policy, tokenizer_hash(self._policy))
-        if differences := source.mixes_with(index.source):
+        if differences := source.differences(index.source):
             raise ValueError(
                 f"--rollouts {folder} does not fit the policy or head: {'; '.join(differences)}; give another"
             )
@@ -208,12 +209,12 @@ class DataSource:
 
     def _head(self, texts: Sequence[tuple[Sequence[int], int]], layer_ids: tuple[int, ...] = ()) -> "DraftHead":
         """The head that training begins with: --draft, or a new one for these texts."""
-        from nemo_specrollout.training.head.head import create_head, load_head
+        from nemo_specrollout.training.head.head import create_head, load_eagle3_head
         from nemo_specrollout.training.refresh.offline_refresh import most_frequent_tokens
 
         options = self._options
         if options.draft is not None:
-            return load_head(Path(options.draft), self._policy, self._device)
+            return load_eagle3_head(Path(options.draft), self._policy, self._device)
         chosen = None
         if options.draft_vocab is not None:
             if options.draft_vocab > self._facts.vocab_size:

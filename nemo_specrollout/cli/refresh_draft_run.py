@@ -90,7 +90,7 @@ class DraftRefresh:
             return policy_folder(checkpoint, self._state.policy, hf_config)
 
     def _check_draft(self) -> None:
-        from nemo_specrollout.training.head.head_facts import check_head
+        from nemo_specrollout.training.head.head_checks import check_head
 
         if self._options.draft is not None:
             check_head(Path(self._options.draft), self._policy)
@@ -141,7 +141,7 @@ class DraftRefresh:
         self, trainer: "HeadTrainer", result: "TrainingResult | None", failure: str, seconds: float, data: Data
     ) -> bool:
         """Judges the candidate, and puts it where it belongs."""
-        from nemo_specrollout.training.head.head import load_head
+        from nemo_specrollout.training.head.head import load_eagle3_head
         from nemo_specrollout.training.refresh.offline_refresh import conclude
         from nemo_specrollout.training.refresh.refresh_round import Refresh, judge
 
@@ -149,7 +149,7 @@ class DraftRefresh:
         refresh = Refresh(trainer.head, None, None, failure, seconds)
         if result is not None:
             with self._view.phase("measuring held-out acceptance"):
-                current = load_head(Path(options.draft), self._policy, self._device) if options.draft else None
+                current = load_eagle3_head(Path(options.draft), self._policy, self._device) if options.draft else None
                 judgement = judge(
                     trainer.head, current, data.held_out, self._gate(), options.num_drafts, options.temperature
                 )

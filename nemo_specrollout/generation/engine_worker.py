@@ -31,7 +31,8 @@ from nemo_specrollout.generation.speculator import Drafting, NewRequest
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.verification import EqualityVerifier
 from nemo_specrollout.scheduling.speculation.budget import build_budget
-from nemo_specrollout.training.features.feature_store import FeatureSource, FeatureStore
+from nemo_specrollout.training.features.feature_index import FeatureSource
+from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 # Features on their way to a head's training: room on the device, the most of the engine's time, room on the host.

@@ -13,7 +13,8 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.head_rope import head_context, layer_config, rope_difference
 from nemo_specrollout.generation.shared_tensors import part, shared_modules
 from nemo_specrollout.scheduling.heads.canary import HeadHealth
-from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_checks import check_values
+from nemo_specrollout.training.head.head_facts import read_head_facts, read_head_tensors
 
 LM_HEAD, EMBEDDING = "lm_head", "embed_tokens"
 ZERO_IF_UNUSED = (".bias", "mask_embedding")

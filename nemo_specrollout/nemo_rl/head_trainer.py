@@ -13,7 +13,7 @@ from nemo_specrollout.config.strict import build
 from nemo_specrollout.nemo_rl.actor_environment import engine_environment
 from nemo_specrollout.nemo_rl.head_refresh import TrainerFailed
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
-from nemo_specrollout.training.features.feature_store import FeatureReader
+from nemo_specrollout.training.features.feature_reader import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
 
 

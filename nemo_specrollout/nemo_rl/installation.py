@@ -25,7 +25,7 @@ from nemo_specrollout.nemo_rl.patch_points import (
 )
 from nemo_specrollout.nemo_rl.run_facts import RUN_SEED, RunFacts
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
-from nemo_specrollout.training.head.head_facts import misfit
+from nemo_specrollout.training.head.head_checks import misfit
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from vllm_v2_cpu.plugin import V2_ON_CPU
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a head learns from: hidden states of the policy, their sources, and their store on disk."""
+"""Features that a head learns from: sources, and their store on disk."""

@@ -1,94 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts that were stored as text files, read into token ids: what a draft head is trained on offline.
+"""Reads rollouts and prompts from text files, for the offline training of a draft head.
 
-A line of a JSONL file is one of
+A line of a JSONL file of rollouts has one of three forms, and may have further keys:
   {"prompt_token_ids": [...], "response_token_ids": [...]}
-  {"prompt": "...", "response": "..."}, tokenized by the policy's tokenizer as they stand
-  what NeMo-RL's GRPO logs as train_data_step{N}.jsonl: token_ids, token_loss_mask, input_lengths.
-Further keys do no harm. Every error is a ValueError that names file, line and fix.
+  {"prompt": "...", "response": "..."}, which the policy's tokenizer encodes unchanged
+  token_ids, token_loss_mask and input_lengths, as NeMo-RL's GRPO logs them in train_data_step{N}.jsonl.
+Every error is a ValueError that names file, line and fix.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.training.features.feature_store import is_held_out
-from nemo_specrollout.training.features.hf_features import Text
+from nemo_specrollout.training.features.features import is_held_out
 
-MIN_PROMPTS, MIN_HELD_OUT_PROMPTS = 16, 8
+MIN_PROMPTS = 16
+"""Fewest different prompts by which a head can be trained and judged."""
+MIN_HELD_OUT_PROMPTS = 8
+"""Fewest different prompts by which a head can be judged."""
 FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
-_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json",
+)  # fmt: skip
 
 Encode = Callable[[str, bool], list[int]]
-"""Text to token ids; True: it begins a sequence, so that the tokenizer's special tokens are added."""
+"""Returns the token ids of a text. If the flag is set, the text begins a sequence and gets the special tokens for that."""
 
 
 @dataclass(frozen=True)
 class RolloutText:
-    """A response with what came before it: `token_ids`, of which `prompt_length` were given. In a conversation each turn
-    is a text of its own; the first `first_prompt_length` tokens are the prompt that all its samples have in common."""
+    """Response with all tokens before it. Each turn of a conversation is a text of its own."""
 
     token_ids: list[int]
+    """Tokens of prompt and response."""
     prompt_length: int
+    """Tokens before the response."""
     first_prompt_length: int
+    """Tokens of the first prompt, which all samples of a conversation share."""
 
     @property
     def first_prompt(self) -> list[int]:
+        """Tokens of the first prompt."""
         return self.token_ids[: self.first_prompt_length]
 
     @property
     def is_first_turn(self) -> bool:
+        """Whether the response answers the first prompt."""
         return self.prompt_length == self.first_prompt_length
 
     @property
-    def text(self) -> Text:
-        """As `hf_features` takes it."""
+    def text(self) -> tuple[list[int], int]:
+        """The text as `hf_features` expects it."""
         return self.token_ids, self.prompt_length
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What was read, and what was left out: responses of no token, and prompts that fill the context; `num_cut` texts
-    were cut at its end."""
+    """Texts that were read, with counts of what was left out."""
 
     texts: tuple[RolloutText, ...]
+    """Texts in the order of files and lines."""
     num_files: int = 0
+    """Files that were read."""
     num_empty: int = 0
+    """Lines without a generated token, which were skipped."""
     num_too_long: int = 0
+    """Texts whose prompt fills the context, which were skipped."""
     num_cut: int = 0
+    """Texts that were cut at the end of the context."""
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all texts."""
         return sum(len(text.token_ids) for text in self.texts)
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Names the tokenizer of a Hugging Face folder: the same for the same vocabulary, merges and special tokens, however
-    tokenizer.json was formatted; without one, of the files that are there; `none` without any."""
-    file = folder / "tokenizer.json"
+    """Returns a hash of the tokenizer in a Hugging Face folder; "none" if there is none.
+
+    The hash covers vocabulary, merges and special tokens of tokenizer.json, not its formatting. If that file is missing
+    or unusual, the hash covers the bytes of all tokenizer files.
+    """
     try:
-        tree = json.loads(file.read_bytes())
+        tree = json.loads((folder / "tokenizer.json").read_bytes())
         model = dict(tree["model"])
         model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or []]
         added = sorted((token["id"], token["content"]) for token in tree.get("added_tokens") or [])
         content = [json.dumps([model, added], sort_keys=True).encode()]
     except (OSError, ValueError, LookupError, TypeError):
-        files = [f for f in (file, *(folder / name for name in _TOKENIZER_FILES)) if f.is_file()]
-        content = [f.read_bytes() for f in files]
+        content = [(folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()]
     return hashlib.sha256(b"\0".join(content)).hexdigest()[:32] if content else "none"
 
 
 def is_feature_store(path: Path) -> bool:
-    """Whether the folder is a feature store, which is used as it is."""
+    """Returns whether the folder is a feature store rather than a folder of rollouts."""
     return (path / "index.json").is_file()
 
 
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that `paths` name: of a folder, NeMo-RL's logs below it by their step, else all *.jsonl. Raises ValueError."""
+    """Returns the files that `paths` name, each once.
+
+    A folder stands for NeMo-RL's logs below it in the order of their steps, or else for all *.jsonl files below it.
+    """
     found: list[Path] = []
     for path in paths:
         if path.is_file():
@@ -104,15 +122,13 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_rollouts(paths: Sequence[Path], policy_folder: Path, vocab_size: int, max_length: int) -> Rollouts:
-    """Reads JSONL files and folders of them, in the order given.
+    """Reads files and folders of rollouts, in the order given.
 
     Args:
-        paths: files, or folders.
-        policy_folder: whose tokenizer reads lines of text.
-        vocab_size: of the policy; ids must be below.
-        max_length: tokens of a text; what is longer is cut, or left out where no generated token would remain.
-
-    Raises ValueError, in a sentence, for what is not as this module's docstring says.
+        paths: Files, or folders.
+        policy_folder: Folder whose tokenizer encodes texts.
+        vocab_size: Number of token ids of the policy.
+        max_length: Most tokens of a text. A longer text is cut, or skipped if its prompt alone fills that length.
     """
     encode, files = _encoder(policy_folder), rollout_files(paths)
     texts: list[RolloutText] = []
@@ -135,12 +151,13 @@ def read_rollouts(paths: Sequence[Path], policy_folder: Path, vocab_size: int, m
 
 
 def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[int]]:
-    """Token ids of different prompts, in order: JSONL lines {"prompt": ...} or {"prompt_token_ids": [...]}, or a text a line.
-    Raises ValueError."""
-    encode = _encoder(policy_folder)
-    prompts = []
+    """Returns the token ids of the different prompts in a file, in order.
+
+    Each line is a prompt: a plain text, {"prompt": "..."} or {"prompt_token_ids": [...]}.
+    """
+    encode, prompts = _encoder(policy_folder), []
     first = next((line for _, line in _lines(file)), "")
-    records = _records(file) if first.lstrip().startswith("{") else ((w, {"prompt": line}) for w, line in _lines(file))
+    records = _records(file) if first.startswith("{") else ((w, {"prompt": line}) for w, line in _lines(file))
     for where, record in records:
         ids: Any
         if isinstance(record.get("prompt"), str):
@@ -158,42 +175,39 @@ def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[
 
 
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
-    """The share of prompts to hold out: `wanted`, or as much more as it takes to hold out 8. Raises ValueError for fewer than
-    16 different prompts, which cannot be learned from and judged by too."""
+    """Returns the share of prompts to hold out: `wanted`, or the next larger percentage that holds out 8 prompts.
+
+    Raises ValueError for fewer than 16 different prompts, and if no share leaves a prompt to train on.
+    """
     different = {tuple(p) for p in prompts}
     if len(different) < MIN_PROMPTS:
         raise ValueError(
             f"{len(different)} different prompts are too few to train and judge a head; give at least {MIN_PROMPTS}"
         )
-    shares = [wanted, *(i / 100 for i in range(1, 101) if i / 100 > wanted)]
-    for share in shares:
-        num_held_out = sum(is_held_out(p, share) for p in different)
-        if MIN_HELD_OUT_PROMPTS <= num_held_out < len(different):
+    for share in (wanted, *(i / 100 for i in range(1, 101) if i / 100 > wanted)):
+        if MIN_HELD_OUT_PROMPTS <= sum(is_held_out(p, share) for p in different) < len(different):
             return share
     raise ValueError(f"a held-out share of {wanted} leaves nothing to train on; lower --held-out-share")
 
 
 def _encoder(policy_folder: Path) -> Encode:
-    """Loads the tokenizer when the first text is read."""
-    loaded: list[Any] = []
+    """Returns an encoder that loads the tokenizer when it is first called."""
 
-    def encode(text: str, begins: bool) -> list[int]:
-        if not loaded:
-            from transformers import AutoTokenizer
+    @cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
 
-            try:
-                loaded.append(AutoTokenizer.from_pretrained(policy_folder, local_files_only=True))
-            except (OSError, ValueError, LookupError) as error:
-                raise ValueError(
-                    f"{policy_folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:120]}); give token ids"
-                ) from error
-        return list(loaded[0](text, add_special_tokens=begins)["input_ids"])
+        try:
+            return AutoTokenizer.from_pretrained(policy_folder, local_files_only=True)
+        except (OSError, ValueError, LookupError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise ValueError(f"{policy_folder}: its tokenizer cannot be loaded ({reason}); give token ids") from error
 
-    return encode
+    return lambda text, begins: list(tokenizer()(text, add_special_tokens=begins)["input_ids"])
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """(place, line) of lines that are not blank."""
+    """Yields (place, stripped line) for each line that is not blank."""
     try:
         with file.open(encoding="utf-8") as opened:
             for number, line in enumerate(opened, 1):
@@ -205,6 +219,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place, JSON object) for each line that is not blank."""
     for where, line in _lines(file):
         try:
             record = json.loads(line)
@@ -216,9 +231,9 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _texts(record: Mapping[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
-    """Of one line, whatever its form; none where nothing was generated."""
+    """Yields the texts of a line in any of the three forms; none if nothing was generated."""
     if {"token_ids", "token_loss_mask"} <= record.keys():
-        yield from _logged(record, where)
+        yield from _logged_texts(record, where)
         return
     if {"prompt_token_ids", "response_token_ids"} <= record.keys():
         prompt, response = record["prompt_token_ids"], record["response_token_ids"]
@@ -234,9 +249,12 @@ def _texts(record: Mapping[str, Any], where: str, encode: Encode) -> Iterator[Ro
         yield RolloutText([*prompt, *response], len(prompt), len(prompt))
 
 
-def _logged(record: Mapping[str, Any], where: str) -> Iterator[RolloutText]:
-    """NeMo-RL logs batches of one sample, padded: each value is a list of one. A mask of 1 is a generated token."""
-    rows, masks = _rows(record["token_ids"]), _rows(record["token_loss_mask"])
+def _logged_texts(record: Mapping[str, Any], where: str) -> Iterator[RolloutText]:
+    """Yields a text for each generated span that follows other tokens, in a line that NeMo-RL logged.
+
+    Each value of such a line is a padded batch of one sample. The mask is 1 at generated tokens.
+    """
+    rows, masks = _as_batch(record["token_ids"]), _as_batch(record["token_loss_mask"])
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]
     if not len(rows) == len(masks) == len(lengths) or any(len(r) != len(m) for r, m in zip(rows, masks, strict=False)):
@@ -244,21 +262,16 @@ def _logged(record: Mapping[str, Any], where: str) -> Iterator[RolloutText]:
             f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
         )
     for row, mask, length in zip(rows, masks, lengths, strict=True):
-        yield from _turns(row[:length], mask[:length])
+        first_prompt = stop = 0
+        for is_generated, span in groupby(mask[:length], bool):
+            start, stop = stop, stop + len(list(span))
+            if is_generated and start > 0:
+                first_prompt = first_prompt or start
+                yield RolloutText(row[:stop], start, first_prompt)
 
 
-def _turns(ids: list[int], mask: list[float]) -> Iterator[RolloutText]:
-    """A text for each run of generated tokens that something precedes."""
-    first = stop = 0
-    for is_generated, run in groupby(mask, bool):
-        start, stop = stop, stop + sum(1 for _ in run)
-        if is_generated and start > 0:
-            first = first or start
-            yield RolloutText(ids[:stop], start, first)
-
-
-def _rows(value: Any) -> list[list[Any]]:
-    """A batch of lists; a flat list is a batch of one."""
+def _as_batch(value: Any) -> list[list[Any]]:
+    """Returns a list of lists: the value, or the value as the only row."""
     if not isinstance(value, list):
         return []
     return value if all(isinstance(v, list) for v in value) else [value]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head: its model, folder, trainer and measured acceptance."""
+"""EAGLE-3 heads: model, folder, trainer and measured acceptance."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of what a head drafts a policy would accept, on sequences that the head has not learned from.
+"""Expected acceptance of a head's drafts by the policy, on sequences that the head did not learn from.
 
-The head runs as it does in vLLM: on the policy's states for the first draft, on its own hidden states after that. Each
-token of a response is a place to start from. Under shared noise (`sampling/`) a draft is accepted with a probability
-between (1 - TV) / (1 + TV) and 1 - TV of the two distributions; the upper end is what is summed here. It ranks heads as
-the engine does, and is a little above what the engine measures.
+The head runs as it does in vLLM: on the policy's states for the first draft, on its own hidden states after that. It
+starts after each token of a response. Let TV be the total variation distance of the two distributions. Under shared noise
+(`sampling/`), a draft is accepted with a probability between (1 - TV) / (1 + TV) and 1 - TV (Daliri, Musco, Suresh, arXiv
+2408.07978). The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
 
-Shapes: R rows (places to start), K draft positions, V the policy's vocabulary, D the head's, H hidden size, F = auxiliary
-layers * H, C rows of a chunk, P positions that a chunk attends to.
+Shapes: R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size, F = auxiliary layers
+* H, C rows of a chunk, P positions that a chunk attends to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,55 +21,60 @@ from nemo_specrollout.training.head.draft_forward import draft_pass, projected
 from nemo_specrollout.training.head.head import DraftHead
 
 Sums = tuple[float, ...]
+
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are in memory at a time, about."""
+"""Approximate number of logits in memory at a time."""
 MAX_CHUNK_ROWS = 512
+"""Most rows of a chunk."""
 
 
 @dataclass(frozen=True)
 class SequenceAcceptance:
-    """One sequence's raw sums by draft position. A place to start counts for the positions that its response has."""
+    """Sums over the starts of one sequence, by draft position. A start near the end counts for fewer positions."""
 
     count_K: tuple[int, ...]
-    """Places to start with a k-th draft."""
+    """Starts with a draft at this position."""
     accepted_K: Sums
-    """Sum of the probability that the k-th draft is accepted, the drafts before it being right."""
+    """Sum of the probability that the draft is accepted if all drafts before it are right."""
     survived_K: Sums
-    """Sum of the probability that all of the first k drafts are accepted."""
+    """Sum of the probability that all drafts up to this position are accepted."""
 
     @property
     def expected_length(self) -> float:
-        """Tokens of a verification step, the policy's own included."""
+        """Expected tokens of a verification step, the policy's own included."""
         return expected_length(self.count_K, self.survived_K)
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a head: per sequence, in the order that was given, for paired comparisons; and in total."""
+    """Acceptance of a head on several sequences."""
 
     sequences: tuple[SequenceAcceptance, ...]
+    """Sums of each sequence, in the order of measurement, for paired comparisons."""
 
     @property
     def count_K(self) -> tuple[int, ...]:
+        """Starts by draft position."""
         return tuple(map(sum, zip(*(s.count_K for s in self.sequences), strict=True)))
 
     @property
     def acceptance_rate_K(self) -> Sums:
-        """By draft position, the drafts before it being right."""
+        """Acceptance rate by draft position, if all drafts before are right."""
         return _rates([s.accepted_K for s in self.sequences], self.count_K)
 
     @property
     def survival_rate_K(self) -> Sums:
-        """By draft position, with all before it."""
+        """Rate at which all drafts up to a position are accepted, by position."""
         return _rates([s.survived_K for s in self.sequences], self.count_K)
 
     @property
     def expected_length(self) -> float:
-        """Tokens of a verification step, the policy's own included: 1 + the sum of the survival rates."""
+        """Expected tokens of a verification step, the policy's own included."""
         return 1.0 + sum(self.survival_rate_K)
 
 
 def expected_length(count_K: Sequence[int], survived_K: Sequence[float]) -> float:
+    """Returns the expected tokens of a verification step from the sums of a `SequenceAcceptance`."""
     return 1.0 + sum(s / n for s, n in zip(survived_K, count_K, strict=True) if n)
 
 
@@ -77,51 +82,42 @@ def expected_length(count_K: Sequence[int], survived_K: Sequence[float]) -> floa
 def measure_acceptance(
     head: DraftHead, sequences: Sequence[SequenceFeatures], num_drafts: int = 5, temperature: float = 1.0
 ) -> Acceptance:
-    """Expected acceptance of `num_drafts` drafts after each generated token of `sequences`.
+    """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`.
 
-    Memory does not grow with a sequence's length but for the head's keys and values. Raises ValueError for no drafts, a
-    negative temperature, or a head with sliding-window attention.
+    Only the head's keys and values grow in memory with the length of a sequence. Raises ValueError for no drafts, for a
+    negative temperature, and for a head with sliding-window attention.
     """
     if num_drafts < 1:
         raise ValueError(f"num_drafts is {num_drafts}; give at least 1")
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; give 0 for greedy, or more")
     if head.model.uses_sliding_window_attn:
-        raise ValueError("the head has sliding-window attention, which this measurement has not; use full attention")
+        raise ValueError("the head has sliding-window attention, which cannot be measured; use full attention")
     return Acceptance(tuple(_measure(head, s, num_drafts, temperature) for s in sequences))
 
 
 def probabilities(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the distributions at `temperature`, float32 [R, V]; at 0 all is on the arg-max."""
+    """Returns the distributions at `temperature`, float32 [R, V]. At 0 the arg-max has probability 1."""
     if temperature == 0.0:
         return torch.zeros_like(logits_RV, dtype=torch.float32).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits_RV.float() / temperature, dim=-1)
 
 
 def overlap(policy_RD: torch.Tensor, head_RD: torch.Tensor) -> torch.Tensor:
-    """Returns 1 - TV of two distributions, float32 [R]. `policy_RD`: the policy's, of the tokens that the head can draft; the
-    rest of it is lost."""
-    return torch.minimum(policy_RD, head_RD).sum(-1)
+    """Returns 1 - TV of two distributions, float32 [R].
 
-
-def gumbel_acceptance(p_RV: torch.Tensor, q_RV: torch.Tensor) -> torch.Tensor:
-    """P(argmax(log p + g) == argmax(log q + g)) for shared Gumbel noise g, exactly, [R].
-
-    It is the sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v): v wins both races if its exponential clock is the
-    first after each race's rates. Takes R * V * V memory: for tests. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
+    `policy_RD` has the policy's probabilities of the tokens that the head can draft. Drafts of all others are rejected.
     """
-    ratio_RVV = torch.maximum(p_RV[:, None, :] / p_RV[:, :, None], q_RV[:, None, :] / q_RV[:, :, None])
-    wins_RV = 1.0 / ratio_RVV.sum(-1)
-    return torch.where((p_RV > 0) & (q_RV > 0), wins_RV, 0.0).sum(-1)
+    return torch.minimum(policy_RD, head_RD).sum(-1)
 
 
 def draft_logits(
     head: DraftHead, features: SequenceFeatures, num_drafts: int, chunk_rows: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(first row, draft position, logits [C, D]) chunk by chunk; row t has token t+1 and the states at t.
+    """Yields (first row, draft position, logits [C, D]) chunk by chunk. Row t reads token t+1 and the states at t.
 
-    The same numbers as the training forward of `speculators`, in memory that a long sequence does not exhaust: the rows
-    of a chunk attend to the first-draft keys of all rows before, which stay, and to their own later ones, which go.
+    The logits equal the ones of `speculators`' training forward. The rows of a chunk attend to the first-draft keys of all
+    rows before and to their own later keys. Only the first-draft keys stay in the cache after the chunk.
     """
     model, num_rows = head.model, features.num_tokens - 1
     tokens_T = features.token_ids_T.to(head.device).long()
@@ -133,7 +129,7 @@ def draft_logits(
         mask_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         own_CC = torch.eye(stop - start, dtype=torch.bool, device=head.device)
         for k in range(num_drafts):
-            # Past the end of the sequence any token will do: no one counts those drafts.
+            # Rows beyond the end of the sequence may hold any token: no caller uses their drafts.
             rows_C = torch.arange(start + 1 + k, stop + 1 + k, device=head.device)
             tokens_1C = tokens_T[rows_C.clamp(max=num_rows)][None]
             hidden_1CH = draft_pass(model, tokens_1C, hidden_1CH, rows_C[None], mask_CP, keys)
@@ -146,7 +142,7 @@ def draft_logits(
 
 
 def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> SequenceAcceptance:
-    """Row t stands for: token t+1 was generated, what follows is drafted. Its k-th draft is token t+2+k, if there is one."""
+    """Returns the sums of a sequence. The start in row t is token t+1, and its k-th draft stands for token t+2+k."""
     num_rows = features.num_tokens - 1
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
     counts, accepted, survived = [0] * num_drafts, [0.0] * num_drafts, [0.0] * num_drafts
@@ -156,7 +152,7 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
         begin, end = max(start, features.first_start), min(stop, num_rows - 1 - k)
         if begin >= end:
             continue
-        if k == 0:  # the judge of all positions of the chunk: row i is the policy after token start + 1 + i
+        if k == 0:  # for all draft positions of the chunk: row i is the policy's distribution after token start + 1 + i
             survival_C = torch.ones(len(logits_CD), device=head.device)
             policy_CD = _policy_after(head, features.final_TH[start + 1 : stop + num_drafts], temperature)
         rows, judges = slice(begin - start, end - start), slice(begin - start + k, end - start + k)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes of an EAGLE-3 head over texts: the first on the policy's states, each further one on the head's own.
+"""Forward passes of an EAGLE-3 head: the first on the policy's states, each further one on the head's own states.
 
-The keys of the first pass stay for all later passes. The keys of a later pass belong to the rows that made them.
+All later passes attend to the keys of the first pass. Only the row that made a key of a later pass attends to it.
 
-Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to, D draft vocabulary, H hidden size, F =
-auxiliary layers * H, K draft positions.
+Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to, D draft vocabulary, H hidden size,
+F = auxiliary layers * H.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from transformers import DynamicCache
 from nemo_specrollout.training.head.packing import PackedBatch
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
-"""Of the head's logits and the policy's probabilities, both [R, D], the loss of each row, [R]."""
+"""Returns the loss of each row, [R], from the head's logits and the policy's probabilities, both [R, D]."""
 
 
 def projected(model: Any, aux_1SF: Tensor) -> Tensor:
-    """The policy's auxiliary states as the head's first hidden state, [1, S, H]."""
+    """Returns the head's first hidden states, [1, S, H], from the policy's auxiliary states."""
     if model.input_norm is not None:
         aux_1SF = model.input_norm(aux_1SF)
     elif model.fc_norm is not None:
@@ -33,7 +33,10 @@ def projected(model: Any, aux_1SF: Tensor) -> Tensor:
 def draft_pass(
     model: Any, tokens_1R: Tensor, hidden_1RH: Tensor, positions_1R: Tensor, mask_RC: Tensor, keys: DynamicCache
 ) -> Tensor:
-    """Hidden states [1, R, H] after the head's layers; their keys are appended to `keys`, to which `mask_RC` applies."""
+    """Returns the hidden states after the head's layers, [1, R, H].
+
+    Appends the rows' keys to `keys`. `mask_RC` says which keys of all passes so far a row attends to.
+    """
     states = torch.cat([model.embed_tokens(tokens_1R), hidden_1RH], dim=-1)
     rotary = model.rotary_emb(states, positions_1R)
     for layer in model.layers:
@@ -48,17 +51,17 @@ def draft_pass(
 
 
 def training_loss(model: Any, batch: PackedBatch, num_positions: int, step_decay: float, loss: RowLoss) -> Tensor:
-    """The loss of the training forward of `speculators`, a scalar, without the work that the loss does not see.
+    """Returns the loss of `speculators`' training forward, a scalar, with less work.
 
-    `speculators` passes every row through every draft position and computes logits, loss and arg-max of each. Here later
-    passes have only the rows that draft something to be learned, and logits are made where a loss is taken.
+    `speculators` passes every row through every draft position and computes logits, loss and arg-max of each. Here, later
+    passes have only the rows with a target to come, and logits are computed only at targets.
     """
     is_target_S = batch.loss_mask_1S[0].bool()
     num_rows = len(is_target_S)
-    # Row r is of use if a draft that starts there has a target; `pack` keeps targets away from a piece's first rows.
-    rows_R = _within(is_target_S, num_positions).nonzero()[:, 0]
+    # A draft that crosses into the next piece has no target there, because `pack` leaves a piece's first rows out.
+    rows_R = _is_target_ahead(is_target_S, num_positions).nonzero()[:, 0]
     hidden_1RH = projected(model, batch.hidden_states_1SF)
-    if len(rows_R) == 0:  # a batch of prompts
+    if len(rows_R) == 0:  # the batch holds prompts only
         return 0.0 * hidden_1RH.sum()
     with torch.no_grad(), torch.autocast(hidden_1RH.device.type, enabled=False):
         targets_SD = torch.softmax(model.verifier_lm_head(batch.final_1SH[0]).float(), dim=-1)
@@ -84,8 +87,8 @@ def training_loss(model: Any, batch: PackedBatch, num_positions: int, step_decay
     return total
 
 
-def _within(is_target_S: Tensor, num_positions: int) -> Tensor:
-    """Whether one of the `num_positions` rows from each row on is a target."""
+def _is_target_ahead(is_target_S: Tensor, num_positions: int) -> Tensor:
+    """Returns whether the row or one of the `num_positions` - 1 rows after it is a target, bool [S]."""
     found_S = is_target_S.clone()
     for k in range(1, min(num_positions, len(is_target_S))):
         found_S[:-k] |= is_target_S[k:]
@@ -93,8 +96,11 @@ def _within(is_target_S: Tensor, num_positions: int) -> Tensor:
 
 
 def row_loss(weights: Mapping[str, tuple[Any, float]]) -> RowLoss:
-    """A loss config of `speculators` as a `RowLoss`. KL divergence and total variation, which are what heads are trained
-    with here, have their gradient in closed form: the vocabulary is read a few times instead of some twenty."""
+    """Returns a loss config of `speculators` as a `RowLoss`.
+
+    The KL divergence and the total variation have their gradients in closed form, which reads the vocabulary a few times
+    instead of about twenty times.
+    """
     if weights.keys() <= {"kl_div", "tv"}:
         kl, tv = (weights.get(name, (None, 0.0))[1] for name in ("kl_div", "tv"))
         return lambda logits_RD, target_RD: _KlTv.apply(logits_RD, target_RD, kl, tv)
@@ -108,7 +114,7 @@ def row_loss(weights: Mapping[str, tuple[Any, float]]) -> RowLoss:
 
 
 class _KlTv(torch.autograd.Function):
-    """kl * KL(p || q) + tv * TV(p, q) of each row, for probabilities p and logits of q."""
+    """Loss kl * KL(p || q) + tv * TV(p, q) of each row, from logits of q and probabilities p."""
 
     @staticmethod
     def forward(ctx: Any, logits_RD: Tensor, target_RD: Tensor, kl: float, tv: float) -> Tensor:

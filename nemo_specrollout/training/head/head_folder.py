@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run's draft heads, by which engines, trainer and a resumed run agree. Torch-free."""
+"""Folder of a run's draft heads, which engines, the trainer and a resumed run share. Does not load torch."""
 
 import json
 import shutil
@@ -12,64 +12,73 @@ from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
 
 NUM_KEPT = 3
-"""Heads and teachers that stay where older ones are removed: an engine that sees an alarm looks at its head and at the one
-before."""
+"""Newest heads and teachers that are kept. After an alarm, an engine reads its head and the one before it."""
 
 
 @dataclass(frozen=True)
 class PublishedHead:
-    """A head in service. `policy_version`: of the features it learned from; `expected_length`: its held-out acceptance
-    length. Both None where an older run did not say."""
+    """Head in service. The numbers are None if an older version of this package published it."""
 
     folder: Path
+    """Folder of the head."""
     policy_version: int | None = None
+    """Version of the policy that it was trained for."""
     expected_length: float | None = None
+    """Acceptance length on held-out sequences, tokens."""
 
 
 @dataclass(frozen=True)
 class RefreshRecord:
-    """What became of a step: plain values, for logs and for other processes. `gate` and what follows are None if the head was
-    not refreshed; `head` is the name of the folder of one that was published."""
+    """Outcome of an RL step for the head, for logs and for other processes."""
 
     decision: str
+    """Whether the head was refreshed, and why."""
     gain_s: float
+    """Seconds that a refresh is expected to save."""
     gate: str | None = None
+    """Verdict of the publish gate. This and the following fields are None if the head was not refreshed."""
     published: bool | None = None
+    """Whether the gate let the new head pass."""
     refresh_s: float | None = None
+    """Seconds that training and judging took."""
     head: str | None = None
+    """Name of the published head's folder."""
     policy_version: int | None = None
+    """Version of the policy that the new head was trained for."""
     expected_length: float | None = None
+    """Acceptance length of the new head on held-out sequences, tokens."""
 
     def known(self) -> dict[str, Any]:
-        """Without what is None."""
+        """Returns the fields that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class HeadFolder:
-    """`features/`, or a part of it for each engine; `teachers/`, the LM head of each policy; `step_N/` for each head that
-    passed the gate, `refused/` for the last that did not; `published.json`, which names the head in service.
+    """Layout of the folder. Has no state: every call reads the disk.
 
-    Owns no state: every call looks at the disk.
+    `features/` holds the feature store, or one for each engine. `teachers/` holds the LM head and embedding of each policy
+    version. `step_N/` is a head that passed the gate, `refused/` the last one that did not. `published.json` names the
+    head in service.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def features(self, engine: int | None = None) -> Path:
-        """Of the only engine, or of one of several."""
+        """Returns the folder of the only feature store, or of the store of one engine."""
         return self.path / "features" / ("" if engine is None else f"engine_{engine}")
 
     def teacher(self, version: int) -> Path:
-        """Where the LM head and embedding of the policy of `version` are: features of that version are read with it."""
+        """Returns the file of LM head and embedding of a policy version; creates its folder."""
         (self.path / "teachers").mkdir(parents=True, exist_ok=True)
         return self.path / "teachers" / f"policy_{version}.safetensors"
 
     def candidate(self, step: int, published: bool) -> Path:
-        """Where a head goes that was judged after `step`."""
+        """Returns the folder of a head that was judged after `step`."""
         return self.path / (f"step_{step}" if published else "refused")
 
     def published(self) -> PublishedHead | None:
-        """The head in service; None if it is the configured one."""
+        """Returns the head in service; None if it is the configured one. Raises ConfigError for a damaged file."""
         file = self.path / "published.json"
         if not file.is_file():
             return None
@@ -80,17 +89,16 @@ class HeadFolder:
             raise ConfigError(f"{file} is damaged ({error}); bring it back from a copy, or remove it") from error
 
     def publish(self, head: PublishedHead) -> None:
-        """That head is in service from now on."""
+        """Puts a head into service."""
         facts = {"policy_version": head.policy_version, "expected_length": head.expected_length}
         write_atomically(self.path / "published.json", json.dumps({"head": head.folder.name, **facts}) + "\n")
 
     def withdraw(self) -> None:
-        """The configured head is in service: a run that starts from the beginning does not go on with the head of another."""
+        """Puts the configured head into service, for a run that starts from the beginning."""
         (self.path / "published.json").unlink(missing_ok=True)
 
     def forget_old(self, version: int) -> None:
-        """Removes all but the newest heads and the one in service, and teachers that are not of the policy of `version` or of
-        those just before it."""
+        """Removes old heads, and teachers of all versions except `version` and the ones just before it."""
         published = self.published()
         heads = sorted(self.path.glob("step_*"), key=lambda p: p.stat().st_mtime)
         for head in heads[:-NUM_KEPT]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences side by side in one row, as `speculators` trains on them: none sees another, hardly a place is wasted.
+"""Packs sequences into batches of one long row, as `speculators` trains on them.
 
-Alignment: a row of a batch holds token t+1, the auxiliary states at t and the final hidden state at t+1, so that the
-head reads what vLLM gives it (`speculators`' `shift_batch`) and learns the distribution of token t+2.
+A row of a batch holds token t+1, the auxiliary states at t and the final hidden state at t+1. The head thus reads what it
+reads in vLLM (`shift_batch` of `speculators`) and learns the distribution of token t+2. Sequences do not attend to each
+other.
 
 Shapes: S rows of a batch, F = auxiliary layers * H, H hidden size.
 """
@@ -16,36 +17,48 @@ import torch
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 PADDING = -1
+"""Document id of rows that only fill a batch."""
 _GROUP_BATCHES = 64
-"""Sequences are shuffled, then packed in groups of about this many batches, so that batches mix all lengths."""
+"""Approximate number of batches that are planned together. Each group is sorted by length, then packed."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start` to `stop` of a sequence, one row fewer."""
+    """Part of a sequence."""
 
     sequence: int
+    """Index of the sequence."""
     start: int
+    """First token."""
     stop: int
+    """Token after the last one."""
 
     @property
     def num_rows(self) -> int:
+        """Rows in a batch: one fewer than tokens."""
         return self.stop - self.start - 1
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The arguments of a training forward of `speculators`; `loss_mask_1S` is where a draft is to be learned."""
+    """Arguments of `speculators`' training forward."""
 
     hidden_states_1SF: torch.Tensor
+    """Auxiliary states."""
     input_ids_1S: torch.Tensor
+    """Token ids."""
     document_ids_1S: torch.Tensor
+    """Number of the piece of each row, or PADDING."""
     loss_mask_1S: torch.Tensor
+    """Whether the head learns the draft of a row."""
     position_ids_1S: torch.Tensor
+    """Position of each token in its sequence."""
     final_1SH: torch.Tensor
+    """Final hidden states."""
 
     @property
     def num_rows(self) -> int:
+        """Rows of the batch, padding included."""
         return self.input_ids_1S.shape[1]
 
     @property
@@ -54,10 +67,11 @@ class PackedBatch:
         return int(self.loss_mask_1S.sum())
 
     def to(self, device: torch.device | str) -> "PackedBatch":
+        """Returns the batch on a device."""
         return PackedBatch(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
     def arguments(self) -> dict[str, Any]:
-        """By the names of `Eagle3DraftModel.forward`."""
+        """Returns the tensors by the argument names of `Eagle3DraftModel.forward`."""
         return {
             "hidden_states": self.hidden_states_1SF,
             "input_ids": self.input_ids_1S,
@@ -69,10 +83,10 @@ class PackedBatch:
 
 
 def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator | None = None) -> list[list[Piece]]:
-    """Which pieces go into which batch: shuffled, then first-fit decreasing within groups, then shuffled again.
+    """Returns the pieces of each batch: shuffled, packed first-fit decreasing within groups, and shuffled again.
 
-    A sequence of more than `max_rows` rows is cut; pieces share a token, so that no row is lost. Without a generator
-    nothing is shuffled. Raises ValueError if `max_rows` is not positive.
+    Sequences of more than `max_rows` rows are cut into pieces that share a token, so that no row is lost. Without a
+    generator, nothing is shuffled. Raises ValueError if `max_rows` is not positive.
     """
     if max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}; a batch needs at least one row")
@@ -83,13 +97,6 @@ def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generat
     return _shuffled(batches, generator)
 
 
-def waste_rate(batches: Sequence[Sequence[Piece]], max_rows: int) -> float:
-    """Share of the places of batches of `max_rows` rows that nothing fills."""
-    if not batches:
-        return 0.0
-    return 1.0 - sum(piece.num_rows for batch in batches for piece in batch) / (len(batches) * max_rows)
-
-
 def pack(
     sequences: Sequence[SequenceFeatures],
     pieces: Sequence[Piece],
@@ -97,11 +104,11 @@ def pack(
     num_rows: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
-    """The batch of `pieces`, padded to `num_rows` rows if given.
+    """Returns the batch of `pieces`, padded to `num_rows` rows if given.
 
-    The loss leaves out: what was given (prompts); the distribution after a sequence's last token, which no one drafts;
-    and a piece's first `ttt_steps` - 1 rows, which `speculators` would compare with drafts made in the piece before.
-    With a prompt of `ttt_steps` tokens or more the latter loses nothing.
+    The loss leaves out prompts, and the distribution after a sequence's last token. It also leaves out the first
+    `ttt_steps` - 1 rows of a piece, which `speculators` would compare with drafts from the piece before. These rows lie
+    in the prompt if it has at least `ttt_steps` tokens.
     """
     columns = [_rows(sequences[p.sequence], p, document, ttt_steps, dtype) for document, p in enumerate(pieces)]
     joined = PackedBatch(*(torch.cat(parts)[None] for parts in zip(*columns, strict=True)))
@@ -112,7 +119,7 @@ def pack(
 def _rows(
     features: SequenceFeatures, piece: Piece, document: int, ttt_steps: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """The piece's part of every field of a batch, in the order of the fields."""
+    """Returns the piece's part of every field of a batch, in the order of the fields."""
     start, stop = piece.start, piece.stop
     index_S = torch.arange(start + 1, stop)
     position_S = index_S + features.first_position
@@ -148,7 +155,7 @@ def _cut(sequence: int, length: int, max_rows: int) -> Iterator[Piece]:
 
 
 def _groups(pieces: Sequence[Piece], max_rows: int) -> Iterator[list[Piece]]:
-    """Consecutive pieces of about `max_rows` rows in all."""
+    """Yields groups of consecutive pieces with about `max_rows` rows each."""
     group: list[Piece] = []
     num_rows = 0
     for piece in pieces:
@@ -162,16 +169,16 @@ def _groups(pieces: Sequence[Piece], max_rows: int) -> Iterator[list[Piece]]:
 
 
 def _first_fit(pieces: Sequence[Piece], max_rows: int) -> list[list[Piece]]:
-    """Longest first, each into the first batch that has room."""
+    """Puts the pieces, longest first, each into the first batch with enough room."""
     batches: list[list[Piece]] = []
-    rooms: list[int] = []
+    free_rows: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.num_rows):
-        b = next((i for i, room in enumerate(rooms) if room >= piece.num_rows), len(batches))
+        b = next((i for i, free in enumerate(free_rows) if free >= piece.num_rows), len(batches))
         if b == len(batches):
             batches.append([])
-            rooms.append(max_rows)
+            free_rows.append(max_rows)
         batches[b].append(piece)
-        rooms[b] -= piece.num_rows
+        free_rows[b] -= piece.num_rows
     return batches
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.training.head.acceptance import Acceptance
-from nemo_specrollout.training.head.head_facts import check_head
+from nemo_specrollout.training.head.head_checks import check_head
 from nemo_specrollout.training.head.trainer import TrainingSettings
 from nemo_specrollout.training.refresh.refresh_round import Refresh
 

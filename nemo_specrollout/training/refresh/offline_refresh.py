@@ -20,19 +20,14 @@ import torch
 from safetensors import SafetensorError
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.features.feature_store import (
-    SEQUENCE_OVERHEAD_BYTES,
-    SHARD_OVERHEAD_BYTES,
-    FeatureReader,
-    FeatureSource,
-    FeatureStore,
-    is_held_out,
-)
-from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.training.features.feature_index import FeatureSource
+from nemo_specrollout.training.features.feature_reader import FeatureReader
+from nemo_specrollout.training.features.feature_store import SEQUENCE_OVERHEAD_BYTES, SHARD_OVERHEAD_BYTES, FeatureStore
+from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 from nemo_specrollout.training.features.rollout_checks import check_surprise, measure_surprise
 from nemo_specrollout.training.features.rollout_files import RolloutText
-from nemo_specrollout.training.head.head import DraftHead, load_head, save_head
+from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult
 from nemo_specrollout.training.refresh.head_card import CARD, write_card
 from nemo_specrollout.training.refresh.refresh_round import Refresh
@@ -164,7 +159,7 @@ def train(
             with disk_errors(state.folder):
                 trainer.save(state.trainer)
             saved = time.monotonic()
-        on_step(step, total, loss, trainer.run_tokens)
+        on_step(step, total, loss, trainer.tokens_so_far)
 
     result = trainer.train(sequences, budget, stepped)
     save_candidate(trainer.head, state, verifier, dtype)
@@ -187,7 +182,9 @@ def trained_already(
     """The candidate, if an earlier process finished its training."""
     if not state.trained.is_file() or not state.candidate.is_dir():
         return None
-    return load_head(state.candidate, policy_folder, device), TrainingResult(**json.loads(state.trained.read_text()))
+    return load_eagle3_head(state.candidate, policy_folder, device), TrainingResult(
+        **json.loads(state.trained.read_text())
+    )
 
 
 def conclude(

@@ -10,9 +10,10 @@ import torch
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
-from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, newest_sequences
+from nemo_specrollout.training.features.feature_index import FeatureSource
+from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.rollout_files import tokenizer_hash
-from nemo_specrollout.training.head.head import DraftHead, load_head, save_head
+from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.training.refresh.head_card import write_card
 from nemo_specrollout.training.refresh.head_in_service import HeadInService, RefreshData
@@ -45,7 +46,7 @@ class OnlineRefresh:
         assert block.draft_refresh is not None
         self._policy_folder, self._folder = policy_folder, folder
         published = folder.published()
-        head = load_head(configured_head if published is None else published.folder, policy_folder, device)
+        head = load_eagle3_head(configured_head if published is None else published.folder, policy_folder, device)
         self._service = HeadInService(
             head, block.draft_refresh, num_drafts=block.num_speculative_tokens, temperature=temperature,
             in_background=in_background,
