@@ -21,7 +21,8 @@ from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.engine import RolloutRequest
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.ladder_bench import Stream, batches_up_to, methods_of
-from nemo_specrollout.racing.turns import Progress, Report
+from nemo_specrollout.local.step_rollout import StepPrompts
+from nemo_specrollout.racing.turns import Progress, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, MEMORY_S, Ladder, LadderFile, Rung
 
 BLOCK = "policy.generation.specrollout"
@@ -61,9 +62,9 @@ def test_batch_sizes_go_up_to_what_the_run_has(most: int, batches: list[int]) ->
 def test_a_stream_goes_on_with_what_is_under_way_and_repeats_nothing() -> None:
     stream = Stream(2, ((i, RolloutRequest([1], i, 0)) for i in itertools.count()))
     assert [name for name, _ in stream.fill()] == [0, 1] and stream.fill() == []
-    stream.take(Report(Progress.of({0: ([7, 8], [0.0, 0.0]), 1: ([9], [0.0])}), {1: "stop"}))
+    stream.take(TurnResult(Progress.of({0: ([7, 8], [0.0, 0.0]), 1: ([9], [0.0])}), {1: "stop"}))
     assert list(stream.under_way) == [0] and stream.under_way[0].prefix_token_ids == (7, 8)
-    stream.take(Report(Progress.of({0: ([6], [0.0])})))
+    stream.take(TurnResult(Progress.of({0: ([6], [0.0])})))
     assert stream.under_way[0].prefix_token_ids == (7, 8, 6) and [name for name, _ in stream.fill()] == [2]
 
 
@@ -153,7 +154,8 @@ def test_a_run_starts_from_what_was_measured(tmp_path: Path, capsys: pytest.Capt
         assert np.allclose(rung.weights_s, (0.2, 0.4), rtol=0.5)
     path.write_text(replace(file, rungs=tuple(map(marked, file.rungs))).to_json())
     racing = [f"{BLOCK}.fastest_of_n={{ladder: {path}, methods: [[ngram], []]}}", "cluster.rollout_workers=2"]
-    fleet = RolloutFleet(read_run_config(load_config(QUICKSTART, [*small, *racing]))[0])
+    config, _ = read_run_config(load_config(QUICKSTART, [*small, *racing]))
+    fleet = RolloutFleet(config, lambda step: StepPrompts([], []))
     try:
         begun = fleet.ladder_file()
         fleet.measure([RolloutRequest([1, 30, 31, 32], i, 0) for i in range(4)], lambda done: None)

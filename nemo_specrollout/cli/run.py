@@ -141,7 +141,7 @@ def _complete_report(path: Path, num_steps: int, progress: "Progress") -> None:
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
     """Starts engine and policy; nothing is written before they stand. Raises ConfigError for what they refuse."""
-    from nemo_specrollout.local.async_runner import build_runner
+    from nemo_specrollout.local.runner import GrpoRunner
 
     if prepared.ignored:
         progress.warn(f"keys without effect: {', '.join(prepared.ignored)}")
@@ -150,7 +150,7 @@ def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") 
     if directory.next_step:
         progress.console.print(f"resuming {directory.path} at step {directory.next_step}", markup=False, soft_wrap=True)
     try:
-        return build_runner(prepared.config, directory, progress)
+        return GrpoRunner(prepared.config, directory, progress)
     except ConfigError:
         raise
     except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh in a local run: the head learns between two steps, in the trainer's process, when that pays."""
+"""Online refresh of the draft head in a local run: between two steps, in the trainer's process, when it pays."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +10,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.local.fleet import RolloutFleet
+from nemo_specrollout.local.rollout_source import RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
@@ -22,15 +21,15 @@ from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
 
 class LocalRefresher:
-    """Owns the features of the run and the online refresh; loads published heads into the engine.
+    """Owns the captured features of the run and the online refresh. Loads published heads into the engines.
 
-    Everything is in `heads/` of the run directory (`HeadFolder`): a resumed run goes on with the head that it names.
+    All files are in `heads/` of the run directory (`HeadFolder`). A resumed run goes on with the published head.
     """
 
-    def __init__(self, config: RunConfig, engine: RolloutEngine | RolloutFleet, run: Path) -> None:
+    def __init__(self, config: RunConfig, source: RolloutSource, run: Path) -> None:
         block = config.policy.generation.specrollout
         assert block.draft_refresh is not None and block.head is not None
-        self._engine, self._num_drafts = engine, block.num_speculative_tokens
+        self._source, self._num_drafts = source, block.num_speculative_tokens
         self._num_steps = config.grpo.max_num_steps
         self._folder = HeadFolder(run / "heads")
         self._online = OnlineRefresh(
@@ -42,7 +41,7 @@ class LocalRefresher:
         )
         published = self._folder.published()
         if published is not None:
-            engine.load_head(published.folder)
+            source.load_head(published.folder)
         refresh = block.draft_refresh
         self._records = refresh.trigger == "never"
         self._store = FeatureStore(
@@ -53,35 +52,37 @@ class LocalRefresher:
         self._head_version = 0 if published is None else published.policy_version or 0
 
     def policy_moves(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Called before the policy of `version` is trained on: its LM head is the teacher of what was just captured. A run
-        that trains no head keeps the LM heads of all its policies, for a replay (`benchmarks/heads/drift.py`)."""
+        """Keeps the policy's LM head, the teacher of the features just captured. Call it before the policy is trained.
+
+        With trigger `never`, the LM heads of all policies are written for a replay (`benchmarks/heads/drift.py`).
+        """
         self._policy_tensors = {name: t for name, t in tensors if name in (EMBEDDING, LM_HEAD)}
         if self._records:
             write_atomically(self._folder.teacher(version), safetensors_bytes(self._policy_tensors))
 
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
-        """Stores what was captured, and refreshes if the trigger says so; what happened, for `metrics.jsonl`."""
-        self._store.keep(self._engine.take_features())
+        """Stores the captured features and refreshes the head if the trigger says so; returns the metric `draft_refresh`."""
+        self._store.keep(self._source.take_features())
         figures = {"head_age": step - self._head_version, "capture_s": self._take_capture_s()}
-        if not stats.num_request_steps:  # at the end of an asynchronous run
+        if not stats.num_request_steps:  # the end of an asynchronous run
             return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
         decision = self._online.decide(self._facts(step, stats, step_s))
         if not decision.refresh:
             return {**RefreshRecord(decision.reason, decision.gain_s).known(), **figures}
         record = self._online.refresh(decision, step, [self._store], step + 1, self._policy_tensors)
         if record.published:
-            self._engine.load_head(self._folder.candidate(step, True), record.expected_length, self._num_drafts)
+            self._source.load_head(self._folder.candidate(step, True), record.expected_length, self._num_drafts)
             self._head_version = step + 1
             self._folder.forget_old(step + 1)
         return {**record.known(), **figures}
 
     def close(self) -> None:
-        """Lets another process use the features."""
+        """Releases the feature store for other processes."""
         self._store.close()
 
     def _take_capture_s(self) -> float:
-        """Seconds of the engine's time that capturing took since last asked."""
-        before, self._captured_s = self._captured_s, self._engine.capture_seconds()
+        """Returns the engine seconds that capturing took since the last call."""
+        before, self._captured_s = self._captured_s, self._source.capture_seconds()
         return self._captured_s - before
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:

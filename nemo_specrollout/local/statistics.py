@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a rollout and the engine's report to the figures that a user reads. Raw counts in, ratios last."""
+"""Statistics of rollouts, from the engine stats (`RolloutEngine.report`) at their begin and end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,27 +12,36 @@ from nemo_specrollout.generation.totals import totals_of
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
 
+EngineStats = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """A measured rollout. `plain_estimate_s` is None where the engine learned no step times, `head_is_dormant` where it has no
-    drafter with weights, `draft_supply` where none is on another worker, `tail` where there is one worker. `host_s` is our own
-    time on the host within steps."""
+    """A measured rollout."""
 
     seconds: float
     num_tokens: int
     num_target_steps: int
     num_request_steps: int
+    """Requests, summed over the target steps."""
     plain_estimate_s: float | None
+    """Estimated seconds without speculation; None if the engine learned no step times."""
     host_s: float
+    """Seconds of our own code on the host, within steps."""
     num_draft_tokens: int
     num_steps_with_drafts: int
     proposed: dict[str, list[int]]
+    """Verified draft tokens by drafter and position."""
     accepted: dict[str, list[int]]
+    """Accepted draft tokens by drafter and position."""
     trace: dict[str, Any]
+    """Line of `trace.jsonl`."""
     head_is_dormant: bool | None = None
-    draft_supply: dict[str, Any] | None = None
+    """None without a drafter with weights."""
+    drafter_stats: dict[str, Any] | None = None
+    """Metrics of remote drafters; None without any."""
     tail: dict[str, Any] | None = None
+    """Metrics of moves and races; None with one engine."""
 
     @property
     def acceptance_length(self) -> float:
@@ -41,31 +50,50 @@ class RolloutStats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """None too where no engine took a step."""
+        """Estimated seconds without speculation over the rollout's seconds; None if unknown."""
         return self.plain_estimate_s / self.seconds if self.plain_estimate_s is not None and self.seconds else None
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the rollout's part of a line of `metrics.jsonl`."""
+        optional = {
+            "head_dormant": None if self.head_is_dormant is None else int(self.head_is_dormant),
+            "draft_supply": self.drafter_stats,
+            "tail": self.tail,
+        }
+        return {
+            "num_tokens": self.num_tokens,
+            "rollout_s": self.seconds,
+            "plain_estimate_s": self.plain_estimate_s,
+            "rollout_speedup": self.speedup_estimate,
+            "target_steps": self.num_target_steps,
+            "request_steps": self.num_request_steps,
+            "acceptance_length": self.acceptance_length,
+            "acceptance": {n: {"proposed": self.proposed[n], "accepted": self.accepted[n]} for n in self.proposed},
+            "num_draft_tokens": self.num_draft_tokens,
+            "share_of_steps_with_drafts": self.num_steps_with_drafts / max(self.num_target_steps, 1),
+            "host_share": self.host_s / self.seconds if self.seconds else 0.0,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
 
 
 def stock_stats(rollouts: Sequence[Rollout], seconds: float, num_target_steps: int) -> RolloutStats:
-    """Figures of an engine without our worker, which reports nothing and drafts nothing."""
+    """Returns the statistics of an engine without our worker, which has no stats and drafts nothing."""
     tokens = sum(len(r.token_ids) for r in rollouts)
     return RolloutStats(seconds, tokens, num_target_steps, tokens, None, 0.0, 0, 0, {}, {}, {"columns": [], "rows": []})
 
 
 def rollout_stats(
-    before: dict[str, Any], after: dict[str, Any], rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
+    before: EngineStats, after: EngineStats, rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
 ) -> RolloutStats:
-    """Figures of what happened between two reports of an engine, which generated `rollouts` in `seconds`."""
+    """Returns the statistics of an engine that generated `rollouts` in `seconds` between two of its stats."""
     columns = {name: i for i, name in enumerate(after["trace"]["columns"])}
     steps = np.array(after["trace"]["rows"], float).reshape(-1, len(columns))
     num_requests, num_rows = steps[:, columns["num_requests"]], steps[:, columns["num_rows"]]
     decode_s = float((steps[:, columns["seconds"]] * steps[:, columns["is_decode"]]).sum())
-    table = after.get("plain_step_s")
-    lengths = [len(r.token_ids) for r in rollouts]
-    estimate = (
-        None
-        if table is None or not lengths
-        else plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
-    )
+    table, lengths = after.get("plain_step_s"), [len(r.token_ids) for r in rollouts]
+    estimate = None
+    if table is not None and lengths:
+        estimate = plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(lengths),
@@ -79,90 +107,93 @@ def rollout_stats(
         accepted=_difference(before, after, "accepted"),
         trace=after["trace"],
         head_is_dormant=after.get("head_is_dormant"),
-        draft_supply=_drafter_stats(before, after),
+        drafter_stats=_drafter_stats(before, after),
     )
 
 
 def fleet_stats(
-    before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], rollouts: Sequence[Rollout],
-    shards: np.ndarray, seconds: float, max_num_seqs: int,
-) -> RolloutStats:  # fmt: skip
-    """Figures of several engines side by side, by worker: sums, but of seconds, which are the rollout's.
+    before: Mapping[int, EngineStats],
+    after: Mapping[int, EngineStats],
+    rollouts: Sequence[Rollout],
+    shards: np.ndarray,
+    seconds: float,
+    max_num_seqs: int,
+) -> RolloutStats:
+    """Returns the statistics of several engines side by side, from their stats by engine.
 
-    The plain estimate is that of requests dealt out as `shards` says, worker of each, who stay where they are: the last of
-    the workers to end tells. `host_s` is the workers' mean. Of the trace every worker's is there.
+    Counts are sums, `host_s` is the engines' mean, and the trace has one part for each engine. The plain estimate is for
+    requests that stay where `shards` (the engine of each request) deals them: it is the estimate of the last engine to end.
     """
-    parts = {w: _worker_stats(before[w], after[w], [rollouts[i] for i in np.flatnonzero(shards == w)], max_num_seqs)
-             for w in after}  # fmt: skip
-    estimates = [p.plain_estimate_s for p in parts.values() if p.plain_estimate_s is not None]
-    remote = [p.draft_supply for p in parts.values() if p.draft_supply is not None]
+    parts = {}
+    for engine, now in after.items():
+        at = now["trace"]["columns"].index("seconds")
+        busy_s = sum(row[at] for row in now["trace"]["rows"])
+        shard = [rollouts[i] for i in np.flatnonzero(shards == engine)]
+        parts[engine] = rollout_stats(before[engine], now, shard, busy_s, max_num_seqs)
+    of_all = list(parts.values())
+    estimates = [p.plain_estimate_s for p in of_all if p.plain_estimate_s is not None]
+    dormant = [p.head_is_dormant for p in of_all]
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(len(r.token_ids) for r in rollouts),
-        num_target_steps=sum(p.num_target_steps for p in parts.values()),
-        num_request_steps=sum(p.num_request_steps for p in parts.values()),
-        plain_estimate_s=max(estimates) if len(estimates) == len(parts) and parts else None,
-        host_s=sum(p.host_s for p in parts.values()) / max(len(parts), 1),
-        num_draft_tokens=sum(p.num_draft_tokens for p in parts.values()),
-        num_steps_with_drafts=sum(p.num_steps_with_drafts for p in parts.values()),
-        proposed=_added([p.proposed for p in parts.values()]),
-        accepted=_added([p.accepted for p in parts.values()]),
-        trace={"columns": [], "rows": [], "workers": [{"worker": w, **p.trace} for w, p in parts.items()]},
-        head_is_dormant=None if any(p.head_is_dormant is None for p in parts.values()) else all(
-            p.head_is_dormant for p in parts.values()
-        ),
-        draft_supply=remote[0] if remote else None,
-    )  # fmt: skip
+        num_target_steps=sum(p.num_target_steps for p in of_all),
+        num_request_steps=sum(p.num_request_steps for p in of_all),
+        plain_estimate_s=max(estimates) if len(estimates) == len(of_all) and of_all else None,
+        host_s=sum(p.host_s for p in of_all) / max(len(of_all), 1),
+        num_draft_tokens=sum(p.num_draft_tokens for p in of_all),
+        num_steps_with_drafts=sum(p.num_steps_with_drafts for p in of_all),
+        proposed=_sum_counts([p.proposed for p in of_all]),
+        accepted=_sum_counts([p.accepted for p in of_all]),
+        trace={"columns": [], "rows": [], "workers": [{"worker": e, **p.trace} for e, p in parts.items()]},
+        head_is_dormant=None if None in dormant else all(dormant),
+        drafter_stats=next((p.drafter_stats for p in of_all if p.drafter_stats is not None), None),
+    )
 
 
-def work_stats(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]], max_num_seqs: int) -> RolloutStats:
-    """Figures of engines side by side whose rollouts overlap: of the steps between the reports, whichever requests they were
-    for. `seconds` are those of the steps, and the estimate is what their tokens would have taken one a step; both means over
-    workers."""
+def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
+    """Returns the statistics of engines whose rollouts overlap: of their steps, whichever requests they were for.
+
+    `seconds` are those of the steps; the estimate is the time of their tokens at one a step. Both are means over engines.
+    """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
-    tables = {w: r.get("plain_step_s") for w, r in after.items()}
-    totals = [totals_of(r["trace"], None if tables[w] is None else np.array(tables[w])) for w, r in after.items()]
+    tables = [now.get("plain_step_s") for now in after.values()]
+    totals = [
+        totals_of(now["trace"], None if table is None else np.array(table))
+        for now, table in zip(after.values(), tables, strict=True)
+    ]
     busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
     plain_s = sum(t.plain_s + t.decode_s - t.estimated_s + t.other_s for t in totals) / max(len(totals), 1)
-    is_known = totals and all(table is not None for table in tables.values())
+    is_known = totals and all(table is not None for table in tables)
     num_tokens = stats.num_request_steps + sum(map(sum, stats.accepted.values()))
     return replace(stats, num_tokens=num_tokens, seconds=busy_s, plain_estimate_s=plain_s if is_known else None)
 
 
-def _worker_stats(
-    before: dict[str, Any], after: dict[str, Any], shard: Sequence[Rollout], max_num_seqs: int
-) -> RolloutStats:
-    """Of one engine, in the seconds in which it worked."""
-    at = after["trace"]["columns"].index("seconds")
-    return rollout_stats(before, after, shard, sum(row[at] for row in after["trace"]["rows"]), max_num_seqs)
-
-
-def _added(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
-    """Sums by name and position."""
-    names = dict.fromkeys(name for c in counts for name in c)
-    return {n: np.sum([c[n] for c in counts if n in c], 0).tolist() for n in names}
-
-
-def _drafter_stats(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    if "draft_supply" not in after:
-        return None
-    then, now = (DrafterStats(**report["draft_supply"]) for report in (before, after))
-    return now.since(then).figures()
-
-
-def _difference(before: dict[str, Any], after: dict[str, Any], key: str) -> dict[str, list[int]]:
-    names = after.get("drafters", [])
-    return {n: np.subtract(after[key][i], before[key][i]).tolist() for i, n in enumerate(names)}
-
-
-def draft_counts(before: dict[str, Any], after: dict[str, Any]) -> tuple[int, int]:
-    """Draft tokens that an engine verified between two of its reports, and those of them that were accepted."""
+def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
+    """Returns the numbers of verified and of accepted draft tokens between two stats of an engine."""
     proposed, accepted = (_difference(before, after, key) for key in ("proposed", "accepted"))
     return sum(map(sum, proposed.values())), sum(map(sum, accepted.values()))
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:
-    """Tokens equal at their position, and the total, which counts the longer of two responses."""
+    """Returns the number of tokens that are equal at their position, and the total by the longer of two responses."""
     pairs = [(a.token_ids, b.token_ids) for a, b in zip(rollouts, others, strict=True)]
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     return equal, sum(max(len(a), len(b)) for a, b in pairs)
+
+
+def _difference(before: EngineStats, after: EngineStats, key: str) -> dict[str, list[int]]:
+    """Returns counts by drafter and position."""
+    names = after.get("drafters", [])
+    return {n: np.subtract(after[key][i], before[key][i]).tolist() for i, n in enumerate(names)}
+
+
+def _sum_counts(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
+    names = dict.fromkeys(name for c in counts for name in c)
+    return {n: np.sum([c[n] for c in counts if n in c], 0).tolist() for n in names}
+
+
+def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | None:
+    if "draft_supply" not in after:
+        return None
+    then, now = (DrafterStats(**stats["draft_supply"]) for stats in (before, after))
+    return now.since(then).figures()

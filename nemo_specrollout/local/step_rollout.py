@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step's rollout: prompts, responses, what it took, and the proof that speculation changed nothing."""
+"""One step's rollout: its prompts, its responses, what they took, and the check that speculation changed no token."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_specrollout.config.run_config import RunConfig, check_prompt
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from nemo_specrollout.local.tasks import Problem, Task
 
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """The problems of a step and the requests for them, `num_generations_per_prompt` in a row for each problem."""
+    """The problems of a step and the requests for them, one problem for each request."""
 
     problems: list[Problem]
     requests: list[RolloutRequest]
@@ -25,33 +24,36 @@ class StepPrompts:
 
 @dataclass(frozen=True)
 class StepRollout:
-    """What a step generated, with raw counts."""
+    """The responses of a step, in the order of its requests, with raw counts."""
 
     prompts: StepPrompts
     rollouts: list[Rollout]
     stats: RolloutStats
-    tokens_checked: int
-    tokens_equal: int
-    verify_s: float
     sample_stats: list[dict[str, Any] | None]
-    """What is written on each sample (`generation/sample_stats.py`)."""
+    """Facts on each sample for `samples.jsonl` (`generation/sample_stats.py`)."""
+    tokens_checked: int = 0
+    """Tokens that were decoded again without speculation."""
+    tokens_equal: int = 0
+    """Checked tokens that came out the same."""
+    verify_s: float = 0.0
+    """Seconds of the check."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """More of the step's metrics."""
+    """Further metrics of the step."""
     num_older_B: list[int] | None = None
-    """Of each response the tokens that older policies than the step's made; None where there are none."""
+    """Tokens of each response that were made by policies older than the step's; None where there are none."""
     timeline: dict[str, Any] | None = None
-    """Who worked on which request when (`racing/timeline.py`), where there are several workers."""
+    """Line of `timeline.jsonl`; None where there is one engine."""
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer of a Hugging Face folder, without its hub."""
+    """Returns the tokenizer in a Hugging Face folder."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(str(model))
 
 
 def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
-    """The prompts of `step`: a function of the run's seed and the step alone. The policy's version is the step."""
+    """Returns the prompts of a step, which depend on the run's seed and the step only. The policy's version is the step."""
     grpo = config.grpo
     first = step * grpo.num_prompts_per_step
     problems = task.problems(grpo.seed, grpo.num_prompts_per_step, first)
@@ -65,30 +67,30 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
     return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)
 
 
-def roll_out(
-    engine: RolloutEngine | RolloutFleet, prompts: StepPrompts, config: RunConfig, on_finished: Callable[[int], None]
-) -> StepRollout:
-    """Generates the responses of a step, then decodes some of them again without speculation and compares."""
-    timeline = None
-    if isinstance(engine, RolloutFleet):
-        rollouts, stats, timeline = engine.measure(prompts.requests, on_finished)
-    else:
-        measured = MeasuredRollout(engine, prompts.requests, on_finished)
-        measured.advance()
-        rollouts, stats = measured.result()
-    sample_stats = engine.take_sample_stats(prompts.requests)
+class Generates(Protocol):
+    """An engine or a fleet that answers requests."""
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]: ...
+
+
+def check_tokens(rollout: StepRollout, engine: Generates, config: RunConfig) -> StepRollout:
+    """Decodes some requests again without speculation; returns the rollout with the counts of equal tokens."""
     started = time.perf_counter()
-    block = config.policy.generation.specrollout
-    chosen = _spread(len(prompts.requests), block.verify.requests_per_step if block.enabled else 0)
-    again = decode_plainly(engine, [prompts.requests[i] for i in chosen]) if chosen else []
-    equal, total = count_equal([rollouts[i] for i in chosen], again)
-    return StepRollout(
-        prompts, rollouts, stats, total, equal, time.perf_counter() - started, sample_stats, timeline=timeline
-    )
+    block, requests = config.policy.generation.specrollout, rollout.prompts.requests
+    chosen = _spread(len(requests), block.verify.requests_per_step if block.enabled else 0)
+    again = engine.generate([replace(requests[i], speculate=False) for i in chosen]) if chosen else []
+    equal, total = count_equal([rollout.rollouts[i] for i in chosen], again)
+    return replace(rollout, tokens_checked=total, tokens_equal=equal, verify_s=time.perf_counter() - started)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """Returns `count` indices, or all, spread evenly over range(total)."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
 
 
 class MeasuredRollout:
-    """A rollout and the clock that runs while it is advanced; between turns the clock stands still."""
+    """A rollout by one engine with a clock, which runs while the rollout is advanced and stands still in between."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class MeasuredRollout:
         at_a_time: int | None = None,
     ) -> None:
         self._engine = engine
-        self._report, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
+        self._before, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
         self._turn_since: float | None = None
         started = time.perf_counter()
         self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
@@ -111,16 +113,16 @@ class MeasuredRollout:
 
     @property
     def seconds(self) -> float:
-        """On the clock so far, amid a turn too."""
+        """Seconds on the clock."""
         return self._seconds + (0.0 if self._turn_since is None else time.perf_counter() - self._turn_since)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the responses so far. Takes a while: not for every step."""
+        """Number of tokens of the responses so far. Slow: do not ask at every step."""
         return self._generation.num_tokens
 
     def advance(self, seconds: float = math.inf) -> None:
-        """A turn of about `seconds`; the last lasts until all is done."""
+        """Goes on for about `seconds`, or until all is done."""
         self._engine.stood_still(time.perf_counter() - self._rested_since)
         self._turn_since = time.perf_counter()
         self._generation.advance(seconds)
@@ -129,21 +131,10 @@ class MeasuredRollout:
         self._turn_since = None
 
     def result(self) -> tuple[list[Rollout], RolloutStats]:
-        """The responses, and what they took."""
+        """Returns the responses and their statistics."""
         rollouts = self._generation.rollouts
-        if self._report is None:
+        if self._before is None:
             return rollouts, stock_stats(rollouts, self._seconds, self._engine.num_steps - self._num_steps)
-        after = self._engine.report(first_step=self._report["num_steps"])
+        after = self._engine.report(first_step=self._before["num_steps"])
         assert after is not None
-        return rollouts, rollout_stats(self._report, after, rollouts, self._seconds, self._engine.max_num_seqs)
-
-
-def decode_plainly(engine: RolloutEngine | RolloutFleet, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-    """The same requests, with the same noise, one token a step."""
-    return engine.generate([replace(r, speculate=False) for r in requests])
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """`count` indices spread evenly over range(total)."""
-    count = min(count, total)
-    return [i * total // count for i in range(count)]
+        return rollouts, rollout_stats(self._before, after, rollouts, self._seconds, self._engine.max_num_seqs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous GRPO's other half: a thread that keeps workers generating for steps to come, and what it has ready.
+"""The trajectory collector of asynchronous GRPO: a thread that keeps the engines generating for coming steps.
 
-After NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils): a target is the training step that a
-batch is meant for; it is begun as soon as the policy of the day is at most `max_trajectory_age_steps` older, and no sooner.
+After NeMo-RL's trajectory collector and replay buffer (nemo_rl/algorithms/async_utils). A target is the training step that a
+batch is for. A target is begun as soon as the current policy is at most `max_trajectory_age_steps` steps older than it.
 """
 
 import queue
@@ -21,25 +21,26 @@ from nemo_specrollout.racing.timeline import Timeline
 
 T = TypeVar("T")
 
-# How often a thread with nothing to do looks whether somebody wants something, and one that waits whether the other lives.
 _LOOK_S = 0.05
+"""Seconds between two looks of a waiting trainer. The idle collector looks ten times as often."""
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """All responses for a target. `first_version` is that of the policy when it was begun, the oldest that made a token of it;
-    `seconds` it took."""
+    """All responses for a target."""
 
     target: int
     prompts: StepPrompts
     responses: list[Response]
     timeline: Timeline
     first_version: int
+    """Version of the policy when the target was begun: the oldest that made a token of it."""
     seconds: float
+    """Seconds from the begin of the target to its last response."""
 
     @property
     def age(self) -> int:
-        """Training steps between the oldest policy that made any of it and the one that it is for."""
+        """Training steps between the oldest policy that made a token of it and the policy that trains on it."""
         return self.target - self.first_version
 
 
@@ -55,12 +56,13 @@ class _Target:
 
 
 class TrajectoryCollector(Generic[T]):
-    """Generates for targets while the trainer trains. Owns the thread that alone touches the coordinator and its workers.
+    """Generates for targets while the trainer trains. Owns the thread that alone uses the coordinator and its engines.
 
-    What `on_ready` makes of trajectories, in that thread and as soon as they are there, is what the trainer takes.
+    The thread passes trajectories to `on_ready` as soon as they are complete; the trainer takes the result.
 
-    States: collecting, then closed, or failed: then each call raises the error. Invariant: of what is begun by a
-    policy of version v no target is beyond v + max_trajectory_age_steps.
+    States: collecting, then closed or failed. After a failure every call raises its error.
+
+    Invariant: a policy of version v begins no target beyond v + max_trajectory_age_steps.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class TrajectoryCollector(Generic[T]):
         self._closed = threading.Event()
         self._failure: BaseException | None = None
         self.idle_s = 0.0
-        """Seconds in which no request was under way, for want of a target that may be begun."""
+        """Seconds without a request under way, because no target could be begun."""
         self._thread = threading.Thread(target=self._collect, daemon=True)
         self._thread.start()
 
     def take(self, target: int, on_finished: Callable[[int], None] = lambda done: None) -> T:
-        """What became of the trajectories for a target, once they are there; meanwhile `on_finished` hears how many are."""
+        """Returns the result of `on_ready` for a target; waits for it. `on_finished` gets the number of finished responses."""
         with self._changed:
             while target not in self._ready:
                 self._raise_failure()
@@ -98,12 +100,15 @@ class TrajectoryCollector(Generic[T]):
     def update_weights(
         self, tensors: Iterable[tuple[str, Any]], version: int, before: Callable[[], None] = lambda: None
     ) -> None:
-        """The policy of `version` generates from now on; returns when it does. Amid requests, or when all that are under way
-        have ended, as `in_flight_weight_updates` says; right after `before`."""
+        """Gives the engines the weights of `version`; returns when they have them.
+
+        With `in_flight_weight_updates` this happens while requests are under way, otherwise after they have ended. The
+        thread calls `before` just before.
+        """
         self.call(lambda: self._update_weights(tensors, version, before))
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, done between two rounds by the thread that the workers belong to."""
+        """Does `work` in the collector's thread, between two rounds, and returns its result."""
         future: Future[Any] = Future()
         self._calls.put((work, future))
         while not future.done():
@@ -112,7 +117,7 @@ class TrajectoryCollector(Generic[T]):
         return future.result()
 
     def close(self) -> None:
-        """Ends the thread; what is under way is abandoned."""
+        """Ends the thread and abandons the requests under way."""
         self._closed.set()
         self._thread.join()
 
@@ -169,7 +174,7 @@ class TrajectoryCollector(Generic[T]):
         self._coordinator.load_weights(tensors, version)
         self._version = version
 
-    # Elsewhere
+    # In the trainer's thread
 
     def _num_done(self, target: int) -> int:
         under_way = self._under_way.get(target)

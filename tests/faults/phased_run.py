@@ -12,7 +12,6 @@ from typing import Any
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.local import results
-from nemo_specrollout.local.async_runner import AsyncGrpoRunner
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.runner import GrpoRunner
 
@@ -42,12 +41,10 @@ def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) ->
         waits(GrpoRunner, "_load_policy", 0)
     elif phase == "rollout":
         waits(GrpoRunner, "roll_out", step)
-        waits(AsyncGrpoRunner, "roll_out", step)
     elif phase == "training":
         waits(MegatronPolicy, "train_step", step)
     elif phase == "refit":
         waits(GrpoRunner, "refit", step)
-        waits(AsyncGrpoRunner, "refit", step)
     elif phase == "checkpoint":
         waits(sys.modules["nemo_specrollout.local.policy"], "_save", step)
     elif phase == "report":
