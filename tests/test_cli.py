@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: a user's mistake is one sentence and exit code 2, nothing is written, nothing heavy is loaded."""
+"""The command line: a user's mistake is one sentence and exit code 2; nothing is written, no heavy package is loaded."""
 
 import contextlib
 import json
@@ -34,14 +34,14 @@ HEAD = STEP_ADDER.parent / "step_adder_eagle3"
 
 @pytest.fixture
 def log_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory that does not exist yet; the quickstart's relative paths are those of the repository."""
+    """Returns a run directory that does not exist yet, and works in the repository, as the quickstart's paths need it."""
     monkeypatch.chdir(ROOT)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def refused(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs a command that must fail; returns its sentence, after checking that it is all that happened."""
+    """Returns a function that runs a command which must fail, checks that it did nothing else, and returns its sentence."""
 
     def refused(command: str, *overrides: str, config: Path = QUICKSTART) -> str:
         before = snapshot(log_dir.parent)
@@ -56,12 +56,12 @@ def refused(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 def snapshot(folder: Path) -> dict[Path, bytes | None]:
-    """Every path below `folder` and, of files, the content."""
+    """Returns every path below `folder`, with the content of files."""
     return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
 def copied_model(folder: Path, name: str, **changes: Any) -> str:
-    """An override that names a copy of the shipped model with `changes` made to its JSON file `name`."""
+    """Returns an override that names a copy of the shipped model with `changes` to its JSON file `name`."""
     shutil.copytree(STEP_ADDER, folder / "model")
     file = folder / "model" / name
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -69,7 +69,7 @@ def copied_model(folder: Path, name: str, **changes: Any) -> str:
 
 
 def write_run(folder: Path, num_steps: int, *overrides: str) -> None:
-    """A run directory as `run` leaves it after `num_steps` steps."""
+    """Writes a run directory as `run` leaves it after `num_steps` steps."""
     (folder / "checkpoints").mkdir(parents=True)
     tree = load_config(QUICKSTART, [f"logger.log_dir={folder}", *overrides])
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -100,13 +100,13 @@ def test_every_command_refuses_an_unknown_key(refused: Refused, command: str) ->
         (f"{DRAFTERS}=[{{type: dflash}}]", "drafters[0].model: missing; name the folder of its weights"),
         (
             f"{DRAFTERS}=[{{type: dspark, model: no/such}}]",
-            "drafters.model: folder no/such does not exist; name that of",
+            "drafters.model: folder no/such does not exist; name a checkpoint",
         ),
         (f"{DRAFTERS}=[{{type: dflash, model: {HEAD}}}]", "it is eagle3; name the checkpoint of a dflash"),
         (f"{DRAFTERS}=[{{type: dspark, model: {STEP_ADDER}}}]", "it is Qwen3ForCausalLM; name the checkpoint"),
     ],
 )
-def test_what_cannot_run_is_refused(refused: Refused, override: str, words: str) -> None:
+def test_a_config_that_cannot_run_is_refused(refused: Refused, override: str, words: str) -> None:
     assert words in refused("run", override)
 
 
@@ -136,7 +136,7 @@ def test_speculation_that_the_model_runner_lacks_is_refused(
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
-def test_an_environment_that_asks_for_the_other_model_runner_is_refused(
+def test_an_environment_with_the_v1_model_runner_is_refused(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -153,7 +153,7 @@ def test_a_tokenizer_of_another_model_is_refused(refused: Refused, tmp_path: Pat
     assert "the model's vocabulary ends at 31; the two do not belong together" in message
 
 
-def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_path: Path) -> None:
+def test_invalid_model_files_are_refused(refused: Refused, tmp_path: Path) -> None:
     model = copied_model(tmp_path, "tokenizer.json", model={"type": "Unigram", "vocab": [["a", 0.0]]})
     assert "tokenizer.json: no tokenizer" in refused("run", model)
     template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}], "pair": []}
@@ -168,14 +168,11 @@ def test_model_files_that_are_not_understood_are_refused(refused: Refused, tmp_p
 @pytest.mark.parametrize(
     ("version", "words"), [("0.34.1", "vLLM 0.34.1 is not supported"), (None, "vLLM is not installed")]
 )
-def test_another_vllm_is_refused(
+def test_a_missing_or_unsupported_vllm_is_refused(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
 ) -> None:
     monkeypatch.setattr("nemo_specrollout.cli.prepare.vllm_version", lambda: version)
     assert words in refused("run")
-
-
-# The run directory: resume or refuse, never overwrite.
 
 
 def test_a_folder_that_is_no_run_is_refused(refused: Refused, log_dir: Path) -> None:
@@ -210,8 +207,8 @@ def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:
     assert "complete (3 steps)" in refused("run", "grpo.max_num_steps=3")
 
 
-def test_results_of_fewer_steps_are_told_from_those_of_all(log_dir: Path) -> None:
-    """A run that was given more steps, and was killed before it could say that they are done."""
+def test_results_of_fewer_steps_do_not_count_as_complete(log_dir: Path) -> None:
+    """A run may be given more steps, and be killed before it has written their results."""
     write_run(log_dir, 3)
     for name in ("report.html", "picture.png"):
         (log_dir / name).touch()
@@ -224,16 +221,13 @@ def test_results_of_fewer_steps_are_told_from_those_of_all(log_dir: Path) -> Non
     assert not results_are_of(log_dir, 3)
 
 
-def test_a_run_without_checkpoints_is_never_begun_anew(refused: Refused, log_dir: Path) -> None:
+def test_a_run_without_checkpoints_is_never_restarted(refused: Refused, log_dir: Path) -> None:
     write_run(log_dir, 2, "checkpointing.enabled=false")
     shutil.rmtree(log_dir / "checkpoints")
     assert "checkpointing.enabled is false" in refused("run", "checkpointing.enabled=false")
 
 
-# What a command prints and loads.
-
-
-def test_check_says_what_would_run(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_what_a_run_would_do(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(QUICKSTART), f"logger.log_dir={log_dir}", "grpo.val_period=5"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["drafters"].startswith("suffix") and "ngram" in lines["drafters"]
@@ -247,7 +241,7 @@ def test_check_says_what_would_run(log_dir: Path, capsys: pytest.CaptureFixture[
     ("block", "words"),
     [("enabled=false", "off: exactly vLLM's own"), ("drafters=[]", "the drafter-invariant sampler alone")],
 )
-def test_check_says_when_nothing_is_speculated(
+def test_check_tells_that_speculation_is_off(
     log_dir: Path, capsys: pytest.CaptureFixture[str], block: str, words: str
 ) -> None:
     assert main(["check", str(QUICKSTART), f"policy.generation.specrollout.{block}"]) == 0
@@ -264,7 +258,7 @@ def test_check_says_when_nothing_is_speculated(
          "synchronous scheduling (vLLM's own n-gram drafts on the host)"),
     ],
 )  # fmt: skip
-def test_check_says_what_will_be_in_force_in_the_engine(
+def test_check_prints_what_is_in_force_in_the_engine(
     log_dir: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], words: str
 ) -> None:
     assert main(["check", str(QUICKSTART), *overrides]) == 0
@@ -272,7 +266,7 @@ def test_check_says_what_will_be_in_force_in_the_engine(
     assert words in line
 
 
-def test_check_and_a_refused_run_load_nothing_heavy(log_dir: Path) -> None:
+def test_check_and_a_refused_run_load_no_heavy_package(log_dir: Path) -> None:
     code = (
         "import sys; from nemo_specrollout.cli.main import main\n"
         f"codes = main(['check', {str(QUICKSTART)!r}]), main(['run', {str(QUICKSTART)!r}, 'grpo.seed=x'])\n"
@@ -285,7 +279,7 @@ def test_check_and_a_refused_run_load_nothing_heavy(log_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"], ["check", "--help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 0
@@ -293,7 +287,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["train", "x.yaml"], ["run"], ["check", "--fast", "x.yaml"]])
-def test_a_command_that_does_not_exist_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_commands_and_flags_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -301,16 +295,16 @@ def test_a_command_that_does_not_exist_is_refused(arguments: list[str], capsys: 
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_an_interrupt_that_was_swallowed_is_raised_again(number: signal.Signals, kind: type[BaseException]) -> None:
+def test_a_swallowed_interrupt_is_raised_again(number: signal.Signals, kind: type[BaseException]) -> None:
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.check()
-        with contextlib.suppress(KeyboardInterrupt):  # as a finalizer would
+        with contextlib.suppress(KeyboardInterrupt):  # as in a finalizer
             signal.raise_signal(number)
         with pytest.raises(kind):
             interrupts.check()
         interrupts.shield()
-        signal.raise_signal(number)  # what was done is being written: it is not interrupted
+        signal.raise_signal(number)  # the shield is up while results are written
     assert signal.getsignal(number) is before
 
 
@@ -319,7 +313,7 @@ def test_an_interrupt_that_was_swallowed_is_raised_again(number: signal.Signals,
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (Terminated(), 143, "terminated by SIGTERM"),
-        (SystemExit(15), 143, "terminated by SIGTERM"),  # what Ray's handler raises
+        (SystemExit(15), 143, "terminated by SIGTERM"),  # Ray's own handler raises this
         (
             OSError(28, "No space left on device", "/a/file"),
             1,
@@ -333,7 +327,7 @@ def test_an_interrupt_that_was_swallowed_is_raised_again(number: signal.Signals,
         (ConfigError("a.b: c\n\x1b[31m; fix"), 2, "a.b: c \\x1b[31m; fix"),
     ],
 )
-def test_every_end_has_its_exit_code_and_a_sentence(
+def test_every_error_has_its_exit_code_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, words: str
 ) -> None:
     def ends(_: object) -> int:
@@ -346,7 +340,7 @@ def test_every_end_has_its_exit_code_and_a_sentence(
 
 
 @pytest.mark.parametrize(("known", "expected"), [(None, "2"), ("5", "5")])
-def test_threads_are_the_config_s_unless_the_environment_says_otherwise(
+def test_the_environment_overrides_the_config_s_threads(
     known: str | None, expected: str, log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", known or "")
@@ -357,7 +351,7 @@ def test_threads_are_the_config_s_unless_the_environment_says_otherwise(
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_command_whose_reader_has_ended_says_nothing(reads: bool) -> None:
+def test_a_command_without_a_reader_ends_silently(reads: bool) -> None:
     read, write = os.pipe()
     if not reads:
         os.close(read)

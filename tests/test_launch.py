@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout launch`: what it writes, submits and refuses; its jobs run against stand-ins for Slurm's commands.
+"""`nemo-specrollout launch`: its files, submissions and refusals. Its jobs run with stubs of Slurm's commands.
 
-With NEMO_RL_SRC, a NeMo-RL checkout, the jobs also run NeMo-RL's real `ray.sub`, every line of it, on stubs of srun and
-ray. Nothing here has met a Slurm cluster.
+With NEMO_RL_SRC, a NeMo-RL checkout, the jobs also run NeMo-RL's real `ray.sub` with stubs of srun and ray. No test uses a
+real Slurm cluster.
 """
 
 import importlib
@@ -12,15 +12,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
 
-from nemo_specrollout.cli.launch import add_arguments, launch
+from nemo_specrollout.cli.commands import parse
 from nemo_specrollout.cli.slurm_script import SHARED_ENVIRONMENTS
 from nemo_specrollout.cli.slurm_settings import VARIABLES, seconds
 from nemo_specrollout.config.strict import ConfigError
@@ -51,19 +49,14 @@ bash -c "$SETUP_COMMAND"
 cd "$SLURM_SUBMIT_DIR" && bash -c "$COMMAND"
 """
 
-Launch = Callable[..., int]
-
 
 class Cluster:
-    """A folder with a NeMo-RL, a cluster file and a config, and what the stubs recorded."""
+    """A folder with a NeMo-RL checkout, a cluster file, a config, and the records of the stubs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.record = folder, folder / "runs" / "first", folder / "record"
-        self.nemo_rl, self.config, self.file = (
-            folder / "RL",
-            folder / "my configs" / "grpo.yaml",
-            folder / "cluster.yaml",
-        )
+        self.nemo_rl, self.config = folder / "RL", folder / "my configs" / "grpo.yaml"
+        self.file = folder / "cluster.yaml"
         for made in (self.record, self.config.parent, self.nemo_rl / "examples" / "configs"):
             made.mkdir(parents=True)
         self.config.write_text(CONFIG)
@@ -74,24 +67,19 @@ class Cluster:
         )
 
     def set(self, **values: object) -> None:
-        """Writes values into the cluster file; None takes one out."""
+        """Writes values into the cluster file; None removes one."""
         old = yaml.safe_load(self.file.read_text()) if self.file.exists() else {}
         new = {name: value for name, value in {**old, **values}.items() if value is not None}
         self.file.write_text(yaml.safe_dump(new))
 
     def launch(self, *arguments: str, nodes: int = 2) -> int:
-        """The command as `main` calls it."""
-        parser = ArgumentParser(allow_abbrev=False)
-        parser.add_argument("config", type=Path)
-        parser.add_argument("overrides", nargs="*")
-        add_arguments(parser)
-        command = [str(self.config), f"--nodes={nodes}", f"--run-dir={self.run}", f"--cluster={self.file}"]
-        parsed, rest = parser.parse_known_args([*command, *arguments])
-        parsed.overrides += rest
-        return launch(parsed)
+        """Runs the command as `main` does, but lets errors through; returns the exit code."""
+        flags = [f"--nodes={nodes}", f"--run-dir={self.run}", f"--cluster={self.file}"]
+        command, parsed = parse(["launch", str(self.config), *flags, *arguments])
+        return command.run(parsed)
 
     def refused(self, *arguments: str, nodes: int = 2) -> str:
-        """The sentence of a launch that must fail, after checking that nothing was written."""
+        """Runs a launch that must fail, checks that it wrote nothing, and returns its sentence."""
         before = snapshot(self.folder)
         with pytest.raises(ConfigError) as refusal:
             self.launch(*arguments, nodes=nodes)
@@ -100,20 +88,20 @@ class Cluster:
         return str(refusal.value)
 
     def tree(self) -> dict:
-        """The resolved config of the run."""
+        """Returns the resolved config of the run."""
         return yaml.safe_load((self.run / "config.yaml").read_text())
 
     def recorded(self, name: str) -> list[str]:
-        """Lines that a stub recorded."""
+        """Returns the lines that a stub recorded."""
         return (self.record / name).read_text().splitlines()
 
     def run_job(self, nodes: int, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs the script that sbatch got, in the environment that Slurm gives it."""
+        """Runs the script that sbatch received, in an environment like Slurm's."""
         slurm = {
             "SLURM_JOB_ID": "101", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": f"node[00-{nodes - 1:02d}]",
             "SLURM_JOB_PARTITION": "batch", "SLURM_JOB_ACCOUNT": "acc", "SLURM_SUBMIT_DIR": str(self.folder),
         }  # fmt: skip
-        # Bash's way to hand a function to every child: waiting is short here.
+        # Bash passes functions to its children in such variables. This one shortens all waiting.
         quick = {"BASH_FUNC_sleep%%": "() { command sleep 0.1; }"}
         script = self.recorded("sbatch.1")[-1]
         return subprocess.run(
@@ -129,7 +117,7 @@ def snapshot(folder: Path) -> dict[Path, bytes | None]:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for variable in VARIABLES.values():
-        monkeypatch.setenv(variable, "")  # also restores NEMO_RL_DIR, which launch sets
+        monkeypatch.setenv(variable, "")  # this also restores NEMO_RL_DIR, which launch sets
     made = Cluster(tmp_path)
     monkeypatch.setenv("PATH", f"{STUBS}:{os.environ['PATH']}")
     monkeypatch.setenv("STUB_RECORD", str(made.record))
@@ -138,7 +126,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 16])
-def test_scripts_say_what_ray_sub_needs(cluster: Cluster, nodes: int) -> None:
+def test_scripts_set_the_variables_of_ray_sub(cluster: Cluster, nodes: int) -> None:
     cluster.set(mounts=["/data:/data:ro"], environment={"NOTE": "two words; $HOME"})
     assert cluster.launch(nodes=nodes) == 0
     command = cluster.recorded("sbatch.1")
@@ -154,7 +142,7 @@ def test_scripts_say_what_ray_sub_needs(cluster: Cluster, nodes: int) -> None:
     assert environment["NOTE"] == "two words; $HOME"
 
 
-def test_the_config_is_resolved_and_fits_cluster_and_run(cluster: Cluster) -> None:
+def test_the_config_is_resolved_for_cluster_and_run(cluster: Cluster) -> None:
     assert cluster.launch("--time=10-00:00:00", "grpo.max_num_steps=7", nodes=16) == 0
     tree = cluster.tree()
     assert tree["cluster"] == {"gpus_per_node": 8, "num_nodes": 16} and tree["grpo"]["max_num_steps"] == 7
@@ -180,7 +168,7 @@ def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
     assert not list((cluster.run / "addon").rglob("*.pyc")) and not list(cluster.run.glob(".*"))
 
 
-def test_our_actors_take_the_containers_environments(cluster: Cluster) -> None:
+def test_our_actors_use_the_containers_environments(cluster: Cluster) -> None:
     environments = cluster.folder / "built environments"
     natives = {native: ours for ours, native in SHARED_ENVIRONMENTS.items()}
     for native in list(natives)[:1]:
@@ -191,19 +179,19 @@ def test_our_actors_take_the_containers_environments(cluster: Cluster) -> None:
     rebuilt = {"NRL_FORCE_REBUILD_VENVS": "true", "NEMO_RL_VENV_DIR": str(environments)}
     cluster.run_job(2, **rebuilt)
     assert not any(path.is_symlink() for path in environments.iterdir())
-    for _ in range(2):  # every attempt of ray.sub runs it again
+    for _ in range(2):  # ray.sub may run the setup twice
         assert cluster.run_job(2, NEMO_RL_VENV_DIR=str(environments)).returncode == 0
     links = {path.name: path.readlink().name for path in environments.iterdir() if path.is_symlink()}
     assert links == {ours: native for native, ours in list(natives.items())[:1]}
     assert (cluster.folder / "in the setup").exists()
 
 
-def test_the_shared_environments_are_those_of_the_actors_that_install_registers() -> None:
+def test_all_registered_actors_share_environments() -> None:
     install = importlib.import_module("nemo_specrollout.nemo_rl.installation")
     assert {ours: native for native, ours in install.ACTORS.items()} == SHARED_ENVIRONMENTS
 
 
-def test_scripts_are_sound_shell(cluster: Cluster) -> None:
+def test_scripts_are_valid_shell(cluster: Cluster) -> None:
     cluster.set(environment={"NOTE": "it's $HOME `id`"}, setup_command="echo hello")
     cluster.launch("--dry-run")
     files = [str(cluster.run / name) for name in ("job.sh", "env.sh", "setup.sh")]
@@ -217,29 +205,29 @@ def test_scripts_are_sound_shell(cluster: Cluster) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def test_a_dry_run_prints_the_line_and_submits_nothing(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_sbatch_line_only(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster.launch("--dry-run", "--jobs=2") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch")]
     assert len(lines) == 2 and not list(cluster.record.iterdir())
     dry = shlex.split(lines[0])[1:]
-    cluster.launch("grpo.max_num_steps=9")  # another config, and nothing of the first was submitted
+    cluster.launch("grpo.max_num_steps=9")  # the dry run has submitted no job, so the config may change
     assert cluster.recorded("sbatch.1") == dry
     assert cluster.tree()["grpo"]["max_num_steps"] == 9
 
 
-def test_jobs_are_submitted_one_after_another_and_noted(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_run_one_after_another_and_are_recorded(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster.launch("--jobs=3") == 0
     notes = [json.loads(line) for line in (cluster.run / "submissions.jsonl").read_text().splitlines()]
     assert [note["job_id"] for note in notes] == ["101", "102", "103"]
     assert f"{cluster.run}/slurm/103-logs/ray-driver.log" in capsys.readouterr().out
     names = {next(a for a in cluster.recorded(f"sbatch.{n}") if a.startswith("--job-name=")) for n in (1, 2, 3)}
-    assert len(names) == 1  # singleton: never two of them at once
+    assert len(names) == 1  # Slurm's singleton goes by the name
     cluster.run = cluster.folder / "elsewhere" / "first"
     cluster.launch()
     assert not names & set(cluster.recorded("sbatch.4"))
 
 
-def test_the_same_launch_goes_on_and_another_config_is_refused(cluster: Cluster) -> None:
+def test_the_same_launch_resumes_another_config_is_refused(cluster: Cluster) -> None:
     cluster.launch()
     first, code = cluster.tree(), snapshot(cluster.run / "addon")
     assert cluster.launch() == 0 and cluster.tree() == first
@@ -264,7 +252,7 @@ def test_a_job_of_a_complete_run_ends_at_once(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("name", ["account", "partition", "time", "container", "nemo_rl"])
-def test_what_is_missing_is_named_and_may_come_from_the_environment(
+def test_missing_settings_may_come_from_the_environment(
     cluster: Cluster, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = yaml.safe_load(cluster.file.read_text())[name]
@@ -318,7 +306,7 @@ def test_wrong_arguments_are_refused(cluster: Cluster, arguments: list[str], wor
     assert words in cluster.refused(*arguments)
 
 
-def test_other_folders_and_other_machines_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_folders_and_missing_sbatch_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.run.mkdir(parents=True)
     (cluster.run / "thesis.tex").touch()
     assert "is not the directory of a launched run" in cluster.refused()
@@ -327,7 +315,7 @@ def test_other_folders_and_other_machines_are_refused(cluster: Cluster, monkeypa
         assert "sbatch is not on this machine" in cluster.refused()
 
 
-def test_what_slurm_refuses_is_passed_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_sbatch_are_passed_on(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_SBATCH_ERROR", "invalid partition specified: batch")
     with pytest.raises(ConfigError, match="invalid partition specified: batch"):
         cluster.launch()
@@ -338,11 +326,11 @@ def test_what_slurm_refuses_is_passed_on(cluster: Cluster, monkeypatch: pytest.M
     ("text", "expected"),
     [("30", 1800), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400), ("2-00:00:01", 172801)],
 )
-def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
+def test_time_limits_have_slurms_formats(text: str, expected: int) -> None:
     assert seconds(text, "slurm.time") == expected
 
 
-def test_the_example_names_every_setting(cluster: Cluster) -> None:
+def test_the_example_file_names_every_setting(cluster: Cluster) -> None:
     example = EXAMPLE.read_text()
     values = yaml.load(example, Loader=yaml.BaseLoader)
     cluster.file.write_text(yaml.safe_dump({**values, "nemo_rl": str(cluster.nemo_rl), "container": "image"}))
@@ -353,7 +341,7 @@ def test_the_example_names_every_setting(cluster: Cluster) -> None:
 
 @pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
 @pytest.mark.parametrize("nodes", [1, 2, 16])
-def test_nemo_rls_own_ray_sub_runs_the_driver_when_all_nodes_are_there(cluster: Cluster, nodes: int) -> None:
+def test_the_real_ray_sub_runs_the_driver_on_all_nodes(cluster: Cluster, nodes: int) -> None:
     assert NEMO_RL_SRC is not None
     shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", cluster.nemo_rl / "ray.sub")
     cluster.set(setup_command='touch "$STUB_RECORD/setup of $SLURMD_NODENAME$RANDOM"')
@@ -372,7 +360,7 @@ def test_nemo_rls_own_ray_sub_runs_the_driver_when_all_nodes_are_there(cluster: 
 
 
 @pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
-def test_the_drivers_failure_is_the_jobs_and_a_requeued_job_has_logs_of_its_own(cluster: Cluster) -> None:
+def test_a_failed_driver_fails_the_job_and_a_requeue_has_own_logs(cluster: Cluster) -> None:
     assert NEMO_RL_SRC is not None
     shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", cluster.nemo_rl / "ray.sub")
     cluster.launch(nodes=1)

@@ -52,7 +52,7 @@ def test_plan_says_what_is_best_and_what_else_there_is(file: Path, capsys: pytes
     assert best.endswith("x plain (estimate)")
     assert "num_speculative_tokens=8, most_ahead=" in keys
     assert basis.startswith("for 64 requests on 2 threads, acceptance 0.8; times of a machine")
-    assert note.endswith("rows a step, of which 64 were measured; the rest is a line's guess")
+    assert note.endswith("rows a step, of which 64 were measured; the rest is extrapolated")
     assert header.split()[:3] == ["mode", "groups", "threads"]
     assert [row.split()[0] for row in rows] == ["decoupled", "coupled", "coupled", "plain", "plain"]
     assert max(map(len, rows)) <= 120
@@ -74,7 +74,7 @@ def test_flags_and_overrides_change_the_plan(file: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert printed.startswith("best: no drafts, a verifier on 1 thread") and "decoupled" not in printed
     assert "for 64 requests on 1 thread, acceptance 0.5" in printed
-    assert "note: the times are those of another policy than the config's, examples/models/step_adder" in printed
+    assert "note: the times are of another policy than the config's, examples/models/step_adder" in printed
     assert main(["plan", str(QUICKSTART), "--profile", str(file), arguments[-1]]) == 0
     assert "for 9 requests on" in capsys.readouterr().out
 

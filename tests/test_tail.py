@@ -268,7 +268,7 @@ def test_traces_of_workers_are_put_together() -> None:
         ("methods=[[suffix],[ngram]]", "0 with suffix, 1 with ngram"),
         ("methods=[[suffix],[ngram]]", "stragglers go on on another worker or are raced by up to 2 workers"),
         ("methods=[[suffix],[ngram,suffix]]", "1 with suffix+ngram"),
-        ("min_gain=0.25", "to end the slower of two workers 25% sooner; paces are learned while running"),
+        ("min_gain=0.25", "to end the slower of two workers 25% sooner; decode speeds are learned while running"),
         ("enabled=false", "off: each worker does its own share"),
     ],
 )

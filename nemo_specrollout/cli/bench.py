@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout bench`: the same rollouts, interleaved in one run, so that only time differs."""
+"""`nemo-specrollout bench`: the same rollouts with and without speculation, interleaved, so that only time differs."""
 
 import argparse
 import sys

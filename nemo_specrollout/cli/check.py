@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout check`: what would run, and why, in a second and without torch."""
+"""`nemo-specrollout check`: validates a config and prints what it means on this machine; without torch."""
 
 import argparse
 import os
@@ -54,9 +54,9 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
 def check(parsed: argparse.Namespace) -> int:
-    """Prints what the config means on this machine; raises ConfigError if it cannot run.
+    """Prints what the config means on this machine; returns 0 if it can run. Raises ConfigError if a local run cannot.
 
-    Of a NeMo-RL config all errors are printed, one a line; the exit code says that there were some.
+    All errors of a NeMo-RL config are printed, one a line.
     """
     tree = load_config(parsed.config, parsed.overrides)
     if runtime_of(tree) == "nemo_rl":
@@ -74,7 +74,7 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def explain(prepared: Prepared) -> list[tuple[str, str]]:
-    """Pairs of a subject and a sentence, of a config of the local runner."""
+    """Returns names and sentences that describe a local run."""
     config, model = prepared.config, prepared.model_config
     grpo, generation = config.grpo, config.policy.generation
     samples = grpo.samples_per_step
@@ -116,7 +116,7 @@ def _explain_processes(num_workers: int) -> str:
 
 
 def _explain_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
-    """Who rolls out, and what is done with the tail; nothing where there is one worker."""
+    """Returns lines on the rollout workers and on their stragglers; none if there is one worker."""
     if num_workers == 1:
         return []
     kinds = block.drafters_of_workers
@@ -136,11 +136,11 @@ def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
         return "off: each worker does its own share of the requests, as NeMo-RL deals them out"
     ways = ["go on on another worker"] if tail.moving else []
     ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
-    paces = f"paces start from {tail.ladder}" if tail.ladder else "paces are learned while running"
+    speeds = f"decode speeds start from {tail.ladder}" if tail.ladder else "decode speeds are learned while running"
     no_race = "; no worker races: all draft alike" if tail.max_racers > 1 and alike else ""
     return (
         f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two workers {tail.min_gain:.0%} "
-        f"sooner; {paces}{no_race}"
+        f"sooner; {speeds}{no_race}"
     )
 
 
@@ -184,12 +184,12 @@ def _explain_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool 
 
 
 def _explain_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
-    """Where drafters on other workers are, and who looks after them."""
+    """Returns a line on the place of remote drafters and on who starts them; none without such a drafter."""
     if drafter is None:
         return []
     if drafter.workers and by_ray:
         device = f"{drafter.gpus:g} GPU" if drafter.gpus else "no GPU"
-        where = f"{drafter.workers} in Ray actors of 1 CPU and {device} each, which Ray places and the run looks after"
+        where = f"{drafter.workers} in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
     elif drafter.workers:
         where = f"{drafter.workers} on this machine, one thread each, started and watched by the run"
     else:
@@ -215,8 +215,10 @@ def _check_nemo_rl(tree: Tree) -> int:
 
 
 def unfit_heads(tree: Tree) -> list[str]:
-    """Why drafters do not fit the policy: heads that are to be refreshed, and those that draft a block, as far as their
-    folders are here."""
+    """Returns the reasons why drafters do not fit the policy, as far as their folders are on this machine.
+
+    Checks EAGLE-3 heads that the run refreshes, and drafters of whole blocks.
+    """
     block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
     if not block:
         return []
@@ -229,7 +231,7 @@ def unfit_heads(tree: Tree) -> list[str]:
 
 
 def explain_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
-    """Pairs of a subject and a sentence, of a NeMo-RL config, whether it can run or not; none if it is malformed."""
+    """Returns names and sentences that describe a run in NeMo-RL, valid or not; none if the config is malformed."""
     if any(malformed(tree)):
         return []
     algorithm = next(name for name in ALGORITHMS if at(tree, name) is not None)
@@ -272,7 +274,7 @@ def _explain_asynchrony(tree: Tree) -> str:
 
 
 def _explain_versions() -> str:
-    """Those of a NeMo-RL run; the run may be elsewhere."""
+    """Returns the installed versions of packages that a run in NeMo-RL uses. The run may take place on another machine."""
     names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray")
     found = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
     here = [f"{name} {found[name]}" for name in (*names, "nemo-rl", "vllm") if found.get(name)]
@@ -293,7 +295,7 @@ def _explain_trainer(tree: Tree) -> str:
 def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     try:
         block = effective_block(tree)
-    except ConfigError:  # among the errors
+    except ConfigError:  # reported among the errors
         return []
     if block is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
@@ -305,7 +307,7 @@ def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
 
 
 def _explain_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, str]]:
-    """What is done with the tail, where that is asked for and there are engines to do it."""
+    """Returns a line on stragglers, if the block has `fastest_of_n` and there are several engines."""
     if block.fastest_of_n is None or num_engines(tree) < 2:
         return []
     kinds = {types for d in block.drafters_of_workers[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where commands print."""
+"""Output of the commands."""
 
 import sys
 
 from rich.console import Console
 
-# Columns of what goes into a file.
-_WIDTH_OF_LOGS = 120
+_LOG_WIDTH = 120
+"""Columns of output that goes into a file."""
 
 
 def log_console() -> Console:
-    """The terminal as it is, or a file of a width that tables fit in."""
+    """Returns a console for standard output. If that is no terminal, its width fits all tables."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = _WIDTH_OF_LOGS
+        console.width = _LOG_WIDTH
     return console
 
 
 def complain(sentence: str) -> None:
-    """Prints what is wrong, in one line of stderr, whatever characters the user's values have."""
+    """Prints a sentence as one line on stderr, with unprintable characters escaped."""
     line = " ".join(sentence.split())
     print(f"nemo-specrollout: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)

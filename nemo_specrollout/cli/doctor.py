@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor`: whether this package can work here, as the beginning of a bug report; never a stack trace."""
+"""`nemo-specrollout doctor`: checks whether this package can work here, for a bug report; never a stack trace."""
 
 import argparse
 import json
@@ -38,16 +38,16 @@ Source = Callable[[], Iterable[Diagnosis]]
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Prints each section when it is known, and writes all to the file of `--json`; 1 if a check failed, else 0.
+    """Prints each section as soon as it is known, and writes all to the file of `--json`.
 
-    Raises ConfigError, OSError for a `--json` that cannot be written.
+    Returns 1 if a check failed, else 0. Raises ConfigError or OSError if the file of `--json` cannot be written.
     """
     if parsed.json is not None:
         check_out(parsed.json, "--json")
     console, found = log_console(), list[Diagnosis]()
-    limits = list(_guarded(machine.SECTION, machine.diagnose_machine))  # of the usual temporary folder
+    limits = list(_guarded(machine.SECTION, machine.diagnose_machine))  # before the temporary folder is replaced
     with ExitStack() as stack:
-        with suppress(OSError):  # the section `machine` tells of it
+        with suppress(OSError):  # the section `machine` reports it
             stack.enter_context(scratch_folder())
         for section, source in _sections(parsed, limits, console):
             diagnoses = list(_guarded(section, source))
@@ -59,7 +59,7 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Console) -> Iterator[tuple[str, Source]]:
-    """The sections' names and what makes their diagnoses, in the order in which they are printed."""
+    """Yields the name of each section and the function that makes its diagnoses, in the order of the output."""
     yield installed_versions.SECTION, lambda: installed_versions.diagnose_versions(installed_versions.found_versions())
     yield device.SECTION, device.diagnose_device
     yield machine.SECTION, lambda: limits
@@ -118,7 +118,7 @@ def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
 
 
 def to_json(found: Iterable[Diagnosis]) -> str:
-    """All diagnoses and how many there are of each state, as JSON."""
+    """Returns all diagnoses and their numbers by state, as JSON."""
     found = list(found)
     return json.dumps({"states": _counts(found), "diagnoses": [asdict(d) for d in found]}, indent=1)
 
@@ -129,7 +129,7 @@ def _counts(found: Iterable[Diagnosis]) -> dict[str, int]:
 
 
 def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
-    """A table; neighbours that say the same share a row."""
+    """Prints a section as a table. Neighbours with the same result share a row."""
     console.print(f"\n{section}", style="bold", markup=False)
     boxed = console.is_terminal
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed, show_header=False)

@@ -1,46 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout explain`: what a config would do, what is to be expected, what to look out for; without torch."""
+"""`nemo-specrollout explain`: what a config does, what to expect of it, and its known traps; without torch."""
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from nemo_specrollout.cli.check import explain as local_lines
 from nemo_specrollout.cli.check import explain_nemo_rl, unfit_heads
+from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
 from nemo_specrollout.cli.consoles import complain, log_console
-from nemo_specrollout.cli.explain_benefit import show_benefit, show_ladder, show_window
-from nemo_specrollout.cli.explain_tail import tail_lines
 from nemo_specrollout.cli.plan import show_plan
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
-from nemo_specrollout.cli.simulate import of_run
+from nemo_specrollout.cli.simulate import comparison_table, of_run
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
-from nemo_specrollout.config.nemo_rl_traps import Finding
+from nemo_specrollout.config.nemo_rl_traps import Finding, Tree, at
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
+from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 from nemo_specrollout.simulation.compare import Comparison
-from nemo_specrollout.simulation.configured import as_configured
+from nemo_specrollout.simulation.configured import TAIL, Drafted, as_configured, drafted, onset
 from nemo_specrollout.simulation.devices import device_named
+from nemo_specrollout.simulation.engine_setup import Fleet
+from nemo_specrollout.simulation.scenario import Scenario
 
 OFF = SpecrolloutConfig(enabled=False)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is explained."""
+    """A config, and all that is known of it without a prediction."""
 
     tree: dict[str, Any]
     lines: list[tuple[str, str]]
-    """What will run, as `check` says it."""
+    """Names and sentences of `check`."""
     block: SpecrolloutConfig
     findings: list[Finding]
-    """What does not go together in it, or should be known."""
+    """Conflicts in the config, and notes on it."""
 
     @property
     def errors(self) -> list[str]:
@@ -48,9 +55,14 @@ class Subject:
 
 
 def explain(parsed: argparse.Namespace) -> int:
-    """Prints all sections; the exit code says whether the config can run. Raises ConfigError."""
+    """Prints all sections; returns 0 if the config can run. Raises ConfigError."""
     tree = load_config(parsed.config, parsed.overrides)
-    _check_device(tree, parsed.device)
+    if parsed.device is not None:
+        device_named(parsed.device, "--device")
+        if runtime_of(tree) == "local":
+            raise ConfigError(
+                f"--device: {parsed.device!r}; a local run is on this machine's CPU: remove it, or give --profile"
+            )
     subject = _subject(tree)
     console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
@@ -61,15 +73,6 @@ def explain(parsed: argparse.Namespace) -> int:
     return EXIT_BAD_INPUT if errors else 0
 
 
-def _check_device(tree: dict[str, Any], name: str | None) -> None:
-    """Raises ConfigError for a device that is not known, or that the config has no use for."""
-    if name is None:
-        return
-    device_named(name, "--device")
-    if runtime_of(tree) == "local":
-        raise ConfigError(f"--device: {name!r}; a local run is on this machine's CPU: remove it, or give --profile")
-
-
 def _subject(tree: dict[str, Any]) -> Subject:
     if runtime_of(tree) == "local":
         prepared = place_drafter(prepare_local(tree))
@@ -78,56 +81,24 @@ def _subject(tree: dict[str, Any]) -> Subject:
     if not any(finding.kind == "error" for finding in findings):
         unfit = (reason.partition(": ") for reason in unfit_heads(tree))
         findings += [Finding(subject, text, "error") for subject, _, text in unfit]
-    is_sound = not any(finding.kind == "error" for finding in findings)
-    found = effective_block(tree) if is_sound else None
+    is_valid = not any(finding.kind == "error" for finding in findings)
+    found = effective_block(tree) if is_valid else None
     block = OFF if found is None else build(SpecrolloutConfig, found, BLOCK_PATH)
     return Subject(tree, explain_nemo_rl(tree), block, findings)
 
 
-def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> list[str]:
-    """What is to be expected, as far as there are figures to tell by. Returns why nothing can be simulated, if so."""
-    expected, errors = None, []
-    try:
-        expected = _expected(subject, parsed)
-    except ConfigError as error:
-        errors = [str(error)]
-    unknown = "unknown: the config cannot be simulated, see below" if errors else _unknown(subject)
-    _section(console, "Expected benefit", [] if expected else [unknown])
-    if expected is not None:
-        show_benefit(expected, parsed, console)
-    show_ladder(subject.tree, subject.block, parsed.ladder, console)
-    _section(console, "Placement and window", [_as_written(subject.block)])
-    if parsed.profile is not None:
-        show_plan(subject.tree, parsed, console)
-    else:
-        console.print("what would be best: unknown without --profile", markup=False)
-    if expected is not None:
-        show_window(expected.scenario, subject.block, console)
-    _section(console, "Racing", tail_lines(subject.block, expected))
-    return errors
+def _section(console: Console, title: str, lines: Any) -> None:
+    console.print(f"\n{title}", style="bold", markup=False)
+    _print(console, lines)
 
 
-def _expected(subject: Subject, parsed: argparse.Namespace) -> Comparison | None:
-    source = parsed.profile if runtime_of(subject.tree) == "local" else parsed.device
-    return None if source is None else as_configured(of_run(subject.tree, parsed), subject.block)
-
-
-def _as_written(block: SpecrolloutConfig) -> str:
-    types = [d.type for d in block.drafters] if block.enabled else []
-    own = ", ".join(name for name in types if name != REMOTE_DRAFTER)
-    where = [f"by {own} in the policy's engine"] if own else []
-    where += ["by a model on other workers"] if REMOTE_DRAFTER in types else []
-    return f"as written: drafts are made {' and '.join(where)}" if where else "as written: no drafts of ours"
-
-
-def _unknown(subject: Subject) -> str:
-    if runtime_of(subject.tree) == "local":
-        return "unknown without --profile, a file that `nemo-specrollout profile` wrote on this machine"
-    return "unknown without --device, the GPU's name, e.g. H100"
+def _print(console: Console, lines: Any) -> None:
+    for line in lines:
+        console.print(line, markup=False)
 
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
-    """First what this config itself does, then what the versions do."""
+    """Yields the notes on this config, then the known traps of the installed versions."""
     for finding in subject.findings:
         if finding.kind != "error":
             yield f"{finding.kind:<12} {finding}"
@@ -138,7 +109,151 @@ def _trap_lines(subject: Subject) -> Iterator[str]:
         yield "none that is known meets this config"
 
 
-def _section(console: Console, title: str, lines: Any) -> None:
-    console.print(f"\n{title}", style="bold", markup=False)
-    for line in lines:
-        console.print(line, markup=False)
+def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Console) -> list[str]:
+    """Prints the sections that need measurements or a simulation; returns why the config cannot be simulated, if so."""
+    is_local = runtime_of(subject.tree) == "local"
+    expected, errors = None, []
+    if (parsed.profile if is_local else parsed.device) is not None:
+        try:
+            expected = as_configured(of_run(subject.tree, parsed), subject.block)
+        except ConfigError as error:
+            errors = [str(error)]
+    if errors:
+        benefit = ["unknown: the config cannot be simulated, see below"]
+    elif expected is not None:
+        benefit = _benefit_lines(expected, parsed)
+    elif is_local:
+        benefit = ["unknown without --profile, a file that `nemo-specrollout profile` wrote on this machine"]
+    else:
+        benefit = ["unknown without --device, the GPU's name, e.g. H100"]
+    _section(console, "Expected benefit", benefit)
+    if expected is not None:
+        console.print(comparison_table(expected, boxed=console.is_terminal))
+    _print(console, _ladder_lines(subject.tree, subject.block, parsed.ladder))
+    _section(console, "Placement and window", [_drafters_line(subject.block)])
+    if parsed.profile is not None:
+        show_plan(subject.tree, parsed.profile, {"acceptance": DEFAULT_ACCEPTANCE}, console)
+    else:
+        console.print("what would be best: unknown without --profile", markup=False)
+    if expected is not None:
+        _show_window(expected.scenario, subject.block, console)
+    _section(console, "Racing", _racing_lines(subject.block, expected))
+    return errors
+
+
+def _benefit_lines(expected: Comparison, parsed: argparse.Namespace) -> list[str]:
+    last, scenario = expected.steps[-1], expected.scenario
+    measured, roofline = f"times in {parsed.profile}", f"data sheet of {parsed.device}, a roofline"
+    return [
+        f"as configured: rollout {expected.rollout_speedup(last):.2f}x plain, {last.rollout_s:.1f} s instead of "
+        f"{expected.plain.rollout_s:.1f}; step {expected.speedup(last):.2f}x (a prediction)",
+        f"rests on: {measured if scenario.costs.kind == 'tables' else roofline}; {scenario.source}",
+    ]
+
+
+def _ladder_lines(tree: Tree, block: SpecrolloutConfig, path: Path | None) -> Iterator[str]:
+    """Yields the measured decode speeds of the engines' draft methods, from the given ladder or the config's own."""
+    field, racing = "--ladder", block.fastest_of_n
+    if path is None and racing is not None and racing.ladder is not None:
+        field, path = f"{BLOCK_PATH}.fastest_of_n.ladder", Path(racing.ladder)
+    if path is None:
+        return
+    file = LadderFile.read(path, field)
+    yield f"measured, {path}: {file.device}, policy {file.policy}; each request's decode speed over plain"
+    if file.policy != at(tree, "policy.model_name"):
+        yield "note: that is another policy than the config's"
+    rungs = {
+        rung.method: dict(zip(rung.batches, rung.tokens_per_s, strict=True))
+        for rung in file.rungs
+        if rung.task == ANY_TASK
+    }
+    plain = rungs.get(PLAIN, {})
+    for method in methods_of(block):
+        shared = [batch for batch in rungs.get(method, {}) if batch in plain]
+        speeds = ", ".join(f"{batch}: {rungs[method][batch] / plain[batch]:.2f}x" for batch in shared)
+        yield f"{method}: {speeds or 'not measured beside plain'}"
+
+
+def _drafters_line(block: SpecrolloutConfig) -> str:
+    types = [d.type for d in block.drafters] if block.enabled else []
+    own = ", ".join(name for name in types if name != REMOTE_DRAFTER)
+    where = [f"by {own} in the policy's engine"] if own else []
+    where += ["by a model on other workers"] if REMOTE_DRAFTER in types else []
+    return f"as written: drafts are made {' and '.join(where)}" if where else "as written: no drafts of ours"
+
+
+def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console) -> None:
+    """Prints the predicted place of remote drafters, and the draft tokens of a request by the requests in its engine."""
+    rows, placed = drafted(scenario, block), Fleet(scenario).placement
+    if placed is not None:
+        console.print(
+            f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)", markup=False
+        )
+    if rows:
+        console.print(
+            f"window: at most {block.num_speculative_tokens} draft tokens; predicted of typical requests:", markup=False
+        )
+        console.print(_window_table(rows, boxed=console.is_terminal))
+
+
+def _window_table(rows: list[Drafted], boxed: bool) -> Table:
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in ("requests in an engine", "drafts of each", "tokens a step", "over plain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row.num_requests), f"{row.drafts:.1f}", f"{row.tokens:.2f}", f"{row.speedup:.2f}x")
+    return table
+
+
+def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:
+    """Yields the conditions of moves and races and their predicted gain; `expected` is None without a prediction."""
+    racing = block.fastest_of_n
+    if racing is None or not racing.enabled:
+        yield "off: no request moves or races; the block fastest_of_n turns it on"
+        return
+    yield from _race_conditions(racing, methods_of(block))
+    if expected is None:
+        yield "when it begins: unknown without a prediction, see above"
+        return
+    with_racing = expected.steps[-1]
+    if with_racing.variant != TAIL:
+        yield "when it begins: never, there is one worker"
+        return
+    first = onset(with_racing)
+    if first is None:
+        yield "when it begins: never in the simulated rollout; no move or race is worth it"
+        return
+    without, counts = expected.steps[-2], with_racing.rollout
+    steps = expected.scenario.training.num_steps if expected.scenario.training.mode == "async" else 1
+    over = f" of {steps} steps" if steps > 1 else ""
+    yield (
+        f"when it begins: {first.at_s:.1f} s into a simulated rollout{over}, with {first.finished_share:.0%} of its requests "
+        f"finished; {counts.num_moves} moves and {counts.num_races} races in all"
+    )
+    seconds, before = with_racing.rollout_s, without.rollout_s
+    yield f"what it brings: a rollout of {seconds:.1f} s instead of {before:.1f}, {before / seconds:.2f}x (a prediction)"
+
+
+def _race_conditions(racing: FastestOfNConfig, methods: list[str]) -> Iterator[str]:
+    if racing.moving:
+        yield (
+            "a request moves if another worker has room, and if the later end of the two workers comes forward by more than "
+            f"{racing.min_gain:.0%} of it (min_gain), and by more than a turn takes"
+        )
+    if racing.max_racers > 1 and len(methods) > 1:
+        yield (
+            f"a request is raced, by at most {racing.max_racers} workers (max_racers), under three conditions: it is the last "
+            f"of its worker, the other worker drafts in another way ({', '.join(methods)}), and the first racer to end gains "
+            f"as much, and {RACE_PREMIUM:.0%} more than a move; a racer with a chance below {LEAST_CHANCE:.0%} gives up"
+        )
+    elif racing.max_racers > 1:
+        yield "no worker races: all draft alike; fastest_of_n.methods gives each its own"
+    yield (
+        "the gain takes into account that the other worker reads the text so far again, while its own requests wait, and "
+        "that these are slower beside one more; so it begins when a worker has little or nothing left"
+    )
+    yield (
+        f"decode speeds start from {racing.ladder}"
+        if racing.ladder
+        else "decode speeds are learned while running (no ladder is named)"
+    )

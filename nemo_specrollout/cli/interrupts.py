@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM that cannot get lost: both end a command in the same way, and its exit code tells which it was."""
+"""Ctrl-C and SIGTERM that cannot get lost: both end a command in the same way, with different exit codes."""
 
 import signal
 import threading
@@ -13,10 +13,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupts:
-    """While entered, SIGINT raises KeyboardInterrupt as ever, SIGTERM raises Terminated, and both are remembered: where Python
-    ignores exceptions, in a finalizer or a callback from C++, the first is swallowed. `check` then raises it again.
+    """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
 
-    Outside of the main thread, where Python sets no handlers, entering changes nothing.
+    Python ignores exceptions in a finalizer or a callback from C++, so an interrupt may get lost there. `check` raises it
+    again. Outside of the main thread, where Python sets no signal handlers, the context changes nothing.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises what a signal since entering asked for: KeyboardInterrupt or Terminated."""
+        """Raises the KeyboardInterrupt or Terminated of the first signal since entering."""
         if self._asked is not None:
             raise self._asked
 
     def shield(self) -> None:
-        """From now on signals are remembered but raise nothing: what has been done is being written down."""
+        """Keeps later signals from raising anything, while results are written. They are still remembered."""
         self._is_shielded = True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout ladder`: how fast each draft method decodes the task on this CPU, ranked, for a run to start from."""
+"""`nemo-specrollout ladder`: measures how fast each draft method decodes a task on this CPU, for a run to start from."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,7 @@ from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, LadderFile
 
 
 def ladder(parsed: argparse.Namespace) -> int:
-    """Measures, writes the file and prints it. Raises ConfigError."""
+    """Measures the draft methods, writes the file and prints it. Raises ConfigError."""
     config = prepare(parsed.config, parsed.overrides).config
     use_threads(config.cluster.threads)
     task = _task(parsed.task, config.data.dataset_name)
@@ -41,7 +41,7 @@ def _task(asked: str | None, known: str) -> str:
 
 
 def _check(block: SpecrolloutConfig, parsed: argparse.Namespace) -> None:
-    """Before engines start."""
+    """Raises ConfigError for a block or flags that cannot be measured."""
     if not block.enabled or not block.drafters:
         raise ConfigError(f"{BLOCK_PATH}.drafters: none is in effect, so there is nothing to rank; name some")
     for drafter in block.drafters:
@@ -75,7 +75,7 @@ def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: 
 
 
 def ladder_table(measured: LadderFile, boxed: bool) -> Table:
-    """Tokens a second of each request by batch size, with its ranks alone and in the largest batch."""
+    """Returns tokens a second of each request by batch size, with the method's ranks alone and in the largest batch."""
     rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     batches = sorted({batch for rung in rungs for batch in rung.batches})
@@ -83,14 +83,14 @@ def ladder_table(measured: LadderFile, boxed: bool) -> Table:
         table.add_column(name, justify="left" if name.startswith("method") else "right", no_wrap=True)
     ranks = _ranks(rungs, 0), _ranks(rungs, -1)
     for rung in rungs:
-        paces = dict(zip(rung.batches, rung.tokens_per_s, strict=True))
+        speeds = dict(zip(rung.batches, rung.tokens_per_s, strict=True))
         accepted = f"{rung.acceptance:.2f}" if rung.acceptance else "-"
-        cells = (f"{paces[batch]:.0f}" if batch in paces else "-" for batch in batches)
+        cells = (f"{speeds[batch]:.0f}" if batch in speeds else "-" for batch in batches)
         table.add_row(rung.method, *cells, accepted, *(str(rank[rung.method]) for rank in ranks))
     return table
 
 
 def _ranks(rungs: list[Rung], place: int) -> dict[str, int]:
-    """Of each method, 1 the fastest, at the first or last of its batch sizes."""
+    """Returns the rank of each method, 1 for the fastest, at the batch size with index `place`."""
     order = sorted(rungs, key=lambda rung: -rung.tokens_per_s[place])
     return {rung.method: number for number, rung in enumerate(order, 1)}

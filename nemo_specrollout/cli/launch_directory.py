@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run directory of a launched run. Nothing in it is ever half-written."""
+"""The run directory of a launched run. Each file in it is written as a whole."""
 
 import json
 import os
@@ -15,15 +15,15 @@ import vllm_v2_cpu
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
 
-# What may differ when a run goes on: how far it goes, and when each job stops.
-_EXTENT = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
+_MAY_CHANGE = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
+"""Keys that may differ when a run is resumed: its length, and the end of each job."""
 
 
 class LaunchDirectory:
-    """`config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/`, `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+    """Owns `config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
 
-    Invariant: once a job was submitted, config and code of the run stay the same. Before that, nothing is lost by
-    writing them again. `addon/` is a copy of this package, so that editing the original cannot change a run.
+    Invariant: after the first submission, config and code of the run stay the same. Until then they may be written again.
+    `addon/` is a copy of this package, so that an edit of the original cannot change a run.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,7 +35,7 @@ class LaunchDirectory:
         return (self.path / "submissions.jsonl").is_file() or any(self.path.glob("checkpoints/step_*"))
 
     def check(self, config: str) -> None:
-        """Raises ConfigError if a run of `config`, the text of its `config.yaml`, cannot start or go on here."""
+        """Raises ConfigError if a run with `config`, the text of `config.yaml`, cannot start or resume here."""
         existing = next(p for p in (self.path, *self.path.parents) if p.exists())
         if not existing.is_dir():
             raise ConfigError(f"--run-dir: {self.path} cannot be a folder: {existing} is a file; choose another")
@@ -49,7 +49,7 @@ class LaunchDirectory:
             self._check_same(config)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Puts `files` there, by name and text, `config.yaml` first and `job.sh` last, and the code if it is new."""
+        """Writes `files`, texts by name, in their order, and the code unless a submitted job uses it."""
         (self.path / "slurm").mkdir(parents=True, exist_ok=True)
         if not (self.submitted and (self.path / "addon").is_dir()):
             self._copy_code()
@@ -57,7 +57,7 @@ class LaunchDirectory:
             write_atomically(self.path / name, text)
 
     def note_submission(self, job_id: str, command: list[str]) -> None:
-        """One more line of `submissions.jsonl`."""
+        """Appends a line to `submissions.jsonl`."""
         record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
         with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -67,7 +67,7 @@ class LaunchDirectory:
             earlier = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
-        keys = sorted(differences(earlier, yaml.safe_load(config)) - _EXTENT)
+        keys = sorted(differences(earlier, yaml.safe_load(config)) - _MAY_CHANGE)
         if keys:
             raise ConfigError(
                 f"--run-dir: {self.path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"

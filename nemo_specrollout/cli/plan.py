@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout plan`: where to verify and where to draft, by measured times; in a second and without torch."""
+"""`nemo-specrollout plan`: where to verify and where to draft, by measured times; without torch."""
 
 import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -23,41 +24,49 @@ from nemo_specrollout.scheduling.placement.cost_tables import CostTables
 from nemo_specrollout.scheduling.placement.planner import DECOUPLED, Option, Placement, counted, place
 
 MOST_LISTED = 8
+"""Largest number of alternatives in the table."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be placed. A run of the local runner has one engine."""
+    """Rollouts to place on devices."""
 
     batch: int = bounded(low=1)
+    """Requests that run at a time."""
     devices: int = bounded(low=1)
+    """Threads or GPUs that generate."""
     acceptance: float = bounded(low=0.0, high=1.0)
+    """Share of right draft tokens after right ones."""
     max_k: int = bounded(low=1)
+    """Most draft tokens of a request and step."""
     max_groups: int | None = None
+    """Most engines of the policy; None for any number. The local runner has one."""
     policy: str = ""
+    """`policy.model_name`."""
 
 
 def plan(parsed: argparse.Namespace) -> int:
     """Prints the best placement and the alternatives. Raises ConfigError."""
-    console = log_console()
-    show_plan(load_config(parsed.config, parsed.overrides), parsed, console)
+    flags = {name: getattr(parsed, name) for name in ("batch", "devices", "acceptance")}
+    show_plan(load_config(parsed.config, parsed.overrides), parsed.profile, flags, log_console())
     return 0
 
 
-def show_plan(tree: dict[str, Any], parsed: argparse.Namespace, console: Console) -> None:
-    """The best placement and the alternatives, of a config, by the flags of `plan`. Raises ConfigError."""
-    request = _request(tree, parsed)
-    tables = CostTables.read(parsed.profile, "--profile")
+def show_plan(tree: dict[str, Any], profile: Path, flags: Mapping[str, Any], console: Console) -> None:
+    """Prints the best placement of a config and the alternatives, by the times in `profile`. Raises ConfigError.
+
+    `flags` replace fields of the `PlanRequest` that the config makes, except where they are None.
+    """
+    request = _request(tree, flags)
+    tables = CostTables.read(profile, "--profile")
     placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
     for line in _lines(placement, tables, request):
         console.print(line, markup=False)
     console.print(_table(placement, tables, boxed=console.is_terminal))
 
 
-def _request(tree: dict[str, Any], parsed: argparse.Namespace) -> PlanRequest:
-    """What the config and the flags ask for; flags win."""
+def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
     found = _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
-    flags = {"batch": parsed.batch, "devices": parsed.devices, "acceptance": parsed.acceptance}
     try:
         return build(PlanRequest, {**found, **{k: v for k, v in flags.items() if v is not None}}, "-")
     except ConfigError as error:
@@ -76,7 +85,7 @@ def _of_local(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_nemo_rl(tree: Tree) -> dict[str, Any]:
-    """Synchronous or not, what is in flight at a time is taken to be the samples of a step."""
+    """Returns the request of a NeMo-RL config. The samples of a step count as in flight, even in an asynchronous run."""
     block = effective_block(tree)
     config = build(SpecrolloutConfig, block or {}, BLOCK_PATH)
     return {
@@ -98,17 +107,17 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
         keys = f"num_speculative_tokens={best.k}, most_ahead={best.window} of its drafter of type remote"
         lines.insert(1, f"set: {BLOCK_PATH}: {keys}")
     if request.policy != tables.policy:
-        lines.append(f"note: the times are those of another policy than the config's, {request.policy}")
+        lines.append(f"note: the times are of another policy than the config's, {request.policy}")
     measured = max(curve.counts[-1] for curve in tables.verify_s)
     if best.num_rows > measured:
         lines.append(
-            f"note: {best.num_rows:.0f} rows a step, of which {measured} were measured; the rest is a line's guess"
+            f"note: {best.num_rows:.0f} rows a step, of which {measured} were measured; the rest is extrapolated"
         )
     return lines
 
 
 def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
-    """The best option of each layout; supply is the share of a request's steps that have a draft."""
+    """Returns the best option of each layout. `supply` is the share of a request's steps with a draft."""
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     names = ("mode", "groups", f"{tables.unit}s", "batch", "k", "ahead", "tok/step", "supply", "step ms",
              "group tok/s", "tok/s", "vs plain", "bottleneck")  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command does first: read the config, check it against the machine, say what is wrong in a sentence."""
+"""First part of the commands: reads a config and checks it against this machine, without torch or vllm."""
 
 import errno
 import importlib.util
@@ -28,34 +28,43 @@ from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
 from nemo_specrollout.training.head.head_checks import check_head
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
-# Bytes: of a name, and of a path with the names of our own files behind it.
-_LONGEST_NAME, _LONGEST_PATH = 255, 3800
-# vLLM arguments that have a place of their own in the config.
-_PLACES = {
+EXIT_FAILED = 1
+"""Exit code of a command that failed."""
+EXIT_BAD_INPUT = 2
+"""Exit code after a user's mistake."""
+_LONGEST_NAME = 255
+"""Longest file name, in bytes."""
+_LONGEST_PATH = 3800
+"""Longest path of a run directory, in bytes, so that the names of our files fit behind it."""
+_KEYS_OF_ARGUMENTS = {
     "model": "policy.model_name",
     "dtype": "policy.generation.vllm_cfg.precision",
     "max_model_len": "policy.generation.vllm_cfg.max_model_len",
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "seed": "grpo.seed",
 }
+"""vLLM arguments that have their own key in the config."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A config that can run here: as a tree, as a record, and the keys in it that have no effect."""
+    """A checked config of the local runner."""
 
     tree: dict[str, Any]
     config: RunConfig
     ignored: list[str]
+    """Keys without effect."""
     model_config: dict[str, Any]
+    """`config.json` of the policy."""
     placement: str = ""
-    """Where `placement: auto` has put the drafter, in words."""
+    """Sentence on the place that `placement: auto` chose for the drafter; empty without it."""
 
 
 def use_threads(count: int = 1) -> None:
-    """Sets the number of OpenMP threads of this process; to be called before torch is loaded. OpenMP's barriers spin: with two
-    threads, anything else on the machine makes a step ten times slower. A number in the environment stays."""
+    """Sets the number of OpenMP threads, unless the environment does. Call it before torch is loaded.
+
+    OpenMP's barriers spin: with two threads, any other load on the machine makes a step ten times slower.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
@@ -86,7 +95,7 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
 
 
 def check_trains(prepared: Prepared) -> None:
-    """Raises ConfigError for what can be sampled, and hence measured by `bench`, but not trained on."""
+    """Raises ConfigError for a config that `bench` can measure, but that the local trainer cannot train."""
     config, folder = prepared.config, Path(prepared.config.policy.model_name)
     try:
         check_trainable(folder, prepared.model_config)
@@ -111,7 +120,7 @@ def check_trains(prepared: Prepared) -> None:
 
 
 def check_out(path: Path, flag: str = "--out") -> None:
-    """Before minutes are spent on what cannot be written. Raises ConfigError, which names `flag`."""
+    """Raises ConfigError, which names `flag`, if `path` cannot be written as a file."""
     if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag}: {path} cannot be a file there; name one in a folder that exists")
     if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
@@ -119,7 +128,7 @@ def check_out(path: Path, flag: str = "--out") -> None:
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
-    """What `placement: auto` asks for is done, if it does. Raises ConfigError if its profile cannot be used."""
+    """Applies `placement: auto`, if the config has it. Raises ConfigError if its profile cannot be used."""
     config = prepared.config
     generation, remote = config.policy.generation, config.policy.generation.specrollout.remote
     if remote is None or remote.placement != "auto":
@@ -138,7 +147,7 @@ def place_drafter(prepared: Prepared) -> Prepared:
 
 
 def _check_log_dir(path: Path) -> None:
-    """The folder, or the nearest one above it that exists, must be one in which a folder can be made: one is, and removed."""
+    """Raises ConfigError if the folder cannot be made: makes and removes a folder in the nearest parent that exists."""
     try:
         existing = next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
         if not existing.is_dir():
@@ -178,7 +187,7 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def check_task(data: DataConfig) -> None:
-    """Raises ConfigError for tasks and options that do not exist."""
+    """Raises ConfigError for tasks or options that do not exist."""
     if data.dataset_name == "reasoning_gym":
         from nemo_specrollout.local.reasoning_gym_task import check_tasks
 
@@ -186,7 +195,7 @@ def check_task(data: DataConfig) -> None:
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a drafter with weights that was not made for the policy."""
+    """Raises ConfigError for a drafter with weights that do not fit the policy."""
     for drafter in block.drafters:
         if drafter.type == "mtp" and not has_mtp_layers(model_config):
             raise ConfigError(
@@ -196,9 +205,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
         if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
             _check_small_model(Path(drafter.model), model_config)
         if isinstance(drafter, BlockDrafterConfig) and not Path(drafter.model).is_dir():
-            raise ConfigError(
-                f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name that of a checkpoint"
-            )
+            raise ConfigError(f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name a checkpoint")
         if (reason := misfit_of_block_drafter(drafter, policy)) is not None:
             raise ConfigError(reason)
     if block.head is None:
@@ -210,7 +217,7 @@ def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mappin
 
 
 def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
-    """A draft model must be a folder here, whole, and of the policy's vocabulary."""
+    """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
     if not folder.is_dir():
         raise ConfigError(
             f"{BLOCK_PATH}.drafters.model: folder {folder} of the draft model does not exist; name a Hugging Face folder"
@@ -228,7 +235,7 @@ def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
 
 
 def _check_remote(drafter: RemoteDrafterConfig | None) -> None:
-    """The secret must be there, if others can reach it."""
+    """Raises ConfigError for GPUs, and for addresses beyond this machine without a secret."""
     if drafter is None:
         return
     if drafter.gpus:
@@ -247,16 +254,16 @@ def _check_trainer(config: RunConfig) -> None:
 
 
 def _check_ladder(config: RunConfig) -> None:
-    """The file that a race starts from must be a ladder. Raises ConfigError."""
+    """Raises ConfigError if the file that races start from is no ladder."""
     tail = config.policy.generation.specrollout.fastest_of_n
     if tail is not None and tail.enabled and tail.ladder is not None:
         LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
 
 
 def _check_prompts(config: RunConfig) -> None:
-    """The prompts of the demo's first step must leave room for a response. Raises ConfigError.
+    """Raises ConfigError if a prompt of the demo's first step leaves no room for a response.
 
-    Those of later steps, and of other tasks, are looked at when they are sampled.
+    Prompts of later steps, and of other tasks, are checked when they are sampled.
     """
     if config.data.dataset_name != "step_addition":
         return
@@ -279,8 +286,8 @@ def _check_engine(config: RunConfig) -> None:
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("megatron-core is not installed; `make setup` installs it")
     generation = config.policy.generation
-    for name in _PLACES.keys() & generation.vllm_kwargs.keys():
-        raise ConfigError(f"policy.generation.vllm_kwargs.{name}: set {_PLACES[name]} instead")
+    for name in _KEYS_OF_ARGUMENTS.keys() & generation.vllm_kwargs.keys():
+        raise ConfigError(f"policy.generation.vllm_kwargs.{name}: set {_KEYS_OF_ARGUMENTS[name]} instead")
     try:
         with_specrollout(generation.vllm_kwargs, generation.specrollout, "cpu")
     except ValueError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout profile`: what verifying and drafting cost on this CPU, measured for `nemo-specrollout plan`."""
+"""`nemo-specrollout profile`: measures the seconds of verifying and drafting on this CPU, for `plan`."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ Measured = Mapping[str, Sequence[float]]
 
 
 def profile(parsed: argparse.Namespace) -> int:
-    """Measures in a process for each number of threads, and writes the file. Raises ConfigError."""
+    """Measures in one process for each number of threads, and writes the file. Raises ConfigError."""
     config = prepare(parsed.config, parsed.overrides).config
     sizes, generation = _threads(parsed.threads), config.policy.generation
     drafter = draft_model_of(generation.specrollout)
@@ -39,7 +39,7 @@ def profile(parsed: argparse.Namespace) -> int:
 
 
 def _threads(written: str) -> list[int]:
-    """One, and two where there are as many cores, unless the user says otherwise."""
+    """Returns the numbers of threads that the user wrote; by default one, and two if there are two cores."""
     cores = os.cpu_count() or 1
     if not written:
         return [1, 2][:cores]
@@ -49,7 +49,7 @@ def _threads(written: str) -> list[int]:
 
 
 def _batches(vllm_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """No more requests than the engine is to take at a time."""
+    """Returns the numbers of requests that the engine can take at a time."""
     most = int(vllm_kwargs.get("max_num_seqs", BATCHES[-1]))
     return tuple(b for b in BATCHES if b <= most)
 
@@ -70,26 +70,22 @@ def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> d
 
 
 def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
-    """What a process of `num_threads` threads measures. Raises ConfigError with its last words if it fails."""
+    """Returns what a process with `num_threads` threads measures. Raises ConfigError with its last output if it fails."""
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
     child = JsonChild("nemo_specrollout.remote.drafter.cost_profile", spec.wire(), environment)
+    measured: Measured | None = None
     try:
-        measured = _listen(child, on_done)
+        for report in child.said():
+            if isinstance(report, dict) and "measured" in report:
+                measured = report["measured"]
+                break
+            if isinstance(report, dict) and "done" in report:
+                on_done(report["done"])
     finally:
         child.end()
     if measured is None:
         raise ConfigError(f"cannot measure with {_in_words(num_threads)}: {child.last_words()}")
     return measured
-
-
-def _listen(child: JsonChild, on_done: Callable[[str], object]) -> Measured | None:
-    """What it measured; None if it ended before."""
-    for said in child.said():
-        if isinstance(said, dict) and "measured" in said:
-            return said["measured"]
-        if isinstance(said, dict) and "done" in said:
-            on_done(said["done"])
-    return None
 
 
 def _tables(spec: ProfileSpec, draft_model: str, measured: Mapping[int, Measured]) -> CostTables:
@@ -100,7 +96,7 @@ def _tables(spec: ProfileSpec, draft_model: str, measured: Mapping[int, Measured
 
 
 def _summarize(tables: CostTables, console: Console) -> None:
-    """A line a measurement and size."""
+    """Prints a line for each measurement and number of threads."""
     for name, words in zip(MEASUREMENTS, ("verifying", "drafting", "drafting, coupled"), strict=True):
         for curve in getattr(tables, name):
             times = ", ".join(f"{count}: {1e3 * s:.1f}" for count, s in zip(curve.counts, curve.seconds, strict=True))

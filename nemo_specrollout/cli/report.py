@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout report`: report and picture of a run, from what its directory holds by now."""
+"""`nemo-specrollout report`: writes the report and the picture of a run from its directory, also while it runs."""
 
 import argparse
 from pathlib import Path
@@ -8,9 +8,9 @@ from nemo_specrollout.config.strict import ConfigError
 
 
 def report(parsed: argparse.Namespace) -> int:
-    """Writes `report.html` and `picture.png` of a local run or of one in NeMo-RL, and prints where.
+    """Writes `report.html` and `picture.png` of a local run or a run in NeMo-RL, and prints their paths.
 
-    Raises ConfigError if that is no run directory.
+    Raises ConfigError if the folder is no run directory.
     """
     try:
         page, picture = _write_pages(parsed.run_dir)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout run`: a GRPO run, resumable, with a report at its end whatever the end is."""
+"""`nemo-specrollout run`: a GRPO run, resumable, with a report however it ends."""
 
 import argparse
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Runs, or goes on with, a run; 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
+    """Starts or resumes a run; returns 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
     tree = load_config(parsed.config, parsed.overrides)
     if runtime_of(tree) == "nemo_rl":
         return _run_nemo_rl(tree, parsed.script)
@@ -31,15 +31,8 @@ def run(parsed: argparse.Namespace) -> int:
     return _run_local(tree)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the command."""
-    parser.add_argument(
-        "--script", type=Path, metavar="FILE", help="NeMo-RL's script, from its checkout; else the one that CONFIG fits"
-    )
-
-
 def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
-    """Runs NeMo-RL's own script, which resumes from `checkpointing.checkpoint_dir`, with the block in effect."""
+    """Runs NeMo-RL's own script with our block in effect. It resumes from `checkpointing.checkpoint_dir`."""
     for finding in prepare_nemo_rl(tree):
         print(f"{finding.kind}: {finding}")
     if nemo_rl_version() is None:
@@ -53,7 +46,6 @@ def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
 
 
 def _run_local(tree: dict[str, Any]) -> int:
-    """The run in `logger.log_dir`."""
     prepared = prepare_local(tree)
     check_trains(prepared)
     use_threads(prepared.config.cluster.threads)
@@ -76,9 +68,9 @@ def _run_local(tree: dict[str, Any]) -> int:
 
 
 def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress") -> int:
-    """Runs all steps that are left, then writes the results, whatever the end is; returns the exit code.
+    """Runs the remaining steps, then writes the results, however the steps end; returns the exit code.
 
-    Raises KeyboardInterrupt, ConfigError for a policy that diverged, OSError.
+    Raises KeyboardInterrupt, ConfigError if the policy diverged, and OSError.
     """
     started, ended = time.perf_counter(), None
     completed = False
@@ -91,7 +83,7 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
             completed = True
         except KeyboardInterrupt as error:
             ended = error
-            progress.warn("stopped: finished steps are kept; the same command goes on from there")
+            progress.warn("stopped: finished steps are kept; the same command resumes from there")
         except FloatingPointError as error:
             raise _diverged(prepared, error) from error
         finally:
@@ -106,15 +98,15 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
 
 
 def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -> dict[str, Any] | None:
-    """Writes summary, report and picture; returns the summary, or None where they could not be written, and says so.
+    """Writes summary, report and picture; returns the summary. Warns and returns None if they cannot be written.
 
-    It raises nothing, so that what ended the run is told first.
+    Raises nothing, so that the error which ended the run is reported.
     """
     from nemo_specrollout.local.results import write_results
 
     try:
         return write_results(path, wall_s, completed)
-    except OSError as error:  # of a full disk, say
+    except OSError as error:  # for example a full disk
         progress.warn(f"summary and report could not be written: {error.strerror}")
     except ConfigError as error:
         progress.warn(str(error))
@@ -130,17 +122,17 @@ def _diverged(prepared: Prepared, error: FloatingPointError) -> ConfigError:
 
 
 def _complete_report(path: Path, num_steps: int, progress: "Progress") -> None:
-    """Makes the report of a run that was killed after its last step, while that was written."""
+    """Writes the report of a complete run that was killed before its report was written."""
     from nemo_specrollout.local.results import results_are_of, write_results
 
     if results_are_of(path, num_steps):
         return
     write_results(path, None, completed=True)
-    progress.warn(f"the report of this run was missing, or of fewer steps; it is in {path / 'report.html'} now")
+    progress.warn(f"the report of this run was missing or incomplete; it is in {path / 'report.html'} now")
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":
-    """Starts engine and policy; nothing is written before they stand. Raises ConfigError for what they refuse."""
+    """Starts engine and policy; nothing is written before both have started. Raises ConfigError if one refuses."""
     from nemo_specrollout.local.runner import GrpoRunner
 
     if prepared.ignored:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder for all temporary files of a command and its child processes, gone when it ends."""
+"""One folder for all temporary files of a command and its child processes, removed when the command ends."""
 
 import fcntl
 import getpass
@@ -11,20 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX, LOCK = "specrollout-", "in_use"
-# A folder that no process holds is removed by a later command when it is older: its own may be about to lock it.
+PREFIX = "specrollout-"
+"""Beginning of a folder's name."""
+LOCK = "in_use"
+"""File that the owner of a folder holds locked."""
 LEFT_BEHIND_S = 3600.0
+"""Least age, in seconds, of an unlocked folder that a later command removes. A younger one may be about to be locked."""
 
 
 @contextmanager
 def scratch_folder() -> Iterator[None]:
-    """While entered, temporary files of this process, and of those that it starts, are in a new folder; then it is removed.
+    """Context in which temporary files of this process and its children go into a new folder, which is then removed.
 
-    vLLM leaves a file for each engine, Ray a folder for each run. What a killed command left is removed as well.
+    vLLM leaves a file of each engine, and Ray a folder of each run. Folders that killed commands left are removed as well.
     """
     usual, named = Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
     with suppress(KeyError, OSError):  # a user without a name
-        # What is compiled stays, for the next run.
+        # Compiled kernels stay for the next run.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))
     _remove_left_behind(usual)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout simulate`: what a step would take, what each feature brings, and a picture; in seconds, without torch."""
+"""`nemo-specrollout simulate`: the predicted time of a step, and the gain of each feature; without torch."""
 
 import argparse
 import json
@@ -28,13 +28,16 @@ from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
 from nemo_specrollout.simulation.traces import read_trace
 
-LIST, PAPERS = "list", "papers"
-# Moments of the use over time.
-_POINTS = 200
+LIST = "list"
+"""Subject that lists the scenarios."""
+PAPERS = "papers"
+"""Subject that compares the simulator with the figures of two papers."""
+_NUM_POINTS = 200
+"""Points of the written curve of busy engines over time."""
 
 
 def simulate(parsed: argparse.Namespace) -> int:
-    """Prints what each feature brings, and writes it where `--out` says. Raises ConfigError."""
+    """Prints the gain of each feature, and writes it to the folder of `--out`. Raises ConfigError."""
     console = log_console()
     if parsed.config in (LIST, PAPERS):
         _refuse_more(parsed, parsed.config, "trace", "out", "device", "profile")
@@ -72,18 +75,18 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
 
 
 def _refuse_more(parsed: argparse.Namespace, subject: str, *flags: str) -> None:
-    """Raises ConfigError for a flag that has no meaning for what is simulated."""
+    """Raises ConfigError if one of `flags` is given, which have no meaning for this subject."""
     for flag in flags:
         if (value := getattr(parsed, flag)) is not None:
             raise ConfigError(f"--{flag}: {str(value)!r} has no meaning for `simulate {subject}`; remove it")
 
 
 def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
-    """A run's config, on the device or by the profile that was named. Raises ConfigError if neither was."""
+    """Returns the scenario of a run's config, by `--device` or `--profile`. Raises ConfigError if that is missing."""
     if runtime_of(tree) == "nemo_rl":
         if parsed.device is None:
             raise ConfigError(
-                f"--device: missing; a config does not say which GPUs: one of {', '.join(sorted(DEVICES))}"
+                f"--device: missing; a config does not name the GPUs: give one of {', '.join(sorted(DEVICES))}"
             )
         return of_nemo_rl(tree, device_named(parsed.device, "--device").name)
     if parsed.profile is None:
@@ -92,7 +95,7 @@ def of_run(tree: dict[str, Any], parsed: argparse.Namespace) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[np.ndarray]]:
-    """The scenario with the lengths of a trace; what policies know of lengths beforehand is fitted to it."""
+    """Returns the scenario and the response lengths of a trace, to which the lengths that policies expect are fitted."""
     if trace is None:
         return scenario, []
     lengths = [step.lengths_PS for step in read_trace(trace, "--trace")]
@@ -106,7 +109,7 @@ def _list(console: Console) -> None:
 
 
 def _account(boxed: bool) -> Table:
-    """Both papers' figures beside those of the simulator."""
+    """Returns a table of both papers' figures and the simulator's."""
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     for name in ("table", "cell", "paper", "simulated", "error", "role"):
         table.add_column(name, justify="right" if name in ("paper", "simulated", "error") else "left", no_wrap=True)
@@ -133,8 +136,11 @@ def _lines(comparison: Comparison) -> list[str]:
 
 
 def comparison_table(comparison: Comparison, boxed: bool) -> Table:
-    """Seconds of a step and its parts, where `generate` is what training waits for; idle is of all GPUs over a step, peak the
-    share of the engines' arithmetic that the response tokens need."""
+    """Returns a table of the seconds of a step and its parts, for each variant.
+
+    `generate` is the time that training waits for. `idle` is the idle share of all GPUs in a step. `peak` is the share of the
+    engines' peak arithmetic that the response tokens need.
+    """
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
              "moves", "races")  # fmt: skip
@@ -177,7 +183,7 @@ def _record(comparison: Comparison) -> dict[str, object]:
 
 
 def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
-    at_s, share = running_share(step.rollout, _POINTS)
+    at_s, share = running_share(step.rollout, _NUM_POINTS)
     return {
         "variant": step.variant,
         "step_s": step.step_s,

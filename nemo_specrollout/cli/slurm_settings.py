@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `launch` must know of a cluster: from flags, else the cluster file, else the environment."""
+"""Settings of a Slurm cluster for `launch`: from flags, else the cluster file, else the environment."""
 
 import dataclasses
 import os
@@ -13,7 +13,6 @@ import yaml
 
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 
-# Where a value is taken from if neither a flag nor the file has it: NeMo-RL's and Slurm's own names where they exist.
 VARIABLES = {
     "account": "SBATCH_ACCOUNT",
     "partition": "SBATCH_PARTITION",
@@ -24,6 +23,7 @@ VARIABLES = {
     "mounts": "MOUNTS",
     "setup_command": "SETUP_COMMAND",
 }
+"""Environment variables of settings, with NeMo-RL's and Slurm's own names where they exist."""
 _SET_BY_LAUNCH = (
     "nodes", "account", "partition", "time", "job-name", "dependency", "requeue", "exclusive", "output", "error",
     "open-mode", "export", "parsable",
@@ -38,7 +38,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """A cluster and the NeMo-RL on it. Paths are absolute; every value survives `ray.sub`, which does not quote."""
+    """A cluster and its NeMo-RL. Paths are absolute. `ray.sub` does not quote, so no value has special characters."""
 
     account: str
     """Slurm account."""
@@ -49,7 +49,7 @@ class ClusterSettings:
     container: str
     """NeMo-RL's container: an image name or a .sqsh file."""
     nemo_rl: str
-    """A NeMo-RL checkout, of the container's commit, on a file system that all nodes see."""
+    """NeMo-RL checkout, at the container's commit, on a file system that all nodes see."""
     gpus_per_node: int | None = bounded(None, low=1)
     """GPUs of one node; without it, the config's `cluster.gpus_per_node`."""
     mounts: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class ClusterSettings:
     """Variables of every process of the job, e.g. `HF_HOME`. No secrets: they are written into the run directory."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a value that Slurm or `ray.sub` could not take."""
+        """Raises ConfigError for a value that Slurm or `ray.sub` cannot handle."""
         for name in ("account", "partition", "container"):
             if re.search(r"\s", getattr(self, name)):
                 raise ConfigError(f"{path}.{name}: {getattr(self, name)!r} has a space in it; remove it")
@@ -81,7 +81,7 @@ class ClusterSettings:
 
 
 def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> ClusterSettings:
-    """The settings, each from `flags`, else `file`, else the environment. Raises ConfigError."""
+    """Returns the settings, each from `flags`, else `file`, else the environment. Raises ConfigError."""
     environment = {name: os.environ[variable] for name, variable in VARIABLES.items() if os.environ.get(variable)}
     values: dict[str, Any] = {**environment, **_read_file(file), **{k: v for k, v in flags.items() if v}}
     for name in ("account", "partition", "time", "container", "nemo_rl"):
@@ -98,19 +98,19 @@ def read_settings(file: Path | None, flags: Mapping[str, str | None]) -> Cluster
 
 
 def absolute(path: str | Path) -> str:
-    """The absolute path, with links kept: a cluster's nodes know a folder by the name that its users know."""
+    """Returns the absolute path without resolving links: a link's target may have another name on the nodes."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def check_mountable(path: str, field: str) -> None:
-    """Raises ConfigError for a path that `ray.sub`, which leaves its mounts and logs unquoted, would take apart."""
+    """Raises ConfigError for a path that `ray.sub` would split, because it leaves mounts and log folders unquoted."""
     found = _NOT_IN_A_MOUNT.search(path)
     if found:
         raise ConfigError(f"{field}: {path!r} has {found.group()!r} in it, where NeMo-RL's ray.sub splits; rename it")
 
 
 def seconds(time: str, field: str) -> int:
-    """Seconds of a Slurm time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises ConfigError."""
+    """Returns the seconds of a Slurm time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises ConfigError."""
     match = _TIME.fullmatch(time)
     parts = [int(part) for part in match["parts"].split(":")] if match else [0]
     days = int(match["days"]) if match and match["days"] else None
@@ -122,7 +122,7 @@ def seconds(time: str, field: str) -> int:
 
 
 def _read_file(file: Path | None) -> dict[str, Any]:
-    """Scalars stay text: YAML would read the time 4:00:00 as the number 14400."""
+    """Returns the values of the cluster file as text, because YAML would read the time 4:00:00 as the number 14400."""
     if file is None:
         return {}
     try:

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of the commands: help line, flags, and the function that runs each, which is imported when it is called."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_flags
+
+DEFAULT_ACCEPTANCE = 0.8
+"""Assumed share of right draft tokens (`plan`, `explain`)."""
+DEFAULT_PROFILE_STEPS = 32
+"""Steps that `profile` times for each number of requests."""
+DEFAULT_LADDER_ROUNDS = 4
+"""Rounds of `ladder` over all draft methods."""
+DEFAULT_LADDER_S = 1.0
+"""Seconds of decoding of each method and batch size in a round of `ladder`."""
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
+"""Address at which `serve-drafter` listens."""
+CLUSTER_FLAGS = {
+    "account": "Slurm account",
+    "partition": "Slurm partition",
+    "time": "time limit of one job, e.g. 4:00:00",
+    "container": "NeMo-RL's container: image or .sqsh file",
+}
+"""Flags of `launch` that take precedence over the cluster file, which takes precedence over the environment."""
+
+
+class Flag:
+    """Arguments of one `argparse.ArgumentParser.add_argument` call."""
+
+    def __init__(self, name: str, text: str, metavar: str | None = None, **options: Any) -> None:
+        if metavar is not None:
+            options["metavar"] = metavar
+        self.name, self.options = name, {"help": text, **options}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand."""
+
+    name: str
+    text: str
+    """Help line."""
+    function: str
+    """`MODULE.FUNCTION` within `nemo_specrollout.cli`. It takes the parsed arguments and returns the exit code."""
+    flags: tuple[Flag, ...] = ()
+    more_flags: Callable[[argparse.ArgumentParser], None] | None = None
+    """Adds flags that are derived from a record."""
+    in_scratch_folder: bool = False
+    """Whether the command starts engines, so that its temporary files go into a folder that is removed at its end."""
+
+    def run(self, parsed: argparse.Namespace) -> int:
+        """Imports the command's function and calls it; returns the exit code."""
+        module, _, name = self.function.partition(".")
+        return int(getattr(import_module(f"nemo_specrollout.cli.{module}"), name)(parsed))
+
+
+_SCRIPT = "NeMo-RL's script, from its checkout; default: the one that fits CONFIG"
+_OVERRIDES = Flag("overrides", "e.g. grpo.max_num_steps=3", "key=value", nargs="*")
+_CONFIG = (Flag("config", "a NeMo-RL-shaped YAML file", "CONFIG", type=Path), _OVERRIDES)
+_DEVICE = Flag("--device", "of a NeMo-RL config: the GPU, e.g. H100", "NAME")
+
+COMMANDS = (
+    Command(
+        "run",
+        "a GRPO run; resumes the one in logger.log_dir",
+        "run.run",
+        (*_CONFIG, Flag("--script", _SCRIPT, "FILE", type=Path)),
+    ),
+    Command(
+        "bench",
+        "the same rollouts with and without speculation, interleaved",
+        "bench.bench",
+        _CONFIG,
+        in_scratch_folder=True,
+    ),
+    Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _CONFIG),
+    Command(
+        "explain",
+        "what a config would do and bring, and its known traps; loads neither torch nor vllm",
+        "explain.explain",
+        (
+            *_CONFIG,
+            Flag("--profile", "times that `profile` measured", "FILE", type=Path),
+            Flag("--ladder", "decode speeds that `ladder` measured, or that a run kept", "FILE", type=Path),
+            _DEVICE,
+        ),
+    ),
+    Command(
+        "launch",
+        "a run in NeMo-RL on a Slurm cluster",
+        "launch.launch",
+        (
+            *_CONFIG,
+            Flag("--nodes", "nodes; sets cluster.num_nodes", "N", type=int, required=True),
+            Flag("--run-dir", "on a disk that all nodes see; default: results/NAME_OF_CONFIG", "DIR"),
+            Flag("--jobs", "jobs, one after another, for a run longer than one", "K", type=int, default=1),
+            Flag("--dry-run", "write the run directory and print the sbatch line", action="store_true"),
+            Flag("--cluster", "settings as in slurm/cluster.example.yaml", "FILE", type=Path),
+            Flag("--script", _SCRIPT, "FILE"),
+            *(
+                Flag(f"--{name}", f"{text}; default: from the cluster file or the environment", name.upper())
+                for name, text in CLUSTER_FLAGS.items()
+            ),
+        ),
+    ),
+    Command(
+        "plan",
+        "where to verify and where to draft, by measured times; loads neither torch nor vllm",
+        "plan.plan",
+        (
+            *_CONFIG,
+            Flag("--profile", "times that `profile` measured", "FILE", type=Path, required=True),
+            Flag("--batch", "requests that run at a time; default: the requests of a step", "N", type=int),
+            Flag("--devices", "threads or GPUs that generate; default: from the config", "N", type=int),
+            Flag(
+                "--acceptance",
+                f"share of right draft tokens after right ones; default: {DEFAULT_ACCEPTANCE}",
+                "P",
+                type=float,
+                default=DEFAULT_ACCEPTANCE,
+            ),
+        ),
+    ),
+    Command(
+        "profile",
+        "measures on this CPU the times that `plan` needs",
+        "profile.profile",
+        (
+            *_CONFIG,
+            Flag("--out", "file for the measured times, JSON", "FILE", type=Path, required=True),
+            Flag("--threads", "threads of an engine; default: 1,2 if there are two cores", "N,N", default=""),
+            Flag(
+                "--steps",
+                f"steps to time; default: {DEFAULT_PROFILE_STEPS}",
+                "N",
+                type=int,
+                default=DEFAULT_PROFILE_STEPS,
+            ),
+        ),
+        in_scratch_folder=True,
+    ),
+    Command(
+        "ladder",
+        "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
+        "ladder.ladder",
+        (
+            *_CONFIG,
+            Flag("--out", "file for the ladder, JSON", "FILE", type=Path, required=True),
+            Flag("--task", "task to measure; default: the config's", "NAME"),
+            Flag(
+                "--rounds",
+                f"rounds over all methods; default: {DEFAULT_LADDER_ROUNDS}",
+                "N",
+                type=int,
+                default=DEFAULT_LADDER_ROUNDS,
+            ),
+            Flag(
+                "--seconds",
+                f"decoding of each method and batch size in a round; default: {DEFAULT_LADDER_S:g}",
+                "S",
+                type=float,
+                default=DEFAULT_LADDER_S,
+            ),
+        ),
+        in_scratch_folder=True,
+    ),
+    Command(
+        "serve-drafter",
+        "a drafter for engines that name its address",
+        "drafter_commands.serve_drafter",
+        (
+            *_CONFIG,
+            Flag(
+                "--address",
+                f"where to listen; default: {DEFAULT_ADDRESS}",
+                "tcp://HOST:PORT",
+                default=DEFAULT_ADDRESS,
+            ),
+        ),
+        in_scratch_folder=True,
+    ),
+    Command(
+        "publish-draft",
+        "gives new weights to remote drafters",
+        "drafter_commands.publish_draft",
+        (
+            *_CONFIG,
+            Flag("--weights", "a checkpoint of the draft model", "DIR", type=Path, required=True),
+            Flag("--version", "version of the weights; default: the time, in seconds", type=int),
+        ),
+    ),
+    Command(
+        "refresh-draft",
+        "trains an EAGLE-3 draft head for a policy, or refreshes one",
+        "refresh_draft.refresh_draft",
+        more_flags=add_refresh_flags,
+    ),
+    Command(
+        "report",
+        "writes report.html and picture.png of a run directory again, also while it runs",
+        "report.report",
+        (Flag("run_dir", "the logger.log_dir of a run, local or in NeMo-RL", "RUN_DIR", type=Path),),
+    ),
+    Command(
+        "simulate",
+        "what a step would take, and what each feature brings; loads neither torch nor vllm",
+        "simulate.simulate",
+        (
+            Flag(
+                "config",
+                "a scenario's name or file, or a run's config; `list` names the scenarios, `papers` compares with two papers",
+                "SCENARIO|CONFIG",
+            ),
+            Flag("overrides", "of the scenario, e.g. drafting.k=5", "key=value", nargs="*"),
+            Flag("--trace", "measured response lengths: a run's samples.jsonl", "FILE", type=Path),
+            Flag("--out", "folder for simulation.json and simulation.png", "DIR", type=Path),
+            _DEVICE,
+            Flag("--profile", "of a run's config: times that `profile` measured", "FILE", type=Path),
+        ),
+    ),
+    Command(
+        "doctor",
+        "checks whether this package can work here, for a bug report; tries an engine with a random model",
+        "doctor.doctor",
+        (
+            Flag("config", "a NeMo-RL-shaped YAML file to check too", "CONFIG", type=Path, nargs="?"),
+            _OVERRIDES,
+            Flag("--json", "file for the same facts, and for logs of what failed", "FILE", type=Path),
+            Flag("--no-self-test", "starts no engine", action="store_true"),
+        ),
+    ),
+)
+
+
+def parse(arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
+    """Returns the command and its parsed arguments. Flags may stand between CONFIG and key=value.
+
+    Prints the usage and exits with code 2 if no command takes the arguments.
+    """
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if unknown := [text for text in rest if text.startswith("-") or "overrides" not in parsed]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        parsed.overrides += rest
+    return next(command for command in COMMANDS if command.name == parsed.command), parsed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nemo-specrollout",
+        description="Faster RL rollouts that are the same rollouts.",
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.text, description=command.text, allow_abbrev=False)
+        for flag in command.flags:
+            subparser.add_argument(flag.name, **flag.options)
+        if command.more_flags is not None:
+            command.more_flags(subparser)
+    return parser
