@@ -114,7 +114,7 @@ def _copy_tokenizer(folder: Path) -> None:
 def start_engine() -> Iterator[Callable[..., Any]]:
     """Starts engines for a model and a `specrollout` block, and closes them when the module's tests are done."""
     from nemo_specrollout.config.block import SpecrolloutConfig
-    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine
 
     engines = []

@@ -17,7 +17,7 @@ from test_racing import noisy, spans_of
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
-from nemo_specrollout.config.run_config import AsyncGrpoConfig
+from nemo_specrollout.config.run_sections import AsyncGrpoConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector

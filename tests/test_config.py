@@ -235,7 +235,7 @@ def test_the_sections_refuse(override: str, sentence: str) -> None:
         ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is not among the drafters; did you mean 'ngram'?"),
         ("{methods: [[suffix], [random]]}", ".methods: 'random' is not among the drafters"),
         ("{methods: [[suffix], []]}", ".methods: no worker drafts by ngram; give it to one"),
-        ("{methods: [[suffix], [ngram], []]}", ".methods: 3 for 2 rollout workers; the last would never draft"),
+        ("{methods: [[suffix], [ngram], []]}", ".methods: 3 entries for 2 rollout workers; the last would never draft"),
         ("{methods: [suffix, ngram]}", ".methods[0]: expected a list, got 'suffix'"),
         ("{racers: 2}", ".racers: unknown key"),
     ],
@@ -245,7 +245,7 @@ def test_the_tail_s_block_refuses(block: str, sentence: str) -> None:
 
 
 def test_racing_needs_workers_and_workers_need_requests() -> None:
-    assert_refused(f"{TAIL}: there is one rollout worker, and none to race with", f"{TAIL}={{}}")
+    assert_refused(f"{TAIL}: there is only one rollout worker, so requests cannot move", f"{TAIL}={{}}")
     few = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
     assert_refused(
         "cluster.rollout_workers: 5 workers for 4 requests of a step; lower it", *few, "cluster.rollout_workers=5"

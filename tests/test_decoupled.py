@@ -24,7 +24,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.run_config import VllmConfig
+from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
 from nemo_specrollout.local.step_rollout import MeasuredRollout

@@ -19,7 +19,7 @@ from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_engine import drafter_types
+from nemo_specrollout.config.nemo_rl_tree import drafter_types
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.simulation.compare import RACING, compare
 from nemo_specrollout.simulation.configured import as_configured, drafted, onset

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from nemo_specrollout.config.run_config import LossConfig
+from nemo_specrollout.config.run_sections import LossConfig
 from nemo_specrollout.local.grpo import (
     LossInputs,
     LossMetrics,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nemo_specrollout.config.run_config import LossConfig, OptimizerConfig
+from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.local.megatron_model import TokenBatch, next_token_logits
 from nemo_specrollout.local.megatron_weights import load_hf
 from nemo_specrollout.local.policy import MegatronPolicy

@@ -23,8 +23,8 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_scripts import script_of
-from nemo_specrollout.config.nemo_rl_traps import SPECULATIVE_CONFIG as SPECULATIVE
-from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG
+from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATIVE
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 
@@ -210,7 +210,7 @@ def test_what_is_done_with_a_tail_is_said() -> None:
         ("warning", (TWO_GPUS.replace("2}", "1}"),), f"{TAIL}: without effect: by the sizes of the cluster there is one"),
         ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.tensor_parallel_size=2"), f"{TAIL}: without effect"),
         ("error", (TWO_GPUS, f"{TAIL}.max_racers=3"), f"{TAIL}.max_racers: 3 racers for 2 engines"),
-        ("error", (TWO_GPUS, f"{TAIL}.methods=[[suffix],[ngram],[]]"), f"{TAIL}.methods: 3 for 2 engines"),
+        ("error", (TWO_GPUS, f"{TAIL}.methods=[[suffix],[ngram],[]]"), f"{TAIL}.methods: 3 entries for 2 engines"),
         ("error", (TWO_GPUS, "policy.generation.vllm_cfg.expert_parallel_size=2"),
          "policy.generation.vllm_cfg.expert_parallel_size: 2 with tensor_parallel_size 1 and fastest_of_n"),
         ("warning", (TWO_GPUS, "policy.generation.stop_strings=[x]"), 'policy.generation.stop_strings: ["x"] with'),
@@ -332,8 +332,8 @@ def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
         ("note", ASYNC_PPO, "ppo.async_ppo.in_flight_weight_updates: true; requests under way keep KV of older weights"),
         ("note", ("policy.generation.vllm_cfg.precision=bfloat16",), "VLLM_BATCH_INVARIANT"),
-        ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs was run only on a CPU"),
-        ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: an engine of several GPUs"),
+        ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs were tested only on a CPU"),
+        ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: engines of several GPUs"),
         ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "without a seed gets one from its prompt"),
         ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt is not here"),
     ],
@@ -406,7 +406,7 @@ REFRESH = (HEAD, f"{BLOCK_PATH}.draft_refresh={{trigger: auto}}")
         ((REFRESH[1],), "there is no head to refresh; name a drafter of type eagle3"),
         ((REFRESH[1], EAGLE3), "there is no head to refresh"),
         ((*REFRESH, "policy.generation.vllm_cfg.pipeline_parallel_size=2", "policy.generation.vllm_cfg.async_engine=true"),
-         "engines of one stage: set it to 1"),
+         "engines of one pipeline stage: set it to 1"),
         ((HEAD, f"{BLOCK_PATH}.draft_refresh={{trainer_gpus: 2}}"), "trainer_gpus: 2 is out of range"),
     ],
 )  # fmt: skip

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from test_megatron import write_model as write_random_model
 from torch import Tensor
 
-from nemo_specrollout.config.run_config import OptimizerConfig
+from nemo_specrollout.config.run_sections import OptimizerConfig
 from nemo_specrollout.local import megatron_host, megatron_model
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape

@@ -11,7 +11,7 @@ pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; `ma
 from conftest import STEP_ADDER
 
 from benchmarks.policies.worked_solutions import DIRECT_RATE, worked_solution
-from nemo_specrollout.config.run_config import DataConfig, TaskConfig
+from nemo_specrollout.config.run_sections import DataConfig, TaskConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.local.reasoning_gym_task import GymProblem, ReasoningGymTask, check_tasks
 from nemo_specrollout.local.step_rollout import load_tokenizer

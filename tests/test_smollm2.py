@@ -201,7 +201,7 @@ def test_the_real_model_decodes_greedily_as_transformers_does(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_real_model_s_weights_make_the_round_trip(real_model: Path) -> None:
-    from nemo_specrollout.config.run_config import OptimizerConfig
+    from nemo_specrollout.config.run_sections import OptimizerConfig
     from nemo_specrollout.local.policy import MegatronPolicy
 
     policy = MegatronPolicy.from_pretrained(real_model, optimizer=OptimizerConfig(lr=1e-5))

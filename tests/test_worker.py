@@ -175,7 +175,7 @@ def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path, sampler_onl
 import sys
 from pathlib import Path
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
 generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))

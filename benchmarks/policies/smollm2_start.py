@@ -32,7 +32,7 @@ from benchmarks.policies.smollm2 import CHANGE
 from benchmarks.policies.warm_start import learning_rate_factor, token_weights, training_progress
 from benchmarks.policies.warm_start_data import IGNORED, Example, cut_batches, pad_batch
 from benchmarks.policies.worked_solutions import worked_solution
-from nemo_specrollout.config.run_config import TaskConfig
+from nemo_specrollout.config.run_sections import TaskConfig
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
@@ -71,7 +71,7 @@ class StartSettings:
 def own_texts(base: Path, seed: int) -> list[Example]:
     """Texts that the model writes before its start, with their prompts."""
     from nemo_specrollout.config.block import SpecrolloutConfig
-    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     task = FreeText(load_tokenizer(base))

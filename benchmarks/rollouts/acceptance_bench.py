@@ -19,7 +19,8 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.run_config import GenerationConfig, RunConfig
+from nemo_specrollout.config.run_config import RunConfig
+from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.generation.arguments import native_config
 from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal

@@ -7,7 +7,8 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, TextDrafterConfig
-from nemo_specrollout.config.run_config import GenerationConfig, RunConfig
+from nemo_specrollout.config.run_config import RunConfig
+from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import TEXT_METHOD, native_config
 

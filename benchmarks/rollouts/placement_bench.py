@@ -30,7 +30,7 @@ from rich.table import Table
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.remote.drafter.cost_profile import MEASUREMENTS
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables

@@ -30,9 +30,8 @@ from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, check_nemo_rl, effective_block, malformed
-from nemo_specrollout.config.nemo_rl_fastest_of_n import num_engines
 from nemo_specrollout.config.nemo_rl_scripts import script_of
-from nemo_specrollout.config.nemo_rl_traps import (
+from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     SPECULATIVE_CONFIG,
     VLLM_CFG,
@@ -42,9 +41,10 @@ from nemo_specrollout.config.nemo_rl_traps import (
     at,
     model_config,
     native_drafts,
+    num_engines,
     size_at,
 )
-from nemo_specrollout.config.run_config import DataConfig
+from nemo_specrollout.config.run_sections import DataConfig
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version

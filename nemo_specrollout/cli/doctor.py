@@ -23,7 +23,7 @@ from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
-from nemo_specrollout.config.nemo_rl_traps import Tree
+from nemo_specrollout.config.nemo_rl_tree import Tree
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version

@@ -12,7 +12,7 @@ from nemo_specrollout.config.addresses import check_address, shared_secret
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG, at
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
-from nemo_specrollout.config.nemo_rl_traps import Finding, Tree, at
+from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of

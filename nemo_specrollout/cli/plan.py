@@ -16,7 +16,7 @@ from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_block
-from nemo_specrollout.config.nemo_rl_traps import Tree, at, generating_gpus, size_at
+from nemo_specrollout.config.nemo_rl_tree import Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, bounded, build

@@ -16,8 +16,9 @@ from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import read_object, tensor_shapes
-from nemo_specrollout.config.nemo_rl_engine import runner_findings
-from nemo_specrollout.config.run_config import PROCESSED_LOGPROBS, DataConfig, RunConfig, check_prompt, read_run_config
+from nemo_specrollout.config.nemo_rl_engine_rules import runner_findings
+from nemo_specrollout.config.run_config import RunConfig, check_prompt, read_run_config
+from nemo_specrollout.config.run_sections import PROCESSED_LOGPROBS, DataConfig
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version

@@ -59,7 +59,7 @@ def generate_rollouts(
     _check_vllm()
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     longest = min(max_length, max(map(len, prompts)) + options.max_new_tokens)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of NeMo-RL's own scripts a config belongs to: told from its blocks, for the config itself does not say."""
+"""Finds the script of NeMo-RL that runs a config, by the blocks of the config."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nemo_specrollout.config.nemo_rl_traps import Tree, at
+from nemo_specrollout.config.nemo_rl_tree import Tree, at
 from nemo_specrollout.config.strict import ConfigError
 
 _GYM = "env.should_use_nemo_gym"
@@ -28,7 +28,6 @@ def _values(node: Any, key: str) -> Iterator[Any]:
             yield from _values(item, key)
 
 
-# The first that a config fits is its own.
 _SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (
     ("examples/run_grpo_single_controller.py", _has("async_rl")),
     ("examples/nemo_gym/run_distillation_nemo_gym.py", _has(_GYM, "distillation")),
@@ -39,12 +38,13 @@ _SCRIPTS: tuple[tuple[str, Callable[[Tree], bool]], ...] = (
     ("examples/run_vlm_grpo.py", _is_multimodal),
     ("examples/run_grpo.py", _has("grpo")),
 )
-# Blocks of algorithms that train on given data. Distillation from several teachers does, too.
+"""Scripts with their conditions; the first condition that holds decides."""
 _NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")
+"""Blocks of algorithms that train on given data, e.g. distillation from several teachers."""
 
 
 def script_of(tree: Tree) -> str:
-    """Returns the script, relative to a NeMo-RL checkout. Raises ConfigError for a config that fits none of them."""
+    """Returns the path of the script in a NeMo-RL checkout. Raises ConfigError for a config that no script runs."""
     training = next((name for name in _NO_ROLLOUTS if at(tree, name)), None)
     if training is not None:
         raise ConfigError(f"{training}: a run of this kind makes no rollouts; there is nothing to speed up")

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.doctor.child import Tell, answer
 from nemo_specrollout.doctor.tiny_model import LONGEST_TEXT, VOCABULARY, make_tiny_model
 

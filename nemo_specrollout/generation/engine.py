@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_head
-from nemo_specrollout.config.run_config import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
+from nemo_specrollout.config.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.identity import rollout_extra_args

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from nemo_specrollout.config.run_config import LossConfig
+from nemo_specrollout.config.run_sections import LossConfig
 
 STD_EPSILON = 1e-6
 

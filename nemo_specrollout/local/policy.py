@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
-from nemo_specrollout.config.run_config import LossConfig, OptimizerConfig
+from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.local import megatron_host
 from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
 from nemo_specrollout.local.megatron_model import TokenBatch, build_model, token_logprobs

@@ -13,7 +13,7 @@ from nemo_specrollout.local.chat import encode_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from nemo_specrollout.config.run_config import TaskConfig
+    from nemo_specrollout.config.run_sections import TaskConfig
 
 ENDLESS = 2**31
 """The size that datasets are made with; problems are made one by one when they are asked for."""

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_specrollout.config.run_config import DataConfig
+from nemo_specrollout.config.run_sections import DataConfig
 from nemo_specrollout.local.free_text import FreeText
 from nemo_specrollout.local.task import encode_prompt, make_problems, reward_of_ids
 

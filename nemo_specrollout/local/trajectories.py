@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from nemo_specrollout.config.run_config import AsyncGrpoConfig
+from nemo_specrollout.config.run_sections import AsyncGrpoConfig
 from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.responses import Response

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why the log-probs of engine and trainer may differ in this run, the likeliest first."""
 
-from nemo_specrollout.config.nemo_rl_traps import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
 
 
 def gap_causes(tree: Tree) -> list[str]:

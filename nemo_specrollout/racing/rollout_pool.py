@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.config.run_config import GenerationConfig
+from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
 from nemo_specrollout.racing.private_ray import OwnRay, ray

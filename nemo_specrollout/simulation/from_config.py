@@ -19,7 +19,7 @@ from nemo_specrollout.config.drafter_configs import (
     TextDrafterConfig,
 )
 from nemo_specrollout.config.nemo_rl_config import effective_block
-from nemo_specrollout.config.nemo_rl_traps import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
+from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables, sizes_of

@@ -357,7 +357,7 @@ def test_a_line_that_did_not_fit_is_dropped_when_there_is_room(run: Path) -> Non
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_why(tiny_model: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.config.run_config import OptimizerConfig
+    from nemo_specrollout.config.run_sections import OptimizerConfig
     from nemo_specrollout.local.policy import MegatronPolicy
 
     policy = MegatronPolicy.from_pretrained(tiny_model, optimizer=OptimizerConfig(lr=1e-3))

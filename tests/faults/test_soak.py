@@ -25,7 +25,7 @@ def soak(model: Path, num_rollouts: int) -> None:
 
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-    from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+    from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.

@@ -15,7 +15,7 @@ from test_equality import SAMPLINGS, SUFFIX, requests
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-from nemo_specrollout.config.run_config import GenerationConfig, VllmConfig
+from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from vllm_v2_cpu.platform import CpuPlatformForV2
 

@@ -24,7 +24,7 @@ from nemo_specrollout.config.drafter_configs import (
     FolderDrafterConfig,
     RemoteDrafterConfig,
 )
-from nemo_specrollout.config.run_config import GenerationConfig
+from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec
 from nemo_specrollout.remote.verifier.json_child import end_with_parent

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
-from nemo_specrollout.config.run_config import VllmConfig
+from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
 from nemo_specrollout.remote.verifier.json_child import JsonChild

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads values of a NeMo-RL config tree, and evaluates tables of rules about them; without NeMo-RL and without torch."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.strict import ConfigError
+
+Tree = Mapping[str, Any]
+GENERATION = "policy.generation"
+VLLM_CFG = f"{GENERATION}.vllm_cfg"
+VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
+SPECULATIVE_CONFIG = f"{VLLM_KWARGS}.speculative_config"
+ASYNC_BLOCKS = ("grpo.async_grpo", "ppo.async_ppo")
+"""Blocks that let generation and training overlap in NeMo-RL's own loops."""
+
+
+def at(tree: Tree, path: str, default: Any = None) -> Any:
+    """Returns the value at a dotted path; `default` if the value or a block above it is absent or null."""
+    node: Any = tree
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return default if node is None else node
+
+
+def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
+    """Returns the integer at a dotted path; `default` if it is absent or null.
+
+    Raises ConfigError for another type, or a value below `low`.
+    """
+    parent = path.rpartition(".")[0]
+    block, value = at(tree, parent, {}), at(tree, path)
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{parent}: expected a block of keys, got {block!r}")
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{path}: {value!r} is out of range; it must be a whole number, at least {low}")
+    return value
+
+
+def parallel_sizes(tree: Tree) -> tuple[int, int, int]:
+    """Returns the tensor, pipeline and expert parallel sizes of an engine."""
+    tensor, pipeline, expert = (
+        size_at(tree, f"{VLLM_CFG}.{kind}_parallel_size") for kind in ("tensor", "pipeline", "expert")
+    )
+    return tensor, pipeline, expert
+
+
+def generating_gpus(tree: Tree) -> int:
+    """Returns the number of GPUs that generate: all if generation is colocated with training, else its own."""
+    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    if at(tree, f"{GENERATION}.colocated.enabled", True):
+        return nodes * gpus
+    resources = f"{GENERATION}.colocated.resources"
+    own_nodes = size_at(tree, f"{resources}.num_nodes", low=0) if nodes > 1 else 1
+    return size_at(tree, f"{resources}.gpus_per_node", gpus, low=0) * own_nodes
+
+
+def num_engines(tree: Tree) -> int:
+    """Returns the number of engines of the run."""
+    tensor, pipeline, _ = parallel_sizes(tree)
+    return generating_gpus(tree) // (tensor * pipeline)
+
+
+def block_is_on(tree: Tree) -> bool:
+    """Returns whether there is a block `specrollout` that is not switched off."""
+    return at(tree, BLOCK_PATH) is not None and at(tree, f"{BLOCK_PATH}.enabled", True) is not False
+
+
+def native_drafts(tree: Tree) -> int:
+    """Returns the draft tokens a step of `speculative_config`; 0 if it is absent or, as in NeMo-RL, turned off by a zero."""
+    config = at(tree, SPECULATIVE_CONFIG)
+    is_block = isinstance(config, Mapping) and config
+    return size_at(tree, f"{SPECULATIVE_CONFIG}.num_speculative_tokens", low=0) if is_block else 0
+
+
+def drafter_types(tree: Tree) -> list[str]:
+    """Returns the types of the drafters in effect: vLLM's own, else those of the block, else the block's defaults."""
+    if native_drafts(tree):
+        return [str(at(tree, f"{SPECULATIVE_CONFIG}.method"))]
+    drafters = at(tree, f"{BLOCK_PATH}.drafters", [{"type": d.type} for d in SpecrolloutConfig().drafters])
+    named = drafters if block_is_on(tree) and isinstance(drafters, list | tuple) else []
+    return [str(d.get("type")) for d in named if isinstance(d, Mapping)]
+
+
+def asynchronous_block(tree: Tree) -> str | None:
+    """Returns the path of the enabled block among `ASYNC_BLOCKS`, if there is one."""
+    return next((path for path in ASYNC_BLOCKS if at(tree, f"{path}.enabled")), None)
+
+
+def stale_kv_field(tree: Tree) -> str | None:
+    """Returns the path of the false field because of which running requests keep the KV cache of older weights, if any.
+
+    The SingleController always updates weights while requests run.
+    """
+    block = "async_rl" if at(tree, "async_rl") is not None else asynchronous_block(tree)
+    is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
+    field = f"{block}.recompute_kv_cache_after_weight_updates"
+    return field if is_in_flight and not at(tree, field) else None
+
+
+def model_config(tree: Tree) -> dict[str, Any] | None:
+    """Returns `config.json` of the policy's folder; None if it is unreadable, or the policy is a name on the Hub."""
+    try:
+        return read_object(Path(str(at(tree, "policy.model_name", ""))) / "config.json")
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error, a warning or a note about one field or one package."""
+
+    subject: str
+    """Path of the field, or name of the package."""
+    text: str
+    kind: str
+    """`error`, `warning` or `note`."""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule about the value at one path."""
+
+    path: str
+    trips: Callable[[Any], object]
+    """Tells whether a value breaks the rule; the value is None if the path is absent."""
+    text: str
+    """Reason and fix."""
+    kind: str = "error"
+    when: Callable[[Tree], object] = lambda tree: True
+    """Tells whether the rule applies to a tree."""
+
+
+def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
+    """Yields a finding for each of `rules` that the tree breaks."""
+    for rule in rules:
+        value = at(tree, rule.path)
+        if rule.when(tree) and rule.trips(value):
+            yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
+
+
+def is_on(path: str) -> Callable[[Tree], bool]:
+    """Returns a function that tells whether the value at `path` of a tree is true, or not empty."""
+    return lambda tree: bool(at(tree, path))
+
+
+def is_off(value: Any) -> bool:
+    """Returns whether a value is false, zero, empty or absent."""
+    return not value
+
+
+def is_set(value: Any) -> bool:
+    """Returns whether a value is neither absent nor null."""
+    return value is not None
