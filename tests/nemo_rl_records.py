@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a run in NeMo-RL as its logger writes them, for tests of the report."""
+"""Records of a run in NeMo-RL as its logger writes them, and that logger on a stand-in for NeMo-RL's own."""
 
 import json
 import math
@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from nemo_specrollout.nemo_rl.logger import Watch
 
 BLOCK = {"enabled": True, "drafters": [{"type": "suffix"}, {"type": "ngram"}], "logprob_gap_alarm": 0.02}
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0"}
@@ -78,3 +80,27 @@ def write_run(log_dir: Path, steps: Sequence[dict[str, Any]], timings: Sequence[
             (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"block": BLOCK, "versions": VERSIONS, "num_steps": len(steps)}))
     return folder
+
+
+class NativeLogger:
+    """The part of NeMo-RL's Logger that ours extends; tests/nemo_rl has the real one."""
+
+    def __init__(self, cfg: dict[str, str]) -> None:
+        self.loggers = ["tensorboard"]
+        self.logged: list[tuple[dict[str, Any], str]] = []
+        self.events: list[str] = []
+
+    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False) -> None:  # type: ignore[no-untyped-def]
+        self.logged.append((metrics, prefix))
+        self.events.append(f"{prefix} {step}")
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        self.events.append(f"{name} {step}")
+
+    def finish(self) -> None:
+        self.events.append("finish")
+
+
+def watching_logger(log_dir: Path, **settings: Any) -> Any:
+    """Returns our logger of a run in `log_dir` with these fields of `Watch`."""
+    return Watch(BLOCK["logprob_gap_alarm"], **settings).logger_class(NativeLogger)({"log_dir": str(log_dir)})

@@ -121,7 +121,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": SHORT + DTENSOR + TWO_ENGINES + VALIDATION + MOVING,
         "environment": WILD,
         "kill_after": 2,
-        "kill": "SpecrolloutTail",
+        "kill": "SpecrolloutExchange",
     },
     "sync_moving_streams": {
         "overrides": SHORT
@@ -145,7 +145,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "overrides": LONG + ASYNC + TWO_ASYNC_ENGINES + MOVING + IN_FLIGHT + RECOMPUTING + FIVE_STEPS,
         "environment": WILD,
         "kill_after": 3,
-        "kill": "SpecrolloutTail",
+        "kill": "SpecrolloutExchange",
     },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},

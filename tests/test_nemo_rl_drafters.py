@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nemo_rl_records import watching_logger
 
 from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, build_drafter
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl.drafter_stats_window import DrafterStatsWindow, logged
-from nemo_specrollout.nemo_rl.logger import watching_logger
-from nemo_specrollout.nemo_rl.remote_drafters import DrafterNews, RemoteDrafters
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.nemo_rl.remote_drafters import (
+    DrafterLink,
+    DrafterStatus,
+    RemoteDrafters,
+    drafter_metrics,
+    read_drafter_stats,
+    stats_between,
+)
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
 
@@ -26,14 +32,14 @@ pytestmark = pytest.mark.unit
 HERE, THERE = "tcp://127.0.0.1:5570", "tcp://10.0.0.7:5571"
 
 
-class Answers:
-    """A link that tells what a test says."""
+class ScriptedLink(DrafterLink):
+    """A link without an actor: it returns the status that a test sets."""
 
     def __init__(self) -> None:
-        self.next: DrafterNews | None = None
+        self.next: DrafterStatus | None = None
         self.is_closed = False
 
-    def news(self) -> DrafterNews | None:
+    def status(self) -> DrafterStatus | None:
         told, self.next = self.next, None
         return told
 
@@ -45,16 +51,16 @@ class Driver:
     """`RemoteDrafters` of two drafters, their links, and what the engines were told."""
 
     def __init__(self, *, starts_later: bool = False) -> None:
-        self.links: list[Answers] = []
+        self.links: list[ScriptedLink] = []
         self.told: list[tuple[str, list[Any]]] = []
-        self.notes = StepNotes()
-        self.drafters = RemoteDrafters(self._start, "known to few", self.notes, starts_later=starts_later)
+        self.log = StepLog()
+        self.drafters = RemoteDrafters(self._start, "known to few", self.log, starts_later=starts_later)
 
-    def look(self, *news: DrafterNews | None) -> list[list[str]]:
+    def look(self, *news: DrafterStatus | None) -> list[list[str]]:
         """The addresses that the engines were told, when each drafter has said its news."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
-        self.drafters.look(self._call)
+        self.drafters.update(self._call)
         told, self.told = self.told, []
         assert all(method == "specrollout_drafters_at" and secret == "known to few" for method, (_, secret) in told)
         return [addresses for _, (addresses, _) in told]
@@ -63,8 +69,8 @@ class Driver:
     def num_restarts(self) -> float:
         return self.drafters.figures()["drafter_restarts"]
 
-    def _start(self) -> list[Answers]:
-        self.links = [Answers(), Answers()]
+    def _start(self) -> list[ScriptedLink]:
+        self.links = [ScriptedLink(), ScriptedLink()]
         return self.links
 
     def _call(self, method: str, arguments: Sequence[Any]) -> list[Any]:
@@ -75,29 +81,29 @@ class Driver:
 def test_engines_are_told_where_drafters_listen_when_it_changes_and_never_wait() -> None:
     driver = Driver()
     assert driver.look(None, None) == []
-    assert driver.look(DrafterNews(HERE, actor=1), None) == [[HERE, ""]]
-    assert driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2)) == [[HERE, THERE]]
-    assert driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2)) == []
-    assert driver.notes.alarms == [] and driver.num_restarts == 0
+    assert driver.look(DrafterStatus(HERE, actor=1), None) == [[HERE, ""]]
+    assert driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2)) == [[HERE, THERE]]
+    assert driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2)) == []
+    assert driver.log.alarms == [] and driver.num_restarts == 0
 
 
 def test_a_process_that_was_started_again_has_its_address() -> None:
     driver = Driver()
-    driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2))
+    driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2))
     for _ in range(2):
-        assert driver.look(DrafterNews(HERE, 1, 1, "out of memory"), None) == []
-    (alarm,) = driver.notes.alarms
+        assert driver.look(DrafterStatus(HERE, 1, 1, "out of memory"), None) == []
+    (alarm,) = driver.log.alarms
     assert "out of memory" in alarm and HERE in alarm and driver.num_restarts == 1
 
 
 def test_an_actor_that_was_started_again_has_another_address() -> None:
     driver = Driver()
-    driver.look(DrafterNews(HERE, actor=1), DrafterNews(THERE, actor=2, num_restarts=3))
-    assert driver.look(None, DrafterNews(last_words="node died")) == [[HERE, ""]]
-    assert driver.look(None, DrafterNews(last_words="node died")) == []
+    driver.look(DrafterStatus(HERE, actor=1), DrafterStatus(THERE, actor=2, num_restarts=3))
+    assert driver.look(None, DrafterStatus(last_output="node died")) == [[HERE, ""]]
+    assert driver.look(None, DrafterStatus(last_output="node died")) == []
     elsewhere = "tcp://10.0.0.8:5572"
-    assert driver.look(None, DrafterNews(elsewhere, actor=3)) == [[HERE, elsewhere]]
-    assert driver.num_restarts == 4 and len(driver.notes.alarms) == 1
+    assert driver.look(None, DrafterStatus(elsewhere, actor=3)) == [[HERE, elsewhere]]
+    assert driver.num_restarts == 4 and len(driver.log.alarms) == 1
 
 
 def test_drafters_on_gpus_start_when_all_workers_have_theirs_and_all_end() -> None:
@@ -115,9 +121,9 @@ def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
     def fails(method: str, arguments: Sequence[Any]) -> list[Any]:
         raise RuntimeError("the engine is gone")
 
-    driver.links[0].next = DrafterNews(HERE, actor=1)
-    driver.drafters.look(fails)
-    assert ["the engine is gone" in alarm for alarm in driver.notes.alarms] == [True]
+    driver.links[0].next = DrafterStatus(HERE, actor=1)
+    driver.drafters.update(fails)
+    assert ["the engine is gone" in alarm for alarm in driver.log.alarms] == [True]
 
 
 BEFORE = DrafterStats(num_request_steps=10, num_supplied=4, num_kept=8, num_drafters=2, num_ready=1, num_failures=1)
@@ -128,19 +134,16 @@ AFTER = DrafterStats(
 
 
 def test_supply_of_engines_is_added_first_and_divided_last() -> None:
-    window, replies = (
-        DrafterStatsWindow(),
-        [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]],
-    )
+    replies = [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]]
 
     def call(method: str, arguments: Sequence[Any]) -> list[Any]:
         assert (method, list(arguments)) == ("specrollout_drafter_stats", [])
         return [asdict(supply) for supply in replies.pop(0)]
 
-    window.begin(call)
-    figures = window.end(call)
+    before = read_drafter_stats(call)
+    figures = stats_between(before, read_drafter_stats(call))
     assert (figures["num_request_steps"], figures["num_supplied"], figures["num_kept"]) == (40, 10, 40)
-    names = logged(figures)
+    names = drafter_metrics(figures)
     assert names["specrollout/draft_occupancy"] == 0.25 and names["specrollout/draft_run_ahead"] == 1.0
     assert names["specrollout/draft_waste"] == 0.25
     assert (names["specrollout/drafters"], names["specrollout/drafters_ready"]) == (2, 0), (
@@ -154,23 +157,14 @@ def test_what_is_dropped_may_have_come_before_the_step() -> None:
 
 
 def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
-    names = logged(DrafterStats.together([DrafterStats(num_drafters=1)]).figures())
+    names = drafter_metrics(DrafterStats.together([DrafterStats(num_drafters=1)]).figures())
     assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0
 
 
-class NativeLogger:
-    def __init__(self, cfg: dict[str, str]) -> None: ...
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 def test_supply_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    notes = StepNotes()
-    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes)({"log_dir": str(tmp_path)})
-    notes.words["draft_supply"] = AFTER.since(BEFORE).figures()
-    logger.log_metrics(
-        {"token_mult_prob_error": 1.0, "loss": 0.1, **logged(notes.words["draft_supply"])}, 1, prefix="train"
-    )
+    stats = stats_between([BEFORE], [AFTER])
+    logger = watching_logger(tmp_path, log=StepLog(entries={"draft_supply": stats}))
+    logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1, **drafter_metrics(stats)}, 1, prefix="train")
     (line,) = (tmp_path / "specrollout" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["specrollout/draft_supply"]["bottleneck"] == "the drafters"
     assert json.loads(line)["specrollout/draft_occupancy"] == 0.5

@@ -7,8 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from nemo_specrollout.nemo_rl.request_seeds import header_seed
-from nemo_specrollout.nemo_rl.seed_header import SeedHeader
+from nemo_specrollout.nemo_rl.request_seeds import SeedHeader, header_seed
 
 pytestmark = pytest.mark.unit
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nemo_rl_records import watching_logger
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.totals import EngineTotals
-from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed
-from nemo_specrollout.nemo_rl.logger import watching_logger
-from nemo_specrollout.nemo_rl.metrics import head_figures, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink
+from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
+from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.scheduling.heads.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
@@ -35,13 +35,15 @@ KEPT = RefreshRecord("skipped: too little", 0.5)
 REFUSED = RefreshRecord("refreshed: because", 9.0, "refused: worse", published=False, refresh_s=3.0)
 
 
-class Answers:
-    """A trainer that answers what a test says; what it was asked is kept."""
+class ScriptedTrainer(TrainerLink):
+    """A trainer without an actor: it gives the answers that a test sets, and keeps what it was asked."""
+
+    is_idle = False
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[StepFacts]]] = []
         self.next: Any = SOURCE
-        self.is_idle, self.is_closed = False, False
+        self.is_closed = False
 
     def ask(self, version: int, facts: Sequence[StepFacts]) -> None:
         assert self.is_idle
@@ -63,14 +65,14 @@ class Driver:
     """A `HeadRefresh` of two engines in `folder`, its trainers, and what its engines were told."""
 
     def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK, has_head: Sequence[bool] = (True, True)) -> None:
-        self.folder, self.notes = HeadFolder(folder), StepNotes()
-        self.trainers: list[Answers] = []
+        self.folder, self.log = HeadFolder(folder), StepLog()
+        self.trainers: list[ScriptedTrainer] = []
         self.told: list[tuple[str, list[Any]]] = []
         self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, has_head, self.notes)
+        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, has_head, self.log)
 
-    def _start(self) -> Answers:
-        self.trainers.append(Answers())
+    def _start(self) -> ScriptedTrainer:
+        self.trainers.append(ScriptedTrainer())
         return self.trainers[-1]
 
     def _call(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
@@ -112,7 +114,7 @@ def test_a_step_is_told_as_soon_as_the_trainer_is_ready_and_never_waited_for(dri
     figures = driver.refresh.after_step(4, FACTS)
     assert trainer.asked[1:] == [(4, [FACTS] * 3)]
     assert (figures["heads_published"], figures["heads_refused"], figures["refresh_s"]) == (0.0, 1.0, 3.0)
-    assert driver.notes.words["draft_refresh"]["gate"] == "refused: worse"
+    assert driver.log.entries["draft_refresh"]["gate"] == "refused: worse"
     trainer.next = KEPT
     figures = driver.refresh.after_step(5, None)
     assert (figures["heads_published"], figures["heads_refused"]) == (0.0, 0.0)
@@ -180,11 +182,11 @@ def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
     assert driver.refresh.after_step(2, FACTS)["refresh_failures"] == 1.0
     driver.trainers[1].next = TrainerFailed("killed")
     assert driver.refresh.after_step(3, FACTS)["refresh_failures"] == 2.0
-    assert len(driver.trainers) == 2 and len(driver.notes.alarms) == 2
+    assert len(driver.trainers) == 2 and len(driver.log.alarms) == 2
     driver.methods()
     driver.refresh.policy_updated(4)
     driver.refresh.after_step(4, FACTS)
-    assert driver.methods() == [] and len(driver.notes.alarms) == 2
+    assert driver.methods() == [] and len(driver.log.alarms) == 2
 
 
 def test_a_trainer_with_a_gpu_starts_when_all_workers_have_theirs(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_an_engine_without_disk_space_ends_the_refreshing_and_not_the_run(driver
     driver.replies = ["OSError: no space left", None]
     driver.refresh.policy_updated(0)
     driver.refresh.after_step(0, FACTS)
-    (sentence,) = driver.notes.alarms
+    (sentence,) = driver.log.alarms
     assert "refreshed no more" in sentence and "no space left" in sentence and driver.trainers[0].is_closed
 
 
@@ -257,13 +259,13 @@ def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told()
             "head_is_dormant": False,
         },
     ]
-    assert head_figures(ends) == {
+    assert head_metrics(ends) == {
         "specrollout/canary_alarms": 1.0, "specrollout/head_age": 2.0, "specrollout/head_dormant": 0.5
     }  # fmt: skip
     assert [line["seed"] for line in sample_lines(ends, [13, 99, 11])] == [13, 11]
     assert [line["seed"] for line in sample_lines(ends, None)] == [11, 12, 13]
     plain = [{"alarms": [], "sample_stats": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
-    assert "specrollout/head_age" not in head_figures(plain) and sample_lines(plain, [1]) == []
+    assert "specrollout/head_age" not in head_metrics(plain) and sample_lines(plain, [1]) == []
 
 
 def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
@@ -279,20 +281,14 @@ def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
         assert sample_lines([{"sample_stats": [[11, sample]]} for sample in ends], [11]) == [{"seed": 11, **expected}]
 
 
-class NativeLogger:
-    def __init__(self, cfg: dict[str, str]) -> None: ...
-
-    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 def test_words_alarms_and_samples_reach_the_record_and_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes = StepNotes()
-    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes)({"log_dir": str(tmp_path)})
-    notes.words["draft_refresh"] = REFUSED.known()
-    notes.alarms.append("acceptance collapsed")
-    notes.samples.append({"seed": 11, "num_drafted": 4})
+    log = StepLog()
+    logger = watching_logger(tmp_path, log=log)
+    log.entries["draft_refresh"] = REFUSED.known()
+    log.alarms.append("acceptance collapsed")
+    log.samples.append({"seed": 11, "num_drafted": 4})
     for step in (1, 2):
         logger.log_metrics(
             {"token_mult_prob_error": 1.0, "loss": 0.1, "specrollout/canary_alarms": 1.0}, step, prefix="train"

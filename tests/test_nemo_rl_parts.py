@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from nemo_rl_records import watching_logger
 from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -21,16 +22,19 @@ from nemo_specrollout.generation.identity import resolve_identity
 from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
 from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
 from nemo_specrollout.generation.trace import StepTrace
-from nemo_specrollout.nemo_rl.conversations import Conversations
-from nemo_specrollout.nemo_rl.gap_causes import gap_causes
-from nemo_specrollout.nemo_rl.gym_rows import with_seed
-from nemo_specrollout.nemo_rl.identities import RowIdentities, Sample, Stream, current_sample
-from nemo_specrollout.nemo_rl.logger import in_a_line, logprob_gap, watching_logger
+from nemo_specrollout.nemo_rl.logger import gap_causes, in_a_line, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
 from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, header_seed
-from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.nemo_rl.row_seeds import (
+    Conversations,
+    RowSeeds,
+    Sample,
+    Stream,
+    current_sample,
+    gym_row_with_seed,
+)
+from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 
 pytestmark = pytest.mark.unit
 
@@ -38,57 +42,57 @@ PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [1, 2, 3]]
 
 
 def test_siblings_and_equal_prompts_get_different_seeds() -> None:
-    assert len(set(RowIdentities(42).seeds(PROMPTS))) == 4
+    assert len(set(RowSeeds(42).seeds(PROMPTS))) == 4
 
 
 def test_seeds_are_reproducible_and_do_not_depend_on_other_rows() -> None:
-    seeds = RowIdentities(42).seeds(PROMPTS)
-    assert RowIdentities(42).seeds(PROMPTS) == seeds
-    one_by_one = RowIdentities(42)
+    seeds = RowSeeds(42).seeds(PROMPTS)
+    assert RowSeeds(42).seeds(PROMPTS) == seeds
+    one_by_one = RowSeeds(42)
     assert [one_by_one.seeds([p])[0] for p in PROMPTS] == seeds
-    assert RowIdentities(42).seeds([[4, 5]]) == seeds[2:3]
+    assert RowSeeds(42).seeds([[4, 5]]) == seeds[2:3]
 
 
 def test_run_seed_version_and_stream_change_every_seed() -> None:
-    seeds = set(RowIdentities(42).seeds(PROMPTS))
-    assert not seeds & set(RowIdentities(43).seeds(PROMPTS))
-    assert not seeds & set(RowIdentities(42, 1).seeds(PROMPTS))
-    assert not seeds & set(RowIdentities(42).seeds(PROMPTS, Stream.VALIDATION))
+    seeds = set(RowSeeds(42).seeds(PROMPTS))
+    assert not seeds & set(RowSeeds(43).seeds(PROMPTS))
+    assert not seeds & set(RowSeeds(42, 1).seeds(PROMPTS))
+    assert not seeds & set(RowSeeds(42).seeds(PROMPTS, Stream.VALIDATION))
 
 
 def test_a_resumed_run_goes_on_with_the_seeds_of_an_uninterrupted_one() -> None:
-    whole = RowIdentities(42)
+    whole = RowSeeds(42)
     whole.seeds(PROMPTS)
     whole.begin_version(7)
-    assert whole.seeds(PROMPTS) == RowIdentities(42, 7).seeds(PROMPTS)
+    assert whole.seeds(PROMPTS) == RowSeeds(42, 7).seeds(PROMPTS)
 
 
 def test_telling_the_same_version_again_does_not_repeat_samples() -> None:
-    identities = RowIdentities(42, 3)
+    identities = RowSeeds(42, 3)
     seeds = identities.seeds(PROMPTS)
     identities.begin_version(3)
     assert not set(seeds) & set(identities.seeds(PROMPTS))
 
 
 def test_a_copy_for_another_process_goes_on_by_itself() -> None:
-    identities = RowIdentities(42, 3)
+    identities = RowSeeds(42, 3)
     identities.seeds(PROMPTS)
     copied = pickle.loads(pickle.dumps(identities))
     assert copied.seeds(PROMPTS) == identities.seeds(PROMPTS)
 
 
 def test_threads_never_share_a_seed() -> None:
-    identities = RowIdentities(42)
+    identities = RowSeeds(42)
     with ThreadPoolExecutor(8) as pool:
         seeds = list(pool.map(lambda _: identities.seeds([[1, 2, 3]])[0], range(2000)))
     assert len(set(seeds)) == 2000
 
 
-@pytest.mark.parametrize("hold", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda h: h.name)
-def test_every_patch_point_is_on_the_page(hold: PatchPoint) -> None:
+@pytest.mark.parametrize("point", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda p: p.name)
+def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
     page = (ROOT / "docs" / "reference" / "nemo-rl-patch-points.md").read_text()
-    assert f"| {hold.where} |" in page
-    assert hold.name.rpartition(".")[2] in page
+    assert f"| {point.where} |" in page
+    assert point.name.rpartition(".")[2] in page
 
 
 def test_each_request_gets_the_seed_of_its_row_and_the_length_of_its_first_prompt() -> None:
@@ -156,7 +160,7 @@ def test_a_later_turn_of_a_conversation_has_the_group_of_its_first() -> None:
 
 
 def test_a_rollout_keeps_its_seeds_when_it_is_tried_again_by_other_weights() -> None:
-    identities, row = RowIdentities(1), [1, 2, 3]
+    identities, row = RowSeeds(1), [1, 2, 3]
 
     def seeds(sample: Sample | None) -> list[int]:
         token = current_sample.set(sample)
@@ -177,10 +181,10 @@ def test_a_gym_row_brings_a_seed_to_all_its_requests() -> None:
         "responses_create_params": {"input": "x", "metadata": {"extra_body": '{"min_p": 0.1}', "other": "y"}},
         "id": 3,
     }
-    params = with_seed(row, 5)["responses_create_params"]
+    params = gym_row_with_seed(row, 5)["responses_create_params"]
     assert json.loads(params["metadata"]["extra_body"]) == {"seed": 5, "min_p": 0.1}
     assert params["metadata"]["other"] == "y" and "5" not in str(row)
-    own = with_seed({"responses_create_params": {"metadata": {"extra_body": '{"seed": 1}'}}}, 5)
+    own = gym_row_with_seed({"responses_create_params": {"metadata": {"extra_body": '{"seed": 1}'}}}, 5)
     assert json.loads(own["responses_create_params"]["metadata"]["extra_body"]) == {"seed": 1}
 
 
@@ -291,21 +295,8 @@ def test_an_idle_step_has_no_ratios() -> None:
     assert figures["specrollout/engine_steps"] == 0 and "specrollout/speedup_estimate" not in figures
 
 
-class NativeLogger:
-    """The part of NeMo-RL's Logger that ours builds on; tests/nemo_rl has the real one."""
-
-    def __init__(self, cfg: dict[str, str]) -> None:
-        self.logged: list[tuple[dict[str, float], str]] = []
-
-    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False) -> None:  # type: ignore[no-untyped-def]
-        self.logged.append((metrics, prefix))
-
-
 def test_logger_raises_the_alarm_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cls = watching_logger(
-        NativeLogger, {"logprob_gap_alarm": 0.02}, ["weights that did not arrive"], {"versions": {}}, StepNotes()
-    )
-    logger = cls({"log_dir": str(tmp_path)})
+    logger = watching_logger(tmp_path, causes=["weights that did not arrive"], facts={"versions": {}})
     logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.5, "specrollout/engine_steps": 3.0}, 1, prefix="train")
     logger.log_metrics({"token_mult_prob_error": 1.2, "loss": 0.4}, 2, prefix="train")
     logger.log_metrics({"accuracy": 0.1}, 2, prefix="validation")
@@ -334,8 +325,8 @@ def test_gap_is_zero_where_log_probs_agree_and_absent_where_not_logged() -> None
 
 
 def test_a_run_that_goes_on_keeps_its_record(tmp_path: Path) -> None:
-    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01}, StepNotes())
-    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03}, StepNotes())
+    RunRecord(tmp_path, {}).add(1, {"specrollout/logprob_gap": 0.01}, StepLog())
+    RunRecord(tmp_path, {}).add(2, {"specrollout/logprob_gap": 0.03}, StepLog())
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
     assert summary["num_steps"] == 2 and summary["logprob_gap_max"] == 0.03
 

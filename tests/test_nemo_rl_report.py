@@ -17,16 +17,13 @@ import pytest
 from conftest import ROOT
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from nemo_rl_records import metrics, timing, with_everything, write_run
+from nemo_rl_records import metrics, timing, watching_logger, with_everything, write_run
 from test_report import Page
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport
-from nemo_specrollout.nemo_rl.logger import watching_logger
-from nemo_specrollout.nemo_rl.run_record import RunRecord
-from nemo_specrollout.nemo_rl.step_log import StepNotes
-from nemo_specrollout.nemo_rl.write_throttle import WriteThrottle
+from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport, WriteThrottle
+from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of
 from nemo_specrollout.reports.nemo_rl_page import MOST_ROWS, write_pages
@@ -207,7 +204,7 @@ def test_writes_take_less_than_a_hundredth_of_the_time() -> None:
 
 
 def test_a_quick_write_still_has_a_least_distance() -> None:
-    throttle = WriteThrottle(least_s=600.0)
+    throttle = WriteThrottle(600.0)
     assert throttle.is_due(0.0)
     throttle.wrote(0.0, 0.1)
     assert not throttle.is_due(600.0) and throttle.is_due(600.2)
@@ -269,25 +266,9 @@ def test_without_matplotlib_the_run_goes_on_with_a_warning(tmp_path: Path) -> No
     assert "install matplotlib" in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
 
 
-class NativeLogger:
-    """The part of NeMo-RL's Logger that ours builds on; tests/nemo_rl has the real one."""
-
-    def __init__(self, cfg: dict[str, str]) -> None:
-        self.loggers, self.events = ["tensorboard"], list[str]()
-
-    def log_metrics(self, metrics, step, prefix="", step_metric=None, step_finished=False) -> None:  # type: ignore[no-untyped-def]
-        self.events.append(f"{prefix} {step}")
-
-    def log_plot(self, figure: Figure, step: int, name: str) -> None:
-        self.events.append(f"{name} {step}")
-
-    def finish(self) -> None:
-        self.events.append("finish")
-
-
 def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finished(tmp_path: Path) -> None:
-    notes = StepNotes(samples=[{"seed": 1, "policy_spans": [[0, 0]]}])
-    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, notes, 1)({"log_dir": str(tmp_path)})
+    log = StepLog(samples=[{"seed": 1, "policy_spans": [[0, 0]]}])
+    logger = watching_logger(tmp_path, log=log, last_step=1)
     logger.log_metrics({"total_validation_time": 9.0}, 0, prefix="timing/validation")
     logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1, "reward": 0.5}, 1, prefix="train")
     logger.log_metrics({"total_validation_time": 4.0}, 1, prefix="timing/validation")
@@ -306,7 +287,7 @@ def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finish
 
 
 def test_a_logger_that_is_given_up_leaves_a_whole_report(tmp_path: Path) -> None:
-    logger = watching_logger(NativeLogger, {"logprob_gap_alarm": 0.02}, [], {}, StepNotes())({"log_dir": str(tmp_path)})
+    logger = watching_logger(tmp_path)
     for step in (1, 2):
         logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1}, step, prefix="train")
         logger.log_metrics({"total_step_time": 2.0}, step, prefix="timing/train")
@@ -329,7 +310,7 @@ def test_an_event_loop_does_not_wait_for_the_pages(tmp_path: Path, monkeypatch: 
 
     async def steps() -> None:
         for step in (1, 2):
-            record.add(step, {"loss": 1.0, "reward": 0.5}, StepNotes())
+            record.add(step, {"loss": 1.0, "reward": 0.5}, StepLog())
             report.step_done(step)
 
     asyncio.run(steps())
@@ -339,9 +320,9 @@ def test_an_event_loop_does_not_wait_for_the_pages(tmp_path: Path, monkeypatch: 
 
 
 def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
-    RunRecord(tmp_path, {}).add(1, {"loss": 1.0}, StepNotes())
+    RunRecord(tmp_path, {}).add(1, {"loss": 1.0}, StepLog())
     path = tmp_path / "specrollout" / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 2, "lo')
-    RunRecord(tmp_path, {}).add(2, {"loss": 2.0}, StepNotes())
+    RunRecord(tmp_path, {}).add(2, {"loss": 2.0}, StepLog())
     assert [step["loss"] for step in NemoRlRun.read(path.parent).steps] == [1.0, 2.0]

@@ -20,7 +20,7 @@ from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRe
 from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
 from nemo_specrollout.generation.shard_request import ShardRequest
 from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
-from nemo_specrollout.nemo_rl.tail_link import SpecrolloutTail, TailLink, answer_of
+from nemo_specrollout.nemo_rl.engine_racing import ExchangeLink, SpecrolloutExchange, answer_of
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.private_ray import OwnRay, ray
@@ -247,11 +247,11 @@ def cluster() -> Iterator[None]:
 def test_an_exchange_in_an_actor(
     cluster: None, engines: list[RolloutEngine], expected: dict[str, list[Rollout]], dies: bool
 ) -> None:
-    kind: Any = SpecrolloutTail
+    kind: Any = SpecrolloutExchange
     actor = kind.options(max_concurrency=12).remote(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
     answer_of(actor.begin.remote())
     hosted = [OneAtATime(engine._llm) for engine in engines]
-    rollouts = [ShardRollout(w, hosted[w], TailLink(actor, w)) for w in range(2)]
+    rollouts = [ShardRollout(w, hosted[w], ExchangeLink(actor, w)) for w in range(2)]
     shards = sharded(engines[0], six_prompts(), [20])
     if dies:
         answer_of(actor.take_figures.remote())
@@ -267,7 +267,7 @@ def test_an_exchange_in_an_actor(
         assert [r.failure for r in rollouts] == [None, None]
         answer_of(actor.end.remote())
         with pytest.raises(ExchangeFailed, match="engine 0 is not part of the rollout"):
-            TailLink(actor, 0).exchange(None)()
+            ExchangeLink(actor, 0).exchange(None)()
         ray.kill(actor)
 
 

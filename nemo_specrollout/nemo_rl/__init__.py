@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where we meet NeMo-RL; the only room that imports nemo_rl.
+"""Integration with NeMo-RL; the only package that imports nemo_rl.
 
 import nemo_specrollout.nemo_rl as s
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM worker of a CPU engine under NeMo-RL. It imports vLLM's CPU worker, so only a CPU may name it."""
+"""vLLM worker of a CPU engine under NeMo-RL. It imports vLLM's CPU worker, so only CPU engines may import this module."""
 
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
@@ -8,4 +8,4 @@ from nemo_specrollout.nemo_rl.engine_workers import ExtensionOverrides
 
 
 class NemoRlCPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutCPUWorker):
-    """Ours, with NeMo-RL's worker extension as a direct base."""
+    """Our CPU worker with NeMo-RL's worker extension as a direct base."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our vLLM workers change in NeMo-RL's worker extension, on every device.
+"""Overrides of NeMo-RL's worker extension that our vLLM workers share on every device.
 
-vLLM refuses an extension whose names a worker class has, unless it is a direct base of it; so overriding it is meant.
+vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class.
 """
 
 import logging
@@ -19,23 +19,25 @@ from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_
 logger = logging.getLogger(__name__)
 
 _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
-
+"""vLLM's methods whose head NeMo-RL can train."""
 
 check_patch_points(EXTENSION_PATCH_POINTS)
 
 
 class ExtensionOverrides:
-    """A trainer's draft weights reach the drafter of vLLM's V2 model runner, and never enter a module of the policy. The time
-    of a weight update counts as no step."""
+    """Loads a trainer's draft weights into the drafter of vLLM's V2 model runner, never into a module of the policy.
+
+    It also counts weight updates and measures their time, which does not count as a step.
+    """
 
     model_runner: Any
     vllm_config: Any
     specrollout_sample_stats: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """NeMo-RL's and vLLM's; then a drafter whose weights come by refit gets an lm_head of its own.
+        """Loads the models, and gives a drafter whose weights come by refit its own lm_head.
 
-        Now, before graphs are captured: a captured graph keeps the addresses of what it saw.
+        This must precede the capture of graphs, which keep the addresses of weights.
         """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = self.vllm_config
@@ -47,13 +49,13 @@ class ExtensionOverrides:
             self._part_drafter(["lm_head.weight"])
 
     def specrollout_policy_is(self, version: int) -> None:
-        """Ours; native heads that the trainer trains with the policy are of the policy's version."""
+        """Notes the policy's version, also as the version of native heads that are trained with the policy."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
         if self.specrollout_sample_stats is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
             self.specrollout_sample_stats.head_version = version
 
     def _get_drafter_model(self) -> Any:
-        """NeMo-RL's looks for `model_runner.drafter`, which the V2 model runner does not have."""
+        """Returns the drafter's model. NeMo-RL looks for `model_runner.drafter`, which the V2 model runner lacks."""
         return getattr(self.model_runner.speculator, "model", None)
 
     def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]]) -> None:

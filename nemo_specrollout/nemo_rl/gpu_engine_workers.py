@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM workers of a GPU engine under NeMo-RL: ours, with NeMo-RL's worker extension as a direct base."""
+"""vLLM workers of a GPU engine under NeMo-RL: our worker with NeMo-RL's worker extension as a direct base."""
 
 from nemo_rl.models.generation.vllm.vllm_backend import (
     VllmInternalWorkerExtension,
@@ -11,10 +11,10 @@ from nemo_specrollout.nemo_rl.engine_workers import ExtensionOverrides
 
 
 class NemoRlGPUWorker(ExtensionOverrides, VllmInternalWorkerExtension, SpecrolloutGPUWorker):
-    """Refitted through NeMo-RL's IPC or collectives."""
+    """Worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
 class NemoRlCheckpointEngineGPUWorker(
     ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, SpecrolloutGPUWorker
 ):
-    """Refitted through NeMo-RL's checkpoint engine."""
+    """Worker that is refitted through NeMo-RL's checkpoint engine."""

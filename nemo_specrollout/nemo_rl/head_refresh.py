@@ -1,61 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of the online refresh: what engines and trainer are told, and when. Never waits for a training.
+"""Online refresh of the draft head: the trainer's actor beside the run, and the driver's part.
 
-Nothing that goes wrong here may end the run: the engines keep the head that they have.
+The driver never waits for a training, and no failure here ends the run: the engines keep the head that they have.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.nemo_rl.ray_calls import call_engines, engine_environment, failure_text
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
+from nemo_specrollout.training.features.feature_reader import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MOST_RESTARTS = 1
+"""Restarts of the trainer after a failure."""
 CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
-"""Calls a method of engines' workers: of as many engines as there are lists of arguments, None is left out. What each
-returned."""
+"""Function that calls a method in the engines, with arguments for each (None: do not call), and returns the replies."""
 
 
 class TrainerFailed(Exception):
-    """The trainer is gone, or its last call raised."""
+    """The trainer is gone, or its last call raised an error."""
 
 
-class Trainer(Protocol):
-    """What trains, elsewhere (`head_trainer.TrainerLink`). Its first answer is the source of its features."""
+@dataclass(frozen=True)
+class TrainerOrder:
+    """Arguments of the trainer's actor."""
+
+    block: SpecrolloutConfig
+    policy: str
+    """Policy: a Hugging Face folder, or a name on the hub."""
+
+    folder: str
+    """Path of the run's `HeadFolder`."""
+
+    temperature: float
+    """Sampling temperature of the rollouts."""
+
+
+class HeadTrainerImpl:
+    """Owns the head in service and the schedule of its refreshes. Serves one call at a time."""
+
+    def __init__(self, order: TrainerOrder) -> None:
+        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh  # imports torch
+
+        block = order.block
+        assert block.draft_refresh is not None and block.head is not None
+        self._folder = HeadFolder(Path(order.folder))
+        self._online = OnlineRefresh(
+            block,
+            _local_folder(order.policy),
+            self._folder,
+            configured_head=_local_folder(block.head),
+            temperature=order.temperature,
+            device="cuda" if block.draft_refresh.trainer_gpus else "cpu",
+            in_background=True,
+        )
+
+    def source(self) -> dict[str, Any]:
+        """Returns the `FeatureSource` of the head as plain values."""
+        return asdict(self._online.source)
+
+    def after_steps(self, version: int, facts: Sequence[StepFacts]) -> RefreshRecord:
+        """Decides after each of the steps in `facts`, and refreshes the head if the last decision says so.
+
+        `version` is the policy that computed the newest features. Returns the record of the last step.
+        """
+        from safetensors.torch import load_file
+
+        decision = [self._online.decide(fact) for fact in facts][-1]
+        if not decision.refresh:
+            return RefreshRecord(decision.reason, decision.gain_s)
+        stores = [FeatureReader(index.parent) for index in self._folder.features().glob("engine_*/index.json")]
+        teacher = load_file(self._folder.teacher(version))
+        return self._online.refresh(decision, version, stores, version, teacher)
+
+
+@ray.remote(max_restarts=0, num_cpus=1)
+class SpecrolloutHeadTrainer(HeadTrainerImpl):
+    """The actor."""
+
+
+class TrainerLink:
+    """Driver's connection to the trainer; owns the actor, which dies with the driver, and the pending call.
+
+    The first answer is the source of the head's features, `FeatureSource` as plain values.
+    """
+
+    def __init__(self, order: TrainerOrder) -> None:
+        assert order.block.draft_refresh is not None
+        options = {"num_gpus": order.block.draft_refresh.trainer_gpus, "runtime_env": engine_environment()}
+        actor: Any = SpecrolloutHeadTrainer
+        self._actor = actor.options(**options).remote(order)
+        self._call: Any = self._actor.source.remote()
 
     @property
-    def is_idle(self) -> bool: ...
+    def is_idle(self) -> bool:
+        """Whether no call is pending."""
+        return self._call is None
 
-    def ask(self, version: int, facts: Sequence[StepFacts]) -> None: ...
+    def ask(self, version: int, facts: Sequence[StepFacts]) -> None:
+        """Reports steps to the trainer, which answers with a `RefreshRecord` after it has trained or decided not to."""
+        self._call = self._actor.after_steps.remote(version, list(facts))
 
-    def answer(self) -> RefreshRecord | dict[str, Any] | None: ...
+    def answer(self) -> RefreshRecord | dict[str, Any] | None:
+        """Returns the result of the pending call, or None if it has not arrived. Raises TrainerFailed."""
+        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
+            return None
+        call, self._call = self._call, None
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayError as error:
+            raise TrainerFailed(failure_text(error)) from error
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the actor, even during a training."""
+        ray.kill(self._actor)
 
 
 class HeadRefresh:
-    """Owns the trainer, the facts that it was not told yet, and which head the engines have.
+    """Owns the trainer, the step facts that it still has to get, and the record of the head that the engines have.
 
-    States: at work; given up, after the trainer failed twice or an engine could not do its part. Steps that are done while a
-    published head is on its way to the engines tell nothing of it: only their time counts.
+    The refresh ends for the rest of the run after the trainer's second failure, or if an engine fails at its part. While
+    a published head waits for the next refit, steps say nothing about it, and only their time counts.
     """
 
     def __init__(
         self,
         block: SpecrolloutConfig,
         folder: HeadFolder,
-        start: Callable[[], Trainer],
+        start: Callable[[], TrainerLink],
         call_engines: CallEngines,
         has_head: Sequence[bool],
-        notes: StepNotes,
+        log: StepLog,
     ) -> None:
-        """`has_head`: of each engine, whether one drafts in it."""
+        """`has_head` says for each engine whether a head drafts in it."""
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
-        self._folder, self._start, self._call_engines, self._notes = folder, start, call_engines, notes
+        self._folder, self._start, self._call_engines, self._log = folder, start, call_engines, log
         self._has_head = has_head
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
@@ -64,16 +153,18 @@ class HeadRefresh:
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
-        # A GPU for the trainer is what is left when all of NeMo-RL's workers have theirs.
+        # A trainer on a GPU gets what is left when all of NeMo-RL's workers have their GPUs.
         self._starts_later = bool(self._config.trainer_gpus)
-        self._trainer: Trainer | None = None if self._starts_later else start()
+        self._trainer: TrainerLink | None = None if self._starts_later else start()
 
     def policy_updated(self, version: int) -> None:
-        """After a refit, before its requests: the policy of `version` becomes the teacher of what its rollouts will be, and
-        the engines get the head that was published last."""
+        """Saves the policy of `version` as the teacher of its rollouts, and loads the latest head into the engines.
+
+        Call it after a refit, before the requests of the new policy.
+        """
         if self._starts_later:
             self._starts_later, self._trainer = False, self._start()
-        self._listen()
+        self._read_answer()
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
             self._tell("specrollout_save_teacher", [[str(self._folder.teacher(version))]])
@@ -84,11 +175,13 @@ class HeadRefresh:
             self._tell("specrollout_load_head", [arguments if has_head else None for has_head in self._has_head])
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
-        """The rollouts of a step are done, with the policy of `version`; `facts` is None if there were none. Figures of the
-        heads made since last asked."""
-        self._listen()
+        """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
+
+        `version` is the policy of the step's rollouts, and `facts` is None if there were none.
+        """
+        self._read_answer()
         if self._source is not None:
-            self._tell("specrollout_store_features", [[place] for place in self._places(self._source)])
+            self._tell("specrollout_store_features", [[place] for place in self._feature_places(self._source)])
         if facts is not None:
             self._note(facts)
         if self._trainer is not None and self._source is not None and self._trainer.is_idle and self._unsent:
@@ -97,12 +190,12 @@ class HeadRefresh:
         return self._figures()
 
     def close(self) -> None:
-        """The run is over, or heads are refreshed no more."""
+        """Ends the refreshes and the trainer."""
         trainer, self._trainer, self._source = self._trainer, None, None
         if trainer is not None:
             trainer.close()
 
-    def _listen(self) -> None:
+    def _read_answer(self) -> None:
         if self._trainer is None:
             return
         try:
@@ -117,7 +210,10 @@ class HeadRefresh:
             self._find_published()
 
     def _find_published(self) -> None:
-        """What `published.json` names is what the trainer compares its next head with, from whatever run it is."""
+        """Schedules the head in `published.json` for the engines, unless they have it.
+
+        The trainer compares its next candidate with that head, even if an earlier run published it.
+        """
         published = self._folder.published()
         if published != self._in_service:
             self._to_load = published
@@ -131,52 +227,68 @@ class HeadRefresh:
         self._unsent.append(replace(facts, seconds=facts.seconds + self._owed_s))
         self._owed_s = 0.0
 
-    def _trainer_failed(self, why: str) -> None:
+    def _trainer_failed(self, reason: str) -> None:
         self.close()
         self._num_failures += 1
         if self._num_failures > MOST_RESTARTS:
-            self._say(f"the draft head's trainer failed again ({why}); the head stays as it is for the rest of the run")
+            self._alarm(
+                f"the draft head's trainer failed again ({reason}); the head stays as it is for the rest of the run"
+            )
             return
-        self._say(f"the draft head's trainer failed ({why}); it is started again, once")
+        self._alarm(f"the draft head's trainer failed ({reason}); it is started again, once")
         self._find_published()
         self._trainer = self._start()
 
-    def _places(self, source: dict[str, Any]) -> list[dict[str, Any]]:
-        """Where each engine keeps its features."""
+    def _feature_places(self, source: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns for each engine the folder and the limits of its feature store."""
         share = {"max_bytes": self._config.store_bytes // len(self._has_head), "source": source}
         share["held_out_share"] = self._config.held_out_share
         return [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
 
     def _tell(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> None:
-        """A worker that could not do it says why, or raises."""
+        """Calls the engines. If one returns an error or raises, the refreshes end."""
         try:
             errors = {error for error in self._call_engines(method, arguments) if error}
         except Exception as error:
-            errors = {_last_line(error)}
-        if errors:
-            self._give_up(f"an engine failed at {method}: {'; '.join(sorted(errors))}")
-
-    def _give_up(self, why: str) -> None:
+            errors = {failure_text(error)}
+        if not errors:
+            return
         if self._trainer is not None:
             self._num_failures += 1
-            self._say(f"draft heads are refreshed no more: {why}")
+            reason = f"an engine failed at {method}: {'; '.join(sorted(errors))}"
+            self._alarm(f"draft heads are refreshed no more: {reason}")
         self.close()
 
-    def _say(self, sentence: str) -> None:
-        self._notes.alarms.append(sentence)
+    def _alarm(self, sentence: str) -> None:
+        self._log.alarms.append(sentence)
 
     def _figures(self) -> dict[str, float]:
-        """Of the last record, once; its words are noted."""
+        """Returns the metrics of a record that has arrived, and logs the record."""
         figures = {"refresh_failures": float(self._num_failures)}
         record, self._record = self._record, None
         if record is None:
             return figures
-        self._notes.words["draft_refresh"] = record.known()
+        self._log.entries["draft_refresh"] = record.known()
         is_judged = record.gate is not None
         figures["heads_published"] = float(is_judged and bool(record.published))
         figures["heads_refused"] = float(is_judged and not record.published)
         return {**figures, "refresh_s": record.refresh_s or 0.0}
 
 
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+def start_head_refresh(
+    block: SpecrolloutConfig, generation_config: Any, heads: str, worker_group: Any, log: StepLog
+) -> HeadRefresh:
+    """Starts the refresh for the engines of NeMo-RL's `worker_group`. `heads` is the path of the run's `HeadFolder`."""
+    order = TrainerOrder(block, generation_config["model_name"], heads, generation_config["temperature"])
+    has_head = [engine_block.head is not None for engine_block in blocks_of_engines(block, worker_group.dp_size)]
+    call = partial(call_engines, worker_group)
+    return HeadRefresh(block, HeadFolder(Path(heads)), partial(TrainerLink, order), call, has_head, log)
+
+
+def _local_folder(name: str) -> Path:
+    """Returns a folder, or the cached files of a name on the Hugging Face hub, which the engines have downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))

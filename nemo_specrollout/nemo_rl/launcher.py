@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one of NeMo-RL's own scripts, unedited, with `install` called before its `setup`."""
+"""Runs one of NeMo-RL's own scripts, unedited, and calls `install` before the script's set-up."""
 
 import functools
 import importlib.util
@@ -18,13 +18,15 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.installation import install
 
 _SETUPS = ("setup", "setup_single_controller")
+"""Names under which NeMo-RL's scripts call its set-up."""
 _PROMPT_FILES = ("prompt_file", "system_prompt_file")
+"""Keys of NeMo-RL's configs that name files relative to its checkout."""
 
 
 def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
-    """Runs a resolved config as NeMo-RL starts it, by the script that it belongs to unless `script_path` names one.
+    """Runs the resolved config `tree` with the script of NeMo-RL that it belongs to, or with the script `script_path`.
 
-    Raises ConfigError for what cannot start.
+    Raises ConfigError if the run cannot start.
     """
     script = _script(_checkout() / (script_path or script_of(tree)))
     for name in _entries(script):
@@ -37,7 +39,7 @@ def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
 
 
 def _entries(script: ModuleType) -> list[str]:
-    """The names under which `script` calls NeMo-RL's set-up."""
+    """Returns the names under which `script` calls NeMo-RL's set-up."""
     return [name for name in _SETUPS if callable(getattr(script, name, None))]
 
 
@@ -51,26 +53,28 @@ def _installing(native: Any) -> Any:
 
 
 def _checkout() -> Path:
-    """The checkout that the installed package belongs to."""
+    """Returns the checkout of the installed NeMo-RL."""
     assert nemo_rl.__file__ is not None
     return Path(nemo_rl.__file__).parent.parent
 
 
 def _with_prompt_files(tree: Any) -> Any:
-    """Prompt files of NeMo-RL's own configs are named from its checkout; found there, they get their whole path."""
+    """Returns the config with absolute paths for prompt files that are found in NeMo-RL's checkout."""
     if not isinstance(tree, Mapping):
         return tree
-    found = {}
-    for key, value in tree.items():
-        is_file = key in _PROMPT_FILES and isinstance(value, str) and not Path(value).is_file()
-        found[key] = (
-            str(_checkout() / value) if is_file and (_checkout() / value).is_file() else _with_prompt_files(value)
-        )
-    return found
+    return {
+        key: _in_checkout(value) if key in _PROMPT_FILES and isinstance(value, str) else _with_prompt_files(value)
+        for key, value in tree.items()
+    }
+
+
+def _in_checkout(name: str) -> str:
+    path = _checkout() / name
+    return str(path) if path.is_file() and not Path(name).is_file() else name
 
 
 def _script(path: Path) -> ModuleType:
-    """Returns the script at `path` as a module; it must call a set-up of NeMo-RL's, before which the block takes effect."""
+    """Loads the script at `path` as a module. Raises ConfigError if it never calls a set-up of NeMo-RL."""
     if not path.is_file():
         raise ConfigError(
             f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
@@ -83,6 +87,7 @@ def _script(path: Path) -> ModuleType:
     spec.loader.exec_module(module)
     if not _entries(module):
         raise ConfigError(
-            f"--script: {path} has no function {' or '.join(_SETUPS)}, before which specrollout could take effect"
+            f"--script: {path} has no function {' or '.join(_SETUPS)}, so specrollout could not take effect; name a script "
+            "that calls NeMo-RL's set-up"
         )
     return module

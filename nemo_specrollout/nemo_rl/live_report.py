@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html` and `picture.png` of a run that goes on, beside its records."""
+"""Writes `report.html` and `picture.png` beside the records of a run while the run goes on."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,61 +11,86 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_specrollout.nemo_rl.write_throttle import WriteThrottle
-
-# A picture is kept by Weights & Biases and TensorBoard each time.
-LEAST_BETWEEN_PICTURES_S = 600.0
+PAUSE_PER_WRITE = 100.0
+"""Seconds without a write for each second that a write took, so writes take less than 1 % of the time."""
+SHORTEST_PAUSE_BETWEEN_PICTURES_S = 600.0
+"""Seconds. Weights & Biases and TensorBoard keep every picture."""
 PICTURE_NAME = "train/specrollout/picture"
 LogPlot = Callable[[Any, int, str], None]
+"""NeMo-RL's function that logs a figure: takes the figure, the step and a name."""
+
+
+class WriteThrottle:
+    """Limits the share of time that writes may take. Owns the time from which the next write is allowed.
+
+    The caller passes the time in seconds. The first write is allowed at once.
+    """
+
+    def __init__(self, shortest_pause_s: float = 0.0) -> None:
+        self._shortest_pause_s = shortest_pause_s
+        self._due_s = -math.inf
+
+    def is_due(self, now_s: float) -> bool:
+        """Returns whether a write is allowed now."""
+        return now_s >= self._due_s
+
+    def wrote(self, began_s: float, ended_s: float) -> None:
+        """Notes that a write was done or tried."""
+        self._due_s = ended_s + max(PAUSE_PER_WRITE * (ended_s - began_s), self._shortest_pause_s)
 
 
 class LiveReport:
-    """Owns when the pages of `folder` were last written. What goes wrong with them is said once and never ends the run.
+    """Decides when the pages of `folder` are written. An error is shown once and never ends the run.
 
-    It works in any process: in NeMo-RL's driver, and in the Ray actor of the single controller.
+    It works in NeMo-RL's driver and in the actor of the SingleController.
     """
 
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`last_step`: after which the pages are written in any case."""
+        """`last_step` is the step after which the pages are written in any case."""
         self._folder, self._last_step, self._clock = folder, last_step, clock
-        self._pages, self._pictures = WriteThrottle(), WriteThrottle(least_s=LEAST_BETWEEN_PICTURES_S)
+        self._pages, self._pictures = WriteThrottle(), WriteThrottle(SHORTEST_PAUSE_BETWEEN_PICTURES_S)
         self._is_behind = self._has_warned = False
-        self._beside: Thread | None = None
+        self._writer: Thread | None = None
 
     def step_done(self, step: int, log_plot: LogPlot | None = None) -> None:
-        """The records of a step are there. `log_plot(figure, step, name)` is NeMo-RL's, if it logs anywhere."""
+        """Writes the pages if they are due. Call it when the records of a step are on disk.
+
+        `log_plot` is None if NeMo-RL logs to no service.
+        """
         self._is_behind = True
         is_last, now_s = step == self._last_step, self._clock()
         if not (is_last or self._pages.is_due(now_s)):
             return
         if not is_last and _has_event_loop():
-            self._write_beside()
+            self._write_in_thread()
             return
-        shows = log_plot is not None and (is_last or self._pictures.is_due(now_s))
-        self._write(lambda picture: _log(picture, step, log_plot) if shows else None)
-        if shows:
+        shown_by = log_plot if is_last or self._pictures.is_due(now_s) else None
+        self._write(step, shown_by)
+        if shown_by is not None:
             self._pictures.wrote(now_s, self._clock())
 
     def close(self) -> None:
-        """The run is over: the pages are of all its steps when this returns."""
-        if self._beside is not None:
-            self._beside.join()
+        """Writes the pages once more, unless they already cover every step."""
+        if self._writer is not None:
+            self._writer.join()
         if self._is_behind:
-            self._write(lambda picture: None)
+            self._write()
 
-    def _write_beside(self) -> None:
-        """Writes in a thread, without a picture for loggers: the single controller's rollouts wait on its event loop."""
-        if self._beside is None or not self._beside.is_alive():
-            self._beside = Thread(target=self._write, args=(lambda picture: None,), daemon=True)
-            self._beside.start()
+    def _write_in_thread(self) -> None:
+        """Writes in a thread, because the SingleController's rollouts wait on this thread's event loop."""
+        if self._writer is None or not self._writer.is_alive():
+            self._writer = Thread(target=self._write, daemon=True)
+            self._writer.start()
 
-    def _write(self, show: Callable[[Path], None]) -> None:
+    def _write(self, step: int = 0, log_plot: LogPlot | None = None) -> None:
         began_s, self._is_behind = self._clock(), False
         try:
+            from nemo_specrollout.reports.nemo_rl_charts import figure_of
             from nemo_specrollout.reports.nemo_rl_page import write_pages
 
             _, picture = write_pages(self._folder)
-            show(picture)
+            if log_plot is not None:
+                log_plot(figure_of(picture), step, PICTURE_NAME)
         except ImportError as error:
             self._warn(f"no report.html and picture.png: {error}; install matplotlib, or make them later")
         except Exception as error:  # a report is worth less than the run
@@ -78,16 +104,9 @@ class LiveReport:
 
 
 def _has_event_loop() -> bool:
-    """Whether this thread runs coroutines."""
+    """Returns whether this thread runs coroutines."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-def _log(picture: Path, step: int, log_plot: LogPlot | None) -> None:
-    from nemo_specrollout.reports.nemo_rl_charts import figure_of
-
-    if log_plot is not None:
-        log_plot(figure_of(picture), step, PICTURE_NAME)

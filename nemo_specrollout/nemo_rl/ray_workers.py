@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actors around an engine: NeMo-RL's own, whose engine has our worker and whose requests have seeds."""
+"""NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
 
 import os
 from collections.abc import AsyncGenerator, Sequence
@@ -13,13 +13,12 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments, engine_number
-from nemo_specrollout.nemo_rl.generation import ROOTS_KEY, SEEDS_KEY
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs
-from nemo_specrollout.nemo_rl.run_facts import RUN_SEED
-from nemo_specrollout.nemo_rl.seed_header import SeedHeader
+from nemo_specrollout.nemo_rl.engine_racing import ShardRacing, join_stream
+from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, SeedHeader
+from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, RUN_SEED, SEEDS_KEY
 
-# Of the rows that a generate call is about, in their order.
 _rows: ContextVar[RowArgs | None] = ContextVar("specrollout_rows", default=None)
+"""Arguments of the rows of this generate call."""
 
 
 def _rows_of(data: BatchedDataDict[Any]) -> RowArgs | None:
@@ -27,43 +26,41 @@ def _rows_of(data: BatchedDataDict[Any]) -> RowArgs | None:
     return None if seeds is None or roots is None else RowArgs(seeds.tolist(), roots.tolist())
 
 
-def _engine_totals(replies: list[dict[str, Any] | None], request_seeds: RequestSeeds) -> dict[str, Any]:
-    """The reply of the rank whose drafts count."""
-    (totals,) = [reply for reply in replies if reply is not None]
-    return {**totals, "num_derived_seeds": request_seeds.num_derived}
-
-
-def _request_seeds(generation_config: Any) -> RequestSeeds:
-    """Returns the seeds of the engine that this actor leads."""
-    vllm_cfg, required = generation_config["vllm_cfg"], generation_config["specrollout"]["http_seeds"] == "required"
-    run_seed = int(os.environ.get(RUN_SEED, "0"))
-    return RequestSeeds(run_seed, engine_number(vllm_cfg), required=required)
-
-
-def _reply(replies: list[Any]) -> Any:
-    """The same of any method; all other ranks say None."""
-    return next((reply for reply in replies if reply is not None), None)
-
-
 class _SeededEngine:
-    """The handling of seeds in both kinds of engines."""
+    """Owns the seeds of an engine's requests, for both kinds of engines."""
 
+    cfg: Any
     _request_seeds: RequestSeeds
+    _racing: Any = None
+    """The engine's part in the exchange of requests, once it has joined."""
 
-    def _listen(self, method: str, arguments: Sequence[Any]) -> None:
-        """Passes on the policy version, on which seeds that follow from a prompt depend."""
+    def _make_request_seeds(self) -> None:
+        vllm_cfg, required = self.cfg["vllm_cfg"], self.cfg["specrollout"]["http_seeds"] == "required"
+        run_seed = int(os.environ.get(RUN_SEED, "0"))
+        self._request_seeds = RequestSeeds(run_seed, engine_number(vllm_cfg), required=required)
+
+    def _totals(self, replies: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Adds our count of derived seeds to the totals of the rank whose drafts count."""
+        (totals,) = [reply for reply in replies if reply is not None]
+        return {**totals, "num_derived_seeds": self._request_seeds.num_derived}
+
+    def _note_version(self, method: str, arguments: Sequence[Any]) -> None:
+        """Notes the policy version, on which derived seeds depend, when it is passed on to the vLLM workers."""
         if method == "specrollout_policy_is":
             self._request_seeds.begin_version(int(arguments[0]))
 
+    @staticmethod
+    def _reply(replies: list[Any]) -> Any:
+        """Returns the reply of the only rank that does not reply None."""
+        return next((reply for reply in replies if reply is not None), None)
+
 
 class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
-    """The synchronous engine."""
-
-    _tail: Any = None
+    """Actor around a synchronous engine."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._request_seeds = _request_seeds(self.cfg)
+        self._make_request_seeds()
         generate = self.llm.generate
 
         def generate_with_seeds(prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
@@ -71,22 +68,20 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
             if rows is None:
                 return generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
             params = self._request_seeds.of_rows(sampling_params, rows)
-            if self._tail is None:
+            if self._racing is None:
                 return generate(prompts, params, **kwargs)
-            return self._tail.generate(prompts, params, lambda: generate(prompts, params, **kwargs))
+            return self._racing.generate(prompts, params, lambda: generate(prompts, params, **kwargs))
 
         self.llm.generate = generate_with_seeds
 
-    def specrollout_meet(self, actor: Any, engine: int) -> None:
-        """From now on engine number `engine`, this one, shares its requests with the others."""
-        from nemo_specrollout.nemo_rl.tail_shard import ShardTail
-
-        self._tail = ShardTail(self.llm, actor, engine)
+    def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        self._racing = ShardRacing(self.llm, actor, engine)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
-        """NeMo-RL's."""
-        if self._tail is not None and not len(data["input_ids"]):
-            self._tail.help()
+        """Generates as NeMo-RL does. An engine without rows works for the others."""
+        if self._racing is not None and not len(data["input_ids"]):
+            self._racing.help()
         token = _rows.set(_rows_of(data))
         try:
             return super().generate(data, greedy)
@@ -94,23 +89,21 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
             _rows.reset(token)
 
     def specrollout_totals(self) -> dict[str, Any]:
-        """`EngineTotals` of the engine, as a dict."""
-        return _engine_totals(self.llm.collective_rpc("specrollout_totals"), self._request_seeds)
+        """Returns the engine's `EngineTotals` as a dict."""
+        return self._totals(self.llm.collective_rpc("specrollout_totals"))
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """What `method` of our vLLM worker returns; plain values, both ways."""
-        self._listen(method, arguments)
-        return _reply(self.llm.collective_rpc(method, args=tuple(arguments)))
+        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        self._note_version(method, arguments)
+        return self._reply(self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
-    """The asynchronous engine."""
-
-    _tail: Any = None
+    """Actor around an asynchronous engine."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._request_seeds = _request_seeds(self.cfg)
+        self._make_request_seeds()
         generate = self.llm.generate
 
         def generate_with_seeds(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,40 +112,39 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
                 (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
             else:
                 (params,) = self._request_seeds.of_rows(sampling_params, rows)
-            if self._tail is None or rows is None or args or set(kwargs) != {"request_id"}:
+            if self._racing is None or rows is None or args or set(kwargs) != {"request_id"}:
                 return generate(prompt, params, *args, **kwargs)
-            return self._tail.generate(prompt, params, kwargs["request_id"], lambda: generate(prompt, params, **kwargs))
+            request_id = kwargs["request_id"]
+            return self._racing.generate(prompt, params, request_id, lambda: generate(prompt, params, **kwargs))
 
         self.llm.generate = generate_with_seeds
         self._generate = generate
 
-    async def specrollout_meet(self, actor: Any, engine: int) -> None:
-        """From now on engine number `engine`, this one, shares its requests with the others."""
-        from nemo_specrollout.nemo_rl.tail_stream import stream_tail
-
-        self._tail = await stream_tail(self.llm, self._generate, actor, engine)
+    async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        self._racing = await join_stream(self.llm, self._generate, actor, engine)
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
-        """NeMo-RL's. Ray runs each call in a context of its own, which the tasks that it starts inherit."""
+        """Generates as NeMo-RL does. Ray runs each call in a context of its own, which the call's tasks inherit."""
         _rows.set(_rows_of(data))
         async for result in super().generate_async(data, greedy):
             yield result
 
     def _setup_vllm_openai_api_server(self, app: Any) -> Any:
-        """NeMo-RL's server, whose clients may send seeds in a header."""
+        """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header."""
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app)
 
     async def specrollout_totals(self) -> dict[str, Any]:
-        """`EngineTotals` of the engine, as a dict."""
-        return _engine_totals(await self.llm.collective_rpc("specrollout_totals"), self._request_seeds)
+        """Returns the engine's `EngineTotals` as a dict."""
+        return self._totals(await self.llm.collective_rpc("specrollout_totals"))
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
-        """What `method` of our vLLM worker returns; plain values, both ways."""
-        self._listen(method, arguments)
-        return _reply(await self.llm.collective_rpc(method, args=tuple(arguments)))
+        """Calls `method` of our vLLM worker. Arguments and result are plain values."""
+        self._note_version(method, arguments)
+        return self._reply(await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})

@@ -1,108 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of remote drafters: where they listen, as far as engines must know. Never waits for a drafter.
+"""Remote drafters that Ray places: their actors, and the driver's part, which tells the engines where drafters listen.
 
-Nothing that goes wrong here may end the run: without drafters the engines decode plainly.
+The driver never waits for a drafter, and no failure here ends the run: without drafters the engines decode plainly.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+import ray
 
+from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, secret_of_run
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, engine_facts
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
+from nemo_specrollout.reports.nemo_rl_run import PREFIX
+
+LOOPBACK = "127.0.0.1"
 CallAll = Callable[[str, Sequence[Any]], list[Any]]
-"""Calls a method of all engines' workers, with the same arguments. What each returned."""
+"""Function that calls a method of our vLLM worker in every engine, with the same arguments, and returns the replies."""
+
+_LOGGED = {
+    "draft_occupancy": "occupancy",
+    "draft_run_ahead": "run_ahead",
+    "draft_waste": "waste",
+    "draft_host_s": "host_s",
+    "draft_token_s": "draft_token_s",
+    "draft_answer_s": "answer_s",
+    "drafters": "num_drafters",
+    "drafters_ready": "num_ready",
+    "drafter_failures": "num_failures",
+}
+"""Metrics of docs/reference/metrics.md, with their names in `DrafterStats.figures`."""
 
 
 @dataclass(frozen=True)
-class DrafterNews:
-    """How a drafter is: where it listens (empty: nowhere), which actor keeps it up, how often that one started it again, and
-    what the process, or the actor, that ended last said."""
+class DrafterOrder:
+    """Arguments of a drafter's actor."""
+
+    spec: DrafterSpec
+    """Settings of the drafter's process."""
+
+    gpus: float = 0.0
+    """GPUs of the actor; 0 is a drafter on a CPU."""
+
+    host: str = LOOPBACK
+    """Interface on which the drafter listens; empty for the address of its node."""
+
+    secret: str = field(default="", repr=False)
+    """Secret of the run. It is an argument because Ray writes the environments of actors into its logs."""
+
+
+@dataclass(frozen=True)
+class DrafterStatus:
+    """State of a drafter."""
 
     address: str = ""
+    """Address at which the drafter listens; empty if it does not."""
+
     actor: int = 0
+    """Random number of the actor that runs the drafter; 0 if no actor runs it."""
+
     num_restarts: int = 0
-    last_words: str = ""
+    """Restarts of the drafter's process by that actor."""
+
+    last_output: str = ""
+    """Last output of the process or actor that ended most recently; empty before the first end."""
 
 
-class Link(Protocol):
-    """To what keeps one drafter up, elsewhere (`drafter_actors.DrafterLink`)."""
+class DrafterActorImpl:
+    """Owns one drafter process and its successors, which all have the same address.
 
-    def news(self) -> DrafterNews | None: ...
+    If the actor dies, Ray starts it again, maybe on another node, where its drafter has another address. The drafter's
+    process ends with the actor, because it checks once a second that its parent lives.
+    """
 
-    def close(self) -> None: ...
+    def __init__(self, order: DrafterOrder) -> None:
+        """Returns when the drafter has bound its address, before it has loaded its model.
+
+        Raises ConfigError if the drafter cannot bind.
+        """
+        os.environ[SECRET_VARIABLE] = order.secret  # the drafter inherits it
+        host = order.host or ray.util.get_node_ip_address()
+        self._pool = DrafterPool([replace(order.spec, address=any_port(host))])
+        self._actor = secrets.randbits(62)
+        self._address = self._pool.addresses()[0]
+        self._pool.keep_up()
+
+    def status(self) -> DrafterStatus:
+        """Returns the state of the drafter."""
+        (process,) = self._pool.processes
+        return DrafterStatus(self._address, self._actor, process.num_restarts, process.last_words)
+
+
+@ray.remote(max_restarts=-1, num_cpus=1)
+class SpecrolloutDrafter(DrafterActorImpl):
+    """The actor."""
+
+
+class DrafterLink:
+    """Driver's connection to one drafter; owns the actor, which dies with the driver, and the pending call."""
+
+    def __init__(self, order: DrafterOrder) -> None:
+        actor: Any = SpecrolloutDrafter
+        # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
+        options = {"num_gpus": order.gpus, "scheduling_strategy": "SPREAD", "runtime_env": engine_environment()}
+        self._actor = actor.options(**options).remote(order)
+        self._call: Any = self._actor.status.remote()
+
+    def status(self) -> DrafterStatus | None:
+        """Returns the drafter's latest answer and asks again. Returns None if the answer has not arrived."""
+        if not ray.wait([self._call], timeout=0)[0]:
+            return None
+        call, self._call = self._call, self._actor.status.remote()
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayError as error:
+            return DrafterStatus(last_output=failure_text(error))
+
+    def close(self) -> None:
+        """Ends the actor for good, and its drafter with it."""
+        ray.kill(self._actor)
 
 
 @dataclass
-class _Known:
-    """The newest of one drafter, and how often it was started again by actors before the one that keeps it up now."""
+class _Drafter:
+    """One drafter as the driver knows it."""
 
-    news: DrafterNews = field(default_factory=DrafterNews)
-    num_before: int = 0
+    link: DrafterLink
+    status: DrafterStatus = field(default_factory=DrafterStatus)
+    num_earlier_restarts: int = 0
+    """Restarts that belong to earlier actors, each of which counts as one restart itself."""
 
-    def hear(self, news: DrafterNews) -> None:
-        if news.actor and self.news.actor and news.actor != self.news.actor:
-            self.num_before += self.news.num_restarts + 1
-        kept = self.news if not news.actor else news  # counts survive while the actor is down
-        self.news = DrafterNews(news.address, kept.actor, kept.num_restarts, news.last_words)
+    def poll(self) -> str | None:
+        """Reads the latest status, if there is a new one. Returns a sentence if a process or an actor has ended."""
+        new, old = self.link.status(), self.status
+        if new is None:
+            return None
+        if new.actor and old.actor and new.actor != old.actor:
+            self.num_earlier_restarts += old.num_restarts + 1
+        # The count and the actor's number are kept while no actor runs the drafter.
+        self.status = new if new.actor else replace(new, actor=old.actor, num_restarts=old.num_restarts)
+        if not new.last_output or new.last_output == old.last_output:
+            return None
+        where = f" at {old.address}" if old.address else ""
+        restart = "it is started again" if new.actor else "Ray starts it again if it can"
+        return f"{where} ended ({new.last_output}); the rollout goes on, and {restart}"
 
     @property
     def num_restarts(self) -> int:
-        return self.num_before + self.news.num_restarts
+        return self.num_earlier_restarts + self.status.num_restarts
 
 
 class RemoteDrafters:
-    """Owns the links to the drafters that Ray placed, and what the engines were told of them.
+    """Owns the run's drafters and the addresses that the engines have.
 
-    States: to be started, if the drafters need GPUs: those are what is left when all of NeMo-RL's workers have theirs;
-    started; closed.
+    Drafters on GPUs are started by the first `update`, when all of NeMo-RL's workers have taken their GPUs; other drafters
+    are started at once.
     """
 
     def __init__(
-        self, start: Callable[[], Sequence[Link]], secret: str, notes: StepNotes, *, starts_later: bool
+        self, start: Callable[[], Sequence[DrafterLink]], secret: str, log: StepLog, *, starts_later: bool
     ) -> None:
-        self._start, self._secret, self._notes = start, secret, notes
-        self._links: list[Link] | None = None if starts_later else list(start())
-        self._known: list[_Known] = []
-        self._told: list[str] = []
+        self._start, self._secret, self._log = start, secret, log
+        self._drafters: list[_Drafter] | None = None
+        self._sent: list[str] = []
+        if not starts_later:
+            self._start_all()
 
-    def look(self, call_all: CallAll) -> None:
-        """Between rollouts, or amid one: engines are told of drafters that listen elsewhere than before."""
-        if self._links is None:
-            self._links = list(self._start())
-        self._known = self._known or [_Known() for _ in self._links]
-        for drafter, (link, known) in enumerate(zip(self._links, self._known, strict=True)):
-            news = link.news()
-            if news is not None:
-                self._hear(drafter, known, news)
-        addresses = [known.news.address for known in self._known]
-        if addresses != (self._told or [""] * len(addresses)):
-            self._told = addresses
-            self._tell(call_all, addresses)
+    def update(self, call_all: CallAll) -> None:
+        """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
+        if self._drafters is None:
+            self._start_all()
+        drafters = self._drafters or []
+        for number, drafter in enumerate(drafters):
+            ended = drafter.poll()
+            if ended is not None:
+                self._log.alarms.append(f"drafter {number}{ended}")
+        addresses = [drafter.status.address for drafter in drafters]
+        if addresses != (self._sent or [""] * len(addresses)):
+            self._sent = addresses
+            self._send(call_all, addresses)
 
     def figures(self) -> dict[str, float]:
-        """Since the run's start."""
-        return {"drafter_restarts": float(sum(known.num_restarts for known in self._known))}
+        """Returns metrics since the start of the run, by name."""
+        return {"drafter_restarts": float(sum(drafter.num_restarts for drafter in self._drafters or ()))}
 
     def close(self) -> None:
-        """The run is over: no drafter stays."""
-        links, self._links, self._known = self._links or [], [], []
-        for link in links:
-            link.close()
+        """Ends all drafters."""
+        drafters, self._drafters = self._drafters or [], []
+        for drafter in drafters:
+            drafter.link.close()
 
-    def _hear(self, drafter: int, known: _Known, news: DrafterNews) -> None:
-        if news.last_words and news.last_words != known.news.last_words:
-            where = "" if not known.news.address else f" at {known.news.address}"
-            again = "it is started again" if news.actor else "Ray starts it again if it can"
-            self._say(f"drafter {drafter}{where} ended ({news.last_words}); the rollout goes on, and {again}")
-        known.hear(news)
+    def _start_all(self) -> None:
+        self._drafters = [_Drafter(link) for link in self._start()]
 
-    def _tell(self, call_all: CallAll, addresses: list[str]) -> None:
+    def _send(self, call_all: CallAll, addresses: list[str]) -> None:
         try:
             call_all("specrollout_drafters_at", [addresses, self._secret])
         except Exception as error:
-            last_line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            self._say(f"an engine was not told where drafters listen: {last_line}")
+            self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 
-    def _say(self, sentence: str) -> None:
-        self._notes.alarms.append(sentence)
+
+def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], log: StepLog) -> RemoteDrafters:
+    """Starts `drafter.workers` drafters for policies that are served with `vllm_cfg`. Raises ConfigError.
+
+    On a cluster of one node the drafters listen on the loopback interface.
+    """
+    secret = secret_of_run()
+
+    def start() -> list[DrafterLink]:
+        spec = drafter_spec(drafter, engine_facts(vllm_cfg), on_cpu=not drafter.gpus)
+        is_one_node = sum(node["Alive"] for node in ray.nodes()) == 1
+        order = DrafterOrder(spec, drafter.gpus, LOOPBACK if is_one_node else "", secret)
+        return [DrafterLink(order) for _ in range(drafter.workers)]
+
+    return RemoteDrafters(start, secret, log, starts_later=bool(drafter.gpus))
+
+
+def read_drafter_stats(call_all: CallAll) -> list[DrafterStats]:
+    """Returns the drafter stats of each engine for which remote drafters draft."""
+    return [DrafterStats(**reply) for reply in call_all("specrollout_drafter_stats", []) if reply is not None]
+
+
+def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
+    """Returns the figures of `DrafterStats` between two readings of `read_drafter_stats`, over all engines."""
+    pairs = zip(before, after, strict=True)
+    return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()
+
+
+def drafter_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics for NeMo-RL's logger from the figures of `stats_between`. Figures without a value are left out."""
+    known = {name: figures[key] for name, key in _LOGGED.items() if figures[key] is not None}
+    return {PREFIX + name: float(value) for name, value in known.items()}

@@ -1,209 +1,202 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks after the engines of a run: their figures, draft heads, remote drafters, and the requests that they share.
-
-One process of a run does so: the driver, or the actor of NeMo-RL's SingleController.
-"""
+"""Supervises the engines of a run: their metrics, draft heads, remote drafters, and the requests that they exchange."""
 
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from nemo_specrollout.config.addresses import secret_of_run
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.strict import build
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.totals import EngineTotals
-from nemo_specrollout.nemo_rl.drafter_stats_window import DrafterStatsWindow, logged
-from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
+from nemo_specrollout.nemo_rl.engine_racing import ExchangeDriver
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
-    head_figures,
+    head_metrics,
     sample_lines,
     step_facts,
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters
-from nemo_specrollout.nemo_rl.run_facts import RunFacts
-from nemo_specrollout.nemo_rl.step_log import StepNotes
-from nemo_specrollout.racing.engine_blocks import blocks_of_engines
+from nemo_specrollout.nemo_rl.ray_calls import call_all_engines
+from nemo_specrollout.nemo_rl.remote_drafters import (
+    RemoteDrafters,
+    drafter_metrics,
+    read_drafter_stats,
+    start_drafters,
+    stats_between,
+)
+from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
-from nemo_specrollout.training.head.head_folder import HeadFolder
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that NeMo-RL does not tell its generation."""
+
+    block: SpecrolloutConfig
+
+    seed: int
+    """`grpo.seed`, or the seed of another algorithm."""
+
+    first_version: int = 0
+    """Training steps behind the weights at the start."""
+
+    last_version: int = 0
+    """Training steps behind the weights at the end."""
+
+    heads: str = ""
+    """Path of the folder with the run's draft heads."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Counters of all engines at one moment."""
+
+    totals: list[EngineTotals]
+    drafter_stats: list[DrafterStats]
 
 
 class Supervisor:
-    """Owns the trainer of draft heads, the remote drafters and the exchange of requests, where the block asks for them.
+    """Owns the draft head's refresh, the remote drafters and the exchange of requests, each if the block has it.
 
-    Remote drafters start with the supervisor, while the engines load. `attach` follows when the engines have processes,
-    `meet` when they have models. `begin_step` and `end_step` frame what the figures of a step are about.
+    One process of a run has a supervisor: the driver, or the actor of NeMo-RL's SingleController. Remote drafters start
+    with the supervisor, while the engines load. Then come `attach`, when the engines have processes; `open_exchange`,
+    when they have models; `begin_step` and `end_step` for each step; `close`; and `close_exchange`.
     """
 
-    def __init__(self, generation_config: Any, facts: RunFacts, notes: StepNotes) -> None:
-        self._config, self._facts, self._notes = generation_config, facts, notes
-        self._block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
+    def __init__(self, generation_config: Any, facts: RunFacts, log: StepLog) -> None:
+        """`generation_config` is NeMo-RL's. Raises ConfigError if the remote drafters cannot start."""
+        self._config, self._facts, self._block, self._log = generation_config, facts, facts.block, log
         self._engines: Any = None
         self._refresh: HeadRefresh | None = None
-        self._tail: Any = None
-        self._drafter_stats = None if self._block.remote is None else DrafterStatsWindow()
-        self._drafters = _start_drafters(self._block, generation_config, notes)
-        self._asked: list[int] = []
-        self._totals_before: list[EngineTotals] | None = None
-        self._totals_after: list[EngineTotals] | None = None  # at the end of the step before
+        self._exchange: ExchangeDriver | None = None
+        self._drafters: RemoteDrafters | None = None
+        if self._block.remote is not None and self._block.remote.workers:  # drafters at `addresses` are the user's
+            self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
+        self._requested: list[int] = []
+        self._before: _Reading | None = None
+        self._last: _Reading | None = None
         self._facts_at = time.perf_counter()
 
     def attach(self, worker_group: Any) -> None:
-        """`worker_group` is NeMo-RL's group of the engines' actors; heads are trained for them from now on."""
+        """Takes NeMo-RL's group of the engines' actors, and starts the refresh of the draft head for them."""
         self._engines = worker_group
-        self._refresh = self._start_refresh()
+        if self._block.draft_refresh is not None:
+            self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, worker_group, self._log)
 
-    def meet(self) -> None:
-        """Engines share requests from now on, where there are several and the block allows it."""
+    def open_exchange(self) -> None:
+        """Lets the engines exchange requests, if the block allows it and there are several engines."""
         num_engines, racing = self._engines.dp_size, self._block.fastest_of_n
         if racing is None or not racing.enabled or num_engines < 2:
             return
-        from nemo_specrollout.nemo_rl.tail_driver import TailDriver
-
-        self._tail = tail = TailDriver(self._block, num_engines, self._config["max_new_tokens"], self._notes)
-        leaders = map(self._engines.get_dp_leader_worker_idx, range(num_engines))
-        call = self._engines.run_single_worker_single_data
-        ray.get([call("specrollout_meet", leader, actor=tail.actor, engine=e) for e, leader in enumerate(leaders)])
+        self._exchange = ExchangeDriver(self._block, num_engines, self._config["max_new_tokens"], self._log)
+        call, leader = self._engines.run_single_worker_single_data, self._engines.get_dp_leader_worker_idx
+        ray.get(
+            [
+                call("specrollout_join_exchange", leader(engine), actor=self._exchange.actor, engine=engine)
+                for engine in range(num_engines)
+            ]
+        )
 
     def close(self) -> None:
-        """Ends the trainer of heads and the drafters. The engines may still run."""
-        for ours in (self._refresh, self._drafters):
-            if ours is not None:
-                ours.close()
+        """Ends the refresh and the drafters. The engines may still run."""
+        for owned in (self._refresh, self._drafters):
+            if owned is not None:
+                owned.close()
 
     def close_exchange(self) -> None:
-        """Ends the exchange. Call it after the engines have ended: they would miss it."""
-        tail, self._tail = self._tail, None
-        if tail is not None:
-            tail.close()
+        """Ends the exchange. Call it after the engines have ended, because they use it."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def rollout(self) -> AbstractContextManager[None]:
-        """Wraps a rollout of one batch by all engines."""
-        return nullcontext() if self._tail is None else self._tail.rollout()
+        """Encloses the rollout of one batch by all engines."""
+        return nullcontext() if self._exchange is None else self._exchange.rollout()
 
     def new_weights(self) -> AbstractContextManager[None]:
-        """Wraps a refit. A synchronous engine has nothing to do outside of a rollout."""
-        is_async = self._tail is not None and self._config["vllm_cfg"]["async_engine"]
-        return self._tail.new_weights() if is_async else nullcontext()
+        """Encloses a refit. Synchronous engines need nothing: they have no requests outside of a rollout."""
+        is_async = self._config["vllm_cfg"]["async_engine"]
+        return self._exchange.new_weights() if self._exchange is not None and is_async else nullcontext()
 
-    def policy_is(self, version: int) -> None:
-        """The engines have the weights of `version`, the number of training steps behind them."""
-        self._call_all_engines("specrollout_policy_is", [version])
+    def policy_updated(self, version: int) -> None:
+        """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
+        self._call_all("specrollout_policy_is", [version])
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
-            self._drafters.look(self._call_all_engines)
-        if self._totals_before is None:  # not every loop of NeMo-RL's says when a step's generation begins
+            self._drafters.update(self._call_all)
+        if self._before is None:  # some loops of NeMo-RL do not say when a step's generation begins
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Figures of the step start here."""
-        self._totals_before = self._engine_totals()
-        if self._drafter_stats is not None:
-            self._drafter_stats.begin(self._call_all_engines)
+        """Begins the window of the next step's metrics."""
+        self._before = self._read()
 
-    def note_asked(self, seeds: list[int]) -> None:
-        """Rollouts with these seeds are asked for; nothing is noted of rows that get theirs in another process."""
-        self._asked += seeds
+    def note_requested(self, seeds: list[int]) -> None:
+        """Notes the seeds of rollouts that this process requests, so that their samples are kept in that order."""
+        self._requested += seeds
 
     def end_step(self, version: int) -> dict[str, float]:
-        """Returns the figures since `begin_step`, by name; none without one.
+        """Ends the step of the policy `version`: logs its samples and alarms, and refreshes the head if that is due.
 
-        Notes samples and alarms, and tells the trainer of heads that a step under policy `version` is over.
+        Returns the metrics since `begin_step` by name, or none if there was no `begin_step`.
         """
-        before, self._totals_before = self._totals_before, None
+        before, self._before = self._before, None
         if before is None:
             return {}
-        after = self._engine_totals()
-        if counts := acceptance_counts(before, after):
-            self._notes.words["acceptance"] = counts
-        figures = step_metrics(before, after) | self._notes_of_engines()
-        figures |= self._heads_after_step(version, before, after) | self._supply_of_step()
-        figures |= weight_updates(self._totals_after, after) | self._tail_of_step()
-        self._totals_after = after
-        return figures
+        after = self._read()
+        metrics = step_metrics(before.totals, after.totals)
+        metrics |= weight_updates(None if self._last is None else self._last.totals, after.totals)
+        if counts := acceptance_counts(before.totals, after.totals):
+            self._log.entries["acceptance"] = counts
+        metrics |= self._log_samples()
+        metrics |= self._heads_after_step(version, before, after)
+        metrics |= self._drafters_after_step(before, after)
+        if self._exchange is not None:
+            metrics |= {f"{PREFIX}tail/{name}": value for name, value in self._exchange.figures().items()}
+        self._last = after
+        return metrics
 
-    def _notes_of_engines(self) -> dict[str, float]:
-        asked, self._asked = self._asked, []
-        seeds = asked or None
-        ends = self._call_all_engines("specrollout_end_step", [seeds])
-        self._notes.samples += sample_lines(ends, seeds)
-        self._notes.alarms += [alarm["sentence"] for end in ends for alarm in end["alarms"]]
-        return head_figures(ends)
+    def _log_samples(self) -> dict[str, float]:
+        requested, self._requested = self._requested, []
+        seeds = requested or None
+        ends = self._call_all("specrollout_end_step", [seeds])
+        self._log.samples += sample_lines(ends, seeds)
+        self._log.alarms += [alarm["sentence"] for end in ends for alarm in end["alarms"]]
+        return head_metrics(ends)
 
-    def _heads_after_step(
-        self, version: int, before: list[EngineTotals], after: list[EngineTotals]
-    ) -> dict[str, float]:
+    def _heads_after_step(self, version: int, before: _Reading, after: _Reading) -> dict[str, float]:
         if self._refresh is None:
             return {}
         now = time.perf_counter()
-        to_come = max(0, self._facts.last_version - version - 1)
-        facts = step_facts(before, after, now - self._facts_at, to_come)
+        steps_to_come = max(0, self._facts.last_version - version - 1)
+        facts = step_facts(before.totals, after.totals, now - self._facts_at, steps_to_come)
         self._facts_at = self._facts_at if facts is None else now
         return {PREFIX + name: value for name, value in self._refresh.after_step(version, facts).items()}
 
-    def _supply_of_step(self) -> dict[str, float]:
-        """Notes how well remote drafters kept up and restarts lost ones. Returns the figures of both."""
-        figures: dict[str, float] = {}
-        if self._drafter_stats is not None:
-            self._notes.words["draft_supply"] = supply = self._drafter_stats.end(self._call_all_engines)
-            figures |= logged(supply)
+    def _drafters_after_step(self, before: _Reading, after: _Reading) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if self._block.remote is not None:
+            stats = stats_between(before.drafter_stats, after.drafter_stats)
+            self._log.entries["draft_supply"] = stats
+            metrics |= drafter_metrics(stats)
         if self._drafters is not None:
-            self._drafters.look(self._call_all_engines)
-            figures |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
-        return figures
+            self._drafters.update(self._call_all)
+            metrics |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
+        return metrics
 
-    def _tail_of_step(self) -> dict[str, float]:
-        return {} if self._tail is None else {f"{PREFIX}tail/{name}": x for name, x in self._tail.figures().items()}
-
-    def _start_refresh(self) -> HeadRefresh | None:
-        block, config = self._block, self._config
-        if block.draft_refresh is None:
-            return None
-        from nemo_specrollout.nemo_rl.head_trainer import TrainerLink, TrainerOrder
-
-        order = TrainerOrder(config["specrollout"], config["model_name"], self._facts.heads, config["temperature"])
-        call = partial(_call_engines, self._engines)
-        blocks = blocks_of_engines(block, self._engines.dp_size)
-        has_head = [of_engine.head is not None for of_engine in blocks]
-        folder = HeadFolder(Path(self._facts.heads))
-        return HeadRefresh(block, folder, partial(TrainerLink, order), call, has_head, self._notes)
-
-    def _call_all_engines(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        return call_all_engines(self._engines, method, arguments)
-
-    def _engine_totals(self) -> list[EngineTotals]:
+    def _read(self) -> _Reading:
         futures = self._engines.run_all_workers_single_data(
             "specrollout_totals", run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"]
         )
-        return [EngineTotals.from_wire(reply) for reply in ray.get(futures)]
+        totals = [EngineTotals.from_wire(reply) for reply in ray.get(futures)]
+        return _Reading(totals, [] if self._block.remote is None else read_drafter_stats(self._call_all))
 
-
-def _start_drafters(block: SpecrolloutConfig, config: Any, notes: StepNotes) -> RemoteDrafters | None:
-    """Starts the drafters of `workers`, if the block has any. A run does not look after drafters at `addresses`."""
-    if block.remote is None or not block.remote.workers:
-        return None
-    from nemo_specrollout.nemo_rl.drafter_actors import start_links
-
-    secret = secret_of_run()
-    start = partial(start_links, block.remote, config["vllm_cfg"], secret)
-    return RemoteDrafters(start, secret, notes, starts_later=bool(block.remote.gpus))
-
-
-def call_all_engines(worker_group: Any, method: str, arguments: Sequence[Any]) -> list[Any]:
-    """Calls `method` of every engine of NeMo-RL's `worker_group`. Returns the replies."""
-    return _call_engines(worker_group, method, [arguments] * worker_group.dp_size)
-
-
-def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-    """Calls `method` of each engine that has a list of arguments; an engine with None is left out. Returns the replies."""
-    call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
-    asked = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
-    return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in asked])
+    def _call_all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        return call_all_engines(self._engines, method, arguments)

@@ -26,10 +26,9 @@ from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.generation.vllm import vllm_worker
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.nemo_rl.generation import SEEDS_KEY
-from nemo_specrollout.nemo_rl.identities import RowIdentities
 from nemo_specrollout.nemo_rl.installation import install
 from nemo_specrollout.nemo_rl.ray_workers import SpecrolloutVllmWorkerImpl
+from nemo_specrollout.nemo_rl.row_seeds import SEEDS_KEY, RowSeeds
 
 ray.get_gpu_ids = lambda: [0]  # NeMo-RL's worker asks for its GPU; here it is no actor
 
@@ -71,7 +70,7 @@ def generation_config(
 def prompts() -> BatchedDataDict[Any]:
     rows = [[40 + i, 50, 60 + i, 70] for i in range(6)]
     data = BatchedDataDict({"input_ids": torch.tensor(rows), "input_lengths": torch.full((6,), 4)})
-    data[SEEDS_KEY] = torch.tensor(RowIdentities(42).seeds(rows))
+    data[SEEDS_KEY] = torch.tensor(RowSeeds(42).seeds(rows))
     return data
 
 

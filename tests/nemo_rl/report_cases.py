@@ -12,17 +12,17 @@ from typing import Any
 from nemo_rl.utils.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_specrollout.nemo_rl.logger import watching_logger
-from nemo_specrollout.nemo_rl.step_log import StepNotes
+from nemo_specrollout.nemo_rl.logger import Watch
+from nemo_specrollout.nemo_rl.step_log import StepLog
 
 BLOCK = {"logprob_gap_alarm": 0.02}
 OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow")}
 
 
-def log_step(logger: Any, notes: StepNotes, step: int) -> None:
+def log_step(logger: Any, log: StepLog, step: int) -> None:
     """What NeMo-RL's synchronous GRPO logs of a step, in its order."""
-    notes.samples = [{"seed": 1, "policy_spans": [[step - 1, 0]], "num_drafted": 9, "num_accepted": 4}]
-    notes.words = {"acceptance": {"suffix": {"proposed": [6, 3], "accepted": [3, 1]}}}
+    log.samples = [{"seed": 1, "policy_spans": [[step - 1, 0]], "num_drafted": 9, "num_accepted": 4}]
+    log.entries = {"acceptance": {"suffix": {"proposed": [6, 3], "accepted": [3, 1]}}}
     ours = {"tokens_per_request_step": 1.5, "speedup_estimate": 1.25, "suffix/acceptance": 4 / 9}
     metrics = {"loss": 0.1, "reward": 0.5, "gen_kl_error": 1e-4, "token_mult_prob_error": 1.001}
     logger.log_metrics({**metrics, **{f"specrollout/{k}": v for k, v in ours.items()}}, step, prefix="train")
@@ -31,11 +31,12 @@ def log_step(logger: Any, notes: StepNotes, step: int) -> None:
 
 
 def main(log_dir: Path) -> None:
-    notes = StepNotes()
+    log = StepLog()
     config = {**OFF, "log_dir": str(log_dir), "tensorboard_enabled": True, "tensorboard": {}, "monitor_gpus": False}
-    logger = watching_logger(Logger, BLOCK, [], {"block": BLOCK, "versions": {}}, notes, last_step=2)(config)
+    watch = Watch(BLOCK["logprob_gap_alarm"], facts={"block": BLOCK, "versions": {}}, log=log, last_step=2)
+    logger = watch.logger_class(Logger)(config)
     for step in (1, 2, 3):
-        log_step(logger, notes, step)
+        log_step(logger, log, step)
     logger.loggers[0].writer.flush()
     events = EventAccumulator(str(log_dir / "tensorboard"))
     events.Reload()

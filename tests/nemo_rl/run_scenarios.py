@@ -94,7 +94,7 @@ class _Profile(cProfile.Profile):
 def _actors_left() -> list[str]:
     """Names of the engines' actors, of ours, and of drafters, that are alive when a run is over."""
     time.sleep(2)  # Ray's own book-keeping of deaths
-    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutTail")
+    kinds = ("Vllm", "HeadTrainer", "SpecrolloutDrafter", "SpecrolloutExchange")
     left = [actor["Name"] or actor["ActorClassName"] for name in kinds for actor in _alive(name)]
     return left + [f"{DRAFTER} {process.pid}" for process in psutil.process_iter() if _runs(process, DRAFTER)]
 

@@ -183,7 +183,7 @@ class FixedInterval(RefreshTrigger):
 
     def _decide(self, observed: RefreshObservation) -> RefreshDecision:
         gain_s = observed.gain_s_per_step * observed.steps_to_come
-        steps = f"{observed.steps_since_refresh} of {self.interval} steps since the last refresh"
+        steps = f"{observed.steps_since_refresh} steps since the last refresh (interval: {self.interval})"
         if observed.steps_to_come == 0 or observed.steps_since_refresh < self.interval:
             return RefreshDecision(False, gain_s, f"skipped: {steps}, {observed.steps_to_come} to come")
         return RefreshDecision(True, gain_s, f"refreshed: {steps}")
