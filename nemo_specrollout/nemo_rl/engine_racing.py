@@ -23,8 +23,8 @@ from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnRes
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 if TYPE_CHECKING:
-    from nemo_specrollout.racing.stream_shard import StreamShard
     from nemo_specrollout.racing.stream_engine import Generate
+    from nemo_specrollout.racing.stream_shard import StreamShard
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,8 @@ async def join_stream(llm: Any, generate: "Generate", actor: Any, engine: int) -
 
     `llm` is the `AsyncLLM` of engine number `engine`, and `generate` is its own generate method.
     """
-    from nemo_specrollout.racing.stream_shard import StreamShard
     from nemo_specrollout.racing.stream_engine import StreamEngine
+    from nemo_specrollout.racing.stream_shard import StreamShard
 
     capacity = int(llm.vllm_config.scheduler_config.max_num_seqs)
     shard = StreamShard(engine, capacity, StreamEngine(generate, capacity), AsyncExchangeLink(actor, engine))

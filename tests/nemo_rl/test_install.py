@@ -23,7 +23,7 @@ def test_off_touches_nothing(found: dict[str, Any]) -> None:
 def test_on_replaces_every_name_and_lets_the_v2_model_runner_run_on_a_cpu(found: dict[str, Any]) -> None:
     assert found["on_returns"] is True
     assert all(found["on_replaced"])
-    assert found["on_environment"] == {"NEMO_SPECROLLOUT_V2_ON_CPU": "1"}
+    assert found["on_environment"] == {"NEMO_SPECROLLOUT_V2_ON_CPU": "1", "NEMO_SPECROLLOUT_RUN_SEED": "42"}
 
 
 def test_uninstall_puts_everything_back(found: dict[str, Any]) -> None:
