@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.scheduling.racing.request_speeds import RunSpeeds
+from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision, TailObservation
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 from nemo_specrollout.simulation.speculation import Speculation
 from nemo_specrollout.simulation.worker import Worker
 from nemo_specrollout.simulation.workload import Workload
@@ -88,10 +89,10 @@ class Tail:
             np.array([w.num_slots - len(w.waiting) for w in workers]),
         )  # fmt: skip
 
-    def _speeds(self, p_RM: np.ndarray, request_U: np.ndarray, method_U: np.ndarray, tokens_U: np.ndarray) -> RunSpeeds:
+    def _speeds(self, p_RM: np.ndarray, request_U: np.ndarray, method_U: np.ndarray, tokens_U: np.ndarray) -> RequestSpeeds:
         """What the runs under way have told of their requests' paces."""
         typical_p_M = np.array(self.paces.typical_p)
-        speeds = RunSpeeds(np.ones_like(p_RM))
+        speeds = RequestSpeeds(np.ones_like(p_RM))
         for method in range(len(typical_p_M)):
             runs_u = np.flatnonzero(method_U == method)
             relative_u = _tokens(typical_p_M[method]) / _tokens(p_RM[request_U[runs_u], method])

@@ -1,49 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster than a typical request each request is under each draft method, and how sure that is.
+"""Decode speed of each request relative to a typical request, under each draft method, and its uncertainty.
 
-Shapes: R requests, M draft methods.
+Shapes: R requests, M draft methods, K attempts.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# Standard deviation, in logarithms, of requests' paces around the typical one; and the tokens after which half of what is seen
-# of a request is believed.
-SPREAD, HALF_TOKENS = 0.35, 48.0
-# The share of a request's ease under one method that it is expected to have under another.
-SHARED_EASE = 0.5
+SPREAD = 0.35
+"""Prior standard deviation of the logarithm of a request's relative speed."""
+HALF_TOKENS = 48.0
+"""Typical tokens after which a request's own measurement weighs half."""
+SHARED_SPEED = 0.5
+"""Share of a request's deviation under one method that is expected under another method."""
 ALL = slice(None)
 
 
-class RunSpeeds:
-    """Tokens that each request made under each method, and those that a typical one would have made in that time; owns both.
+class RequestSpeeds:
+    """Estimates relative speeds from the tokens of each request. Owns these counts and the expected counts of a typical request.
 
-    The logarithm of their ratio is shrunk towards that of the request's task, the more the fewer the tokens. Rows of requests
-    that were forgotten are given to new ones.
+    The logarithm of the ratio of both counts is shrunk towards the logarithm of the task's relative speed. It is shrunk the
+    more, the fewer tokens a request has. Rows of forgotten requests are reused.
     """
 
-    def __init__(self, task_ease_RM: np.ndarray) -> None:
-        """Row i is request i."""
-        self._task_log_RM = np.log(task_ease_RM)
-        self._made_RM = np.zeros(task_ease_RM.shape)
-        self._typical_RM = np.zeros(task_ease_RM.shape)
+    def __init__(self, task_speed_RM: np.ndarray) -> None:
+        """Row i is request i; `task_speed_RM` is the relative speed of its task, float64."""
+        self._task_log_RM = np.log(task_speed_RM)
+        self._made_RM = np.zeros(task_speed_RM.shape)
+        self._typical_RM = np.zeros(task_speed_RM.shape)
         self._free: list[int] = []
 
-    def begin(self, num_requests: int, task_ease_M: np.ndarray) -> list[int]:
-        """The rows of `num_requests` more requests of one task."""
-        self._make_room(num_requests)
+    def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
+        """Returns the rows of `num_requests` more requests of one task."""
+        self._grow_for(num_requests)
         rows = [self._free.pop() for _ in range(num_requests)]
-        self._task_log_RM[rows] = np.log(task_ease_M)
+        self._task_log_RM[rows] = np.log(task_speed_M)
         self._made_RM[rows] = self._typical_RM[rows] = 0.0
         return rows
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Those requests are over."""
+        """Releases the rows of requests that have ended."""
         self._free += rows
 
-    def _make_room(self, num_requests: int) -> None:
-        """Grows to twice the size at least: a row is copied once or twice in its life."""
+    def _grow_for(self, num_requests: int) -> None:
+        """Grows at least to twice the size, so that each row is copied once or twice."""
         size, missing = len(self._made_RM), num_requests - len(self._free)
         if missing > 0:
             num_new = max(missing, size)
@@ -53,20 +54,20 @@ class RunSpeeds:
             )
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
-        """Runs by `method` made `made_K` tokens, where typical requests would have made `typical`."""
+        """Adds attempts by `method` that made `made_K` tokens in the time of `typical` tokens of a typical request."""
         self._made_RM[requests_K, method] += made_K
         self._typical_RM[requests_K, method] += typical
 
     def speeds(self, rows: np.ndarray | slice = ALL) -> np.ndarray:
-        """Pace over a typical request's of those requests, float64 [R, M]."""
+        """Returns the estimated speeds of requests relative to a typical one, float64 [R, M]."""
         made_RM, typical_RM, task_RM = (x[rows] for x in (self._made_RM, self._typical_RM, self._task_log_RM))
         belief_RM = _belief(typical_RM)
         own_RM = (np.log((made_RM + 1.0) / (typical_RM + 1.0)) - task_RM) * belief_RM
-        elsewhere_RM = (own_RM.sum(1, keepdims=True) - own_RM) * SHARED_EASE
+        elsewhere_RM = (own_RM.sum(1, keepdims=True) - own_RM) * SHARED_SPEED
         return np.exp(task_RM + own_RM + elsewhere_RM * (1.0 - belief_RM))
 
     def doubts(self, rows: np.ndarray | slice = ALL) -> np.ndarray:
-        """Standard deviation of the logarithm of that, float64 [R, M]."""
+        """Returns the standard deviations of the logarithm of `speeds`, float64 [R, M]."""
         return SPREAD * np.sqrt(1.0 - _belief(self._typical_RM[rows]))
 
 

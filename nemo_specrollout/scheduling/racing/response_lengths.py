@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a request has still to make, from the lengths of its siblings, of past rollouts, and from its own so far.
+"""Estimated tokens that a request still needs, from lengths of its siblings, of past rollouts, and its own length so far.
 
-Shapes: R requests, N lengths that are remembered.
+Shapes: R requests, N remembered lengths. Siblings are samples of the same prompt, in this step or an earlier one.
 """
 
 from collections import OrderedDict
@@ -9,17 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Lengths remembered of all requests together, prompts whose siblings' lengths are remembered, and how many of each.
-NUM_REMEMBERED, NUM_GROUPS, NUM_OF_GROUP = 4096, 8192, 32
-# How much a sibling's length counts against all others together.
+NUM_REMEMBERED = 4096
+"""Latest lengths remembered over all requests."""
+NUM_GROUPS = 8192
+"""Prompts for which sibling lengths are remembered."""
+NUM_OF_GROUP = 32
+"""Latest lengths remembered for each prompt."""
 SIBLING_WEIGHT = 0.5
+"""Weight of one sibling's length relative to all other lengths together."""
 
 
 class LengthEstimator:
-    """Expected tokens to come, E[length - so far | length > so far], over remembered lengths; owns those.
+    """Estimates E[length - length so far | length > length so far] over remembered lengths. Owns these lengths.
 
-    Siblings, samples of the same prompt, in this step or an earlier one, count half as much each as all others do together.
-    Where no remembered length is longer, a request is expected to go on for as long as it has, up to `max_length`.
+    Each sibling weighs half as much as all other lengths together. If no remembered length is longer, a request is expected
+    to double its length, up to `max_length` tokens.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -30,7 +34,7 @@ class LengthEstimator:
         self._groups: OrderedDict[int, list[int]] = OrderedDict()
 
     def finished(self, group: int, length: int) -> None:
-        """A response of a prompt ended at `length` tokens."""
+        """Adds a response of `length` tokens to prompt `group`."""
         self._recent[self._num_seen % NUM_REMEMBERED] = length
         self._num_seen += 1
         self._sorted = None
@@ -42,7 +46,7 @@ class LengthEstimator:
             self._groups.popitem(last=False)
 
     def remaining(self, groups_R: Sequence[int], lengths_R: np.ndarray) -> np.ndarray:
-        """Expected tokens to come, float64 [R], of requests with `lengths_R` tokens of response so far; at least 1."""
+        """Returns the expected remaining tokens, float64 [R], of responses with `lengths_R` tokens so far; at least 1."""
         totals_R, weights_R = self._population(lengths_R)
         for r, group in enumerate(groups_R):
             longer = [n for n in self._groups.get(group, ()) if n > lengths_R[r]]
@@ -53,7 +57,7 @@ class LengthEstimator:
         return np.clip(mean_R, 1.0, np.maximum(self.max_length - lengths_R, 1))
 
     def _population(self, lengths_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The mean of what remembered lengths go beyond `lengths_R`, and 1 where there are any; both float64 [R]."""
+        """Returns the mean excess of longer remembered lengths over `lengths_R`, and 1 if there are any; both float64 [R]."""
         if self._sorted is None:
             self._sorted = np.sort(self._recent[: min(self._num_seen, NUM_REMEMBERED)])
         beyond_N = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
