@@ -11,7 +11,8 @@ import numpy as np
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders, TurnResult
-from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision, TailObservation
+from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 
 class EnginesInTurn:
@@ -107,10 +108,10 @@ class WildPolicy:
         self.num_changes = 0
 
     def decide(self, seen: TailObservation) -> TailDecision:
-        workers = np.flatnonzero(seen.capacity_W > 0)
+        workers = np.flatnonzero(seen.capacity_E > 0)
         starts, stops = [], []
         for request in range(len(seen.remaining_R)) if len(workers) else ():
-            runs = seen.worker_U[seen.request_U == request].tolist()
+            runs = seen.engine_A[seen.request_A == request].tolist()
             others = [w for w in workers.tolist() if w not in runs]
             if others and (not runs or self._rng.random() < 0.15):
                 starts.append((request, int(self._rng.choice(others))))

@@ -86,7 +86,13 @@ def test_a_straggler_moves_from_a_shared_engine_to_an_idle_one() -> None:
         (seen([6, 5], [(0, 0), (1, 0)], [0, 0], handover_s=0.1), EvenSpeeds(falls=1.0)),
         (seen([600, 500, 10], [(0, 0), (1, 0), (2, 1)], [0, 0], capacity=1), EvenSpeeds(falls=1.0)),
     ],
-    ids=["alone already", "batches cost nothing", "long prefill", "ends before the handover", "the other engine is full"],
+    ids=[
+        "alone already",
+        "batches cost nothing",
+        "long prefill",
+        "ends before the handover",
+        "the other engine is full",
+    ],
 )
 def test_a_request_stays_if_a_move_gains_nothing(observed: TailObservation, speeds: EvenSpeeds) -> None:
     assert decide(observed, speeds) == TailDecision()

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from matplotlib.image import imread
 from rich.console import Console
-from test_fastest_of_n import EvenPaces
+from test_fastest_of_n import EvenSpeeds
 from test_report import COLUMNS, Page, metrics, trace, write_run
 
 from nemo_specrollout.cli.main import main
@@ -26,7 +26,7 @@ from nemo_specrollout.racing.savings import Savings
 from nemo_specrollout.racing.timeline import Outcome, Span, SpanLog, Timeline, describe
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.tail_panels import MOST_LANES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
-from nemo_specrollout.scheduling.racing.drain import Held, drain, undisturbed_end_s
+from nemo_specrollout.scheduling.racing.drain import Assignment, drain, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
 pytestmark = pytest.mark.unit
@@ -73,13 +73,13 @@ def test_an_engine_drains_as_its_requests_end() -> None:
 
 
 def test_an_undisturbed_rollout_ends_with_its_last_worker() -> None:
-    held = Held(np.array([0, 0, 1]), np.array([20, 40, 0]), np.array([2.0, 4.0]))
-    lengths_R, method_W = np.array([120, 340, 50]), np.array([0, 0])
-    even = undisturbed_end_s(held, lengths_R, np.ones((3, 1)), method_W, EvenPaces(0.5))
+    before = Assignment(np.array([0, 0, 1]), np.array([20, 40, 0]), np.array([2.0, 4.0]))
+    lengths_R, method_E = np.array([120, 340, 50]), np.array([0, 0])
+    even = undisturbed_end_s(before, lengths_R, np.ones((3, 1)), method_E, EvenSpeeds(0.5))
     assert even == pytest.approx(2.0 + 1.5 * 1.0 + 2.0), "100 and 300 tokens at 100 a second, told at 2 s"
-    easy = undisturbed_end_s(held, lengths_R, np.array([[1.0], [3.0], [1.0]]), method_W, EvenPaces(0.5))
+    easy = undisturbed_end_s(before, lengths_R, np.array([[1.0], [3.0], [1.0]]), method_E, EvenSpeeds(0.5))
     assert easy == pytest.approx(4.0 + 0.5), "both of worker 0 end at 3.5 s, so worker 1 is the last"
-    fast = undisturbed_end_s(held, lengths_R, np.ones((3, 2)), np.array([1, 0]), EvenPaces(0.0, ratio=2.0))
+    fast = undisturbed_end_s(before, lengths_R, np.ones((3, 2)), np.array([1, 0]), EvenSpeeds(0.0, ratio=2.0))
     assert fast == pytest.approx(4.5), "method 1 makes 200 tokens a second"
 
 
@@ -93,12 +93,12 @@ def responses(**runs: tuple[int, int]) -> dict[int, Response]:
     return found
 
 
-class EvenLadder(EvenPaces):
+class EvenLadder(EvenSpeeds):
     """A ladder of one method, on which all tasks are equally fast."""
 
     methods = ("any",)
 
-    def ease(self, task: str, method: int) -> float:
+    def task_speed(self, task: str, method: int) -> float:
         return 1.0
 
 

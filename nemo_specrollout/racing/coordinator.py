@@ -19,7 +19,8 @@ from nemo_specrollout.racing.turns import Engines, Orders, Request, Starts, Turn
 from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailObservation
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 TURN_SHARE = 0.05
 """Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
@@ -355,20 +356,20 @@ class Coordinator:
     def _observe(self, keys: list[int]) -> TailObservation:
         """Returns what the policy decides by; it numbers requests by their place in `keys`."""
         under_way = [self._responses[key] for key in keys]
-        attempts_U = [
+        attempts_A = [
             (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()
         ]
-        attempts_U3 = np.array(attempts_U, np.int64).reshape(-1, 3)
-        is_alive_W = np.array([self.engines.is_alive(e) for e in self._numbers])
+        attempts_A3 = np.array(attempts_A, np.int64).reshape(-1, 3)
+        is_alive_E = np.array([self.engines.is_alive(e) for e in self._numbers])
         return TailObservation(
             num_tokens_R=np.array([r.num_text for r in under_way]),
             remaining_R=self._remaining(under_way),
             speed_RM=self._speeds.of(keys),
             doubt_RM=self._speeds.doubts(keys),
-            request_U=attempts_U3[:, 0],
-            worker_U=attempts_U3[:, 1],
-            lag_U=attempts_U3[:, 2],
-            method_W=np.array(self.engines.methods),
-            capacity_W=np.where(is_alive_W, self.engines.capacity, 0),
-            hop_s=self._turn_s,
+            request_A=attempts_A3[:, 0],
+            engine_A=attempts_A3[:, 1],
+            lag_A=attempts_A3[:, 2],
+            method_E=np.array(self.engines.methods),
+            capacity_E=np.where(is_alive_E, self.engines.capacity, 0),
+            handover_s=self._turn_s,
         )

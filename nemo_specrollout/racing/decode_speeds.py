@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_specrollout.racing.turns import Work
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
-from nemo_specrollout.scheduling.racing.request_speeds import RunSpeeds
+from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
 
 
 class DecodeSpeeds:
@@ -18,14 +18,14 @@ class DecodeSpeeds:
 
     def __init__(self, ladder: Ladder) -> None:
         self.ladder = ladder
-        self._speeds = RunSpeeds(np.ones((0, len(ladder.methods))))
+        self._speeds = RequestSpeeds(np.ones((0, len(ladder.methods))))
         self._rows: dict[int, int] = {}
         self._tasks: dict[int, str] = {}
 
     def begin(self, keys: Sequence[int], task: str) -> None:
         """Adds requests of a task."""
-        ease_M = np.array([self.ladder.ease(task, m) for m in range(len(self.ladder.methods))])
-        self._rows |= zip(keys, self._speeds.begin(len(keys), ease_M), strict=True)
+        task_speed_M = np.array([self.ladder.task_speed(task, m) for m in range(len(self.ladder.methods))])
+        self._rows |= zip(keys, self._speeds.begin(len(keys), task_speed_M), strict=True)
         self._tasks |= dict.fromkeys(keys, task)
 
     def forget(self, keys: Sequence[int]) -> None:

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.scheduling.racing.draft_ladder import method_called
+from nemo_specrollout.scheduling.racing.draft_ladder import ladder_method
 
 
 def block_of_engine(block: SpecrolloutConfig, engine: int) -> SpecrolloutConfig:
@@ -24,4 +24,4 @@ def blocks_of_engines(block: SpecrolloutConfig, num_engines: int) -> list[Specro
 
 def method_name(block: SpecrolloutConfig) -> str:
     """Returns the draft ladder's name for an engine's drafters."""
-    return method_called([d.type for d in block.drafters])
+    return ladder_method([d.type for d in block.drafters])

@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
 from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.scheduling.racing.drain import Held, undisturbed_end_s
+from nemo_specrollout.scheduling.racing.drain import Assignment, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
 
@@ -24,7 +24,7 @@ class Savings:
         self.keys: list[int] = []
         """Requests under way just before the first move or race."""
         self._heard_s_W = np.full(num_engines, now_s)
-        self._held: Held | None = None
+        self._before: Assignment | None = None
         self._gave_up = False
 
     def heard_from(self, engine: int, now_s: float) -> None:
@@ -37,7 +37,7 @@ class Savings:
 
     def more_requests(self) -> None:
         """Gives up the estimate if requests are added after the first move or race."""
-        self._gave_up = self._gave_up or self._held is not None
+        self._gave_up = self._gave_up or self._before is not None
 
     def before(self, decision: TailDecision, keys: Sequence[int], responses: Mapping[int, Response]) -> None:
         """Notes which engine has which request, just before the first decision that moves or races one.
@@ -45,13 +45,13 @@ class Savings:
         `keys` are the requests that the decision numbers. A waiting request counts for the engine where it will begin.
         """
         engines = {key: list(responses[key].attempts) for key in keys}
-        if self._held is not None or not any(engines[keys[request]] for request, _ in decision.starts):
+        if self._before is not None or not any(engines[keys[request]] for request, _ in decision.starts):
             return
         begun = {keys[request]: engine for request, engine in decision.starts}
         holders = {**begun, **{key: has[0] for key, has in engines.items() if has}}
         num_tokens_R = np.array([len(responses[key].tokens) for key in holders])
         self.keys = list(holders)
-        self._held = Held(np.array(list(holders.values())), num_tokens_R, self._heard_s_W.copy())
+        self._before = Assignment(np.array(list(holders.values())), num_tokens_R, self._heard_s_W.copy())
 
     def saved_s(
         self, ended_s: float, responses: Mapping[int, Response], speeds: DecodeSpeeds, methods: Sequence[int]
@@ -60,8 +60,8 @@ class Savings:
 
         None if no request moved or raced, or if nothing remains to compare with. `methods` is the draft method by engine.
         """
-        if self._held is None or self._gave_up:
+        if self._before is None or self._gave_up:
             return None
         lengths_R = np.array([len(responses[key].tokens) for key in self.keys])
         speed_RM, method_W = speeds.of(self.keys), np.array(methods)
-        return undisturbed_end_s(self._held, lengths_R, speed_RM, method_W, speeds.ladder) - ended_s
+        return undisturbed_end_s(self._before, lengths_R, speed_RM, method_W, speeds.ladder) - ended_s

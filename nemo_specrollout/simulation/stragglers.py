@@ -89,7 +89,9 @@ class Tail:
             np.array([w.num_slots - len(w.waiting) for w in workers]),
         )  # fmt: skip
 
-    def _speeds(self, p_RM: np.ndarray, request_U: np.ndarray, method_U: np.ndarray, tokens_U: np.ndarray) -> RequestSpeeds:
+    def _speeds(
+        self, p_RM: np.ndarray, request_U: np.ndarray, method_U: np.ndarray, tokens_U: np.ndarray
+    ) -> RequestSpeeds:
         """What the runs under way have told of their requests' paces."""
         typical_p_M = np.array(self.paces.typical_p)
         speeds = RequestSpeeds(np.ones_like(p_RM))

@@ -31,7 +31,7 @@ GUESSED_SLOPE = 0.5
 """Assumed exponent of speed ~ 1 / batch beyond the measured batch sizes."""
 
 
-def method_name(drafter_types: Sequence[str]) -> str:
+def ladder_method(drafter_types: Sequence[str]) -> str:
     """Returns the name of the draft method that combines these drafters."""
     return "+".join(drafter_types) or PLAIN
 
@@ -39,7 +39,7 @@ def method_name(drafter_types: Sequence[str]) -> str:
 def methods_of(block: SpecrolloutConfig) -> list[str]:
     """Returns the names of the draft methods of a block's engines, each once."""
     kinds = ([d.type for d in drafters] for drafters in block.drafters_of_workers)
-    return list(dict.fromkeys(map(method_name, kinds)))
+    return list(dict.fromkeys(map(ladder_method, kinds)))
 
 
 class SpeedModel(Protocol):
@@ -133,7 +133,8 @@ class Ladder:
     def __init__(self, methods: Sequence[str], file: LadderFile | None = None) -> None:
         self.methods = tuple(methods)
         self._prefill = _DecayedRate()
-        self._by_task_method: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
+        self._rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
+        """Measurements by task and method."""
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._known: dict[tuple[int, int], float] = {}
         if file is not None:
@@ -143,7 +144,7 @@ class Ladder:
         """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine of `batch` requests."""
         size = int(SIZES[np.argmin(np.abs(np.log(SIZES / batch)))])
         for name in {task, ANY_TASK}:
-            self._by_task_method[name, method][size].add(num_tokens, seconds)
+            self._rates[name, method][size].add(num_tokens, seconds)
         self._curves.clear()
         self._known.clear()
 
@@ -163,27 +164,30 @@ class Ladder:
 
     def task_speed(self, task: str, method: int) -> float:
         """Returns the speed of a task's requests relative to typical ones under `method`; 1 if either is unknown."""
-        own, typical = self._by_task_method.get((task, method), _RatesByBatch()), self._by_task_method.get((ANY_TASK, method), _RatesByBatch())
+        own, typical = (
+            self._rates.get((task, method), _RatesByBatch()),
+            self._rates.get((ANY_TASK, method), _RatesByBatch()),
+        )
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)
         return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
 
     def rungs(self, task: str = ANY_TASK) -> list[Rung]:
         """Returns the measurements of each method, the fastest with one request first."""
-        seen = [m for m in range(len(self.methods)) if self._by_task_method.get((task, m))]
+        seen = [m for m in range(len(self.methods)) if self._rates.get((task, m))]
         return [self._rung(task, m) for m in sorted(seen, key=lambda m: -self.tokens_per_s(m, 1))]
 
     def file(self, device: str, policy: str, acceptance: Sequence[float]) -> LadderFile | None:
         """Returns all measurements as a file, with the acceptance of each method; None if there are none."""
-        if not self._prefill.seconds or not self._by_task_method:
+        if not self._prefill.seconds or not self._rates:
             return None
-        tasks = sorted({task for (task, _), means in self._by_task_method.items() if means}, key=lambda task: task == ANY_TASK)
+        tasks = sorted({task for (task, _), means in self._rates.items() if means}, key=lambda task: task == ANY_TASK)
         of_method = dict(zip(self.methods, acceptance, strict=True))
         rungs = (replace(r, acceptance=of_method[r.method]) for task in tasks for r in self.rungs(task))
         return LadderFile(device, policy, 1.0 / self._prefill.ratio, tuple(rungs))
 
     def _rung(self, task: str, method: int) -> Rung:
-        means = sorted(self._by_task_method[task, method].items())
+        means = sorted(self._rates[task, method].items())
         batches, ratios, seconds = zip(*((b, m.ratio, m.seconds) for b, m in means), strict=True)
         return Rung(task, self.methods[method], batches, ratios, seconds)
 
@@ -191,16 +195,16 @@ class Ladder:
         self._prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
         for rung in file.rungs:
             if rung.method in self.methods:
-                means = self._by_task_method[rung.task, self.methods.index(rung.method)]
+                means = self._rates[rung.task, self.methods.index(rung.method)]
                 for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
                     means[batch].add(rate * weight_s, weight_s)
 
     def _predict(self, method: int, batch: int) -> float:
-        if not self._by_task_method.get((ANY_TASK, method)):
-            others = [m for m in range(len(self.methods)) if self._by_task_method.get((ANY_TASK, m))]
+        if not self._rates.get((ANY_TASK, method)):
+            others = [m for m in range(len(self.methods)) if self._rates.get((ANY_TASK, m))]
             return float(np.mean([self._predict(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
         if method not in self._curves:
-            self._curves[method] = self._by_task_method[ANY_TASK, method].curve()
+            self._curves[method] = self._rates[ANY_TASK, method].curve()
         sizes, log_rates = self._curves[method]
         nearest = np.clip(batch, sizes[0], sizes[-1])
         rate = np.exp(np.interp(np.log(nearest), np.log(sizes), log_rates))

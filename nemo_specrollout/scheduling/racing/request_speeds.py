@@ -18,7 +18,8 @@ ALL = slice(None)
 
 
 class RequestSpeeds:
-    """Estimates relative speeds from the tokens of each request. Owns these counts and the expected counts of a typical request.
+    """Estimates relative speeds from the tokens of each request. Owns these counts, and the expected ones of
+    a typical request.
 
     The logarithm of the ratio of both counts is shrunk towards the logarithm of the task's relative speed. It is shrunk the
     more, the fewer tokens a request has. Rows of forgotten requests are reused.

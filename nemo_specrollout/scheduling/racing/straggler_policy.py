@@ -74,13 +74,12 @@ class FastestOfN:
             return TailDecision()
         for request in forecast.waiting():
             forecast.start(request, forecast.best_engine(request))
-        for request, engine in forecast.raced_attempts():
-            if forecast.chance(request, engine) < LEAST_CHANCE:
-                forecast.stop(request, engine)
+        for request, racer in forecast.raced_attempts():
+            if forecast.chance(request, racer) < LEAST_CHANCE:
+                forecast.stop(request, racer)
         unimprovable: set[int] = set()
         while len(forecast.changes) < MOST_CHANGES and len(unimprovable) < MOST_UNIMPROVABLE:
-            engine = forecast.last_engine(unimprovable)
-            if engine is None:
+            if (engine := forecast.last_engine(unimprovable)) is None:
                 break
             plan = self._best_plan(forecast, engine)
             if plan is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecast of a rollout's tail: predicted end times of engines, and of attempts after hypothetical changes.
 
-Shapes: R requests under way, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one engine.
+Shapes: R requests under way, M draft methods, A attempts (one engine's work on one request), E engines, B requests of one
+engine.
 """
 
 import math
@@ -11,6 +12,7 @@ import numpy as np
 
 from nemo_specrollout.scheduling.racing.draft_ladder import SpeedModel
 from nemo_specrollout.scheduling.racing.drain import drain, slowdowns_of
+
 
 @dataclass(frozen=True)
 class TailObservation:

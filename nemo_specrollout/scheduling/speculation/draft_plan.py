@@ -54,7 +54,7 @@ class DraftPlan:
     """Draft tokens for each request; 0 if the model only reads the sampled tokens, so that it can draft later."""
 
     won_s: float = 0.0
-    """Seconds by which the step's tokens come sooner than without the model; negative if reading costs more than drafts win."""
+    """Seconds by which the step's tokens come sooner than without the model; negative if it loses time by reading."""
 
     is_hopeless: bool = False
     """Whether the model will win less, until these requests end, than reading takes."""
@@ -163,7 +163,7 @@ class AutoPlanner(DraftPlanner):
         """Returns the seconds that the model wins until the requests end, less the time for reading.
 
         The estimate sums over one step with all requests, one with half of them, one with a quarter, and so on. If lengths
-        are exponential, each halving takes equally many steps. The requests that remain are as promising as all are on average,
+        are exponential, each halving takes equally many steps. The remaining requests are assumed to be average ones,
         because the best of many forecasts is mostly chance. A request that the model does not follow counts as an average
         one, because the model will follow its successors.
         """

@@ -186,7 +186,7 @@ class StepTimeTable:
         self._last_sample[bucket] = self._num_samples
 
     def _clip(self, bucket: int, num_rows: int, seconds: float) -> float:
-        """Returns `seconds`, limited to a factor of a known bucket's mean, or to slightly above the prediction for a new one."""
+        """Returns `seconds`, limited by the mean of a known bucket, or by the prediction for a new one."""
         if self._weight[bucket] >= CLIP_FROM_WEIGHT:
             return min(max(seconds, self._seconds[bucket] / CLIP), self._seconds[bucket] * CLIP)
         costs = self.costs()

@@ -19,9 +19,9 @@ class WildPolicy:
     def decide(self, seen: Any) -> Any:
         from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
-        workers, starts, stops = np.flatnonzero(seen.capacity_W > 0).tolist(), [], []
+        workers, starts, stops = np.flatnonzero(seen.capacity_E > 0).tolist(), [], []
         for request in range(len(seen.remaining_R)):
-            runs = seen.worker_U[seen.request_U == request].tolist()
+            runs = seen.engine_A[seen.request_A == request].tolist()
             others = [w for w in workers if w not in runs]
             if others and (not runs or self._rng.random() < 0.3):
                 starts.append((request, int(self._rng.choice(others))))
