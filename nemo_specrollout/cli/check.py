@@ -36,6 +36,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     SPECULATIVE_CONFIG,
     VLLM_CFG,
     VLLM_KWARGS,
+    Finding,
     Tree,
     asynchronous_block,
     at,
@@ -204,17 +205,25 @@ def _explain_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[t
 
 
 def _check_nemo_rl(tree: Tree) -> int:
-    findings = check_nemo_rl(tree)
+    findings = nemo_rl_findings(tree)
     _print(explain_nemo_rl(tree))
     _print([(finding.kind, str(finding)) for finding in findings if finding.kind != "error"])
     errors = [str(finding) for finding in findings if finding.kind == "error"]
-    errors += unfit_heads(tree) if not errors else []
     for error in errors:
         complain(error)
     return EXIT_BAD_INPUT if errors else 0
 
 
-def unfit_heads(tree: Tree) -> list[str]:
+def nemo_rl_findings(tree: Tree) -> list[Finding]:
+    """Returns all findings on a NeMo-RL config, including drafters whose files do not fit the policy."""
+    findings = check_nemo_rl(tree)
+    if any(finding.kind == "error" for finding in findings):
+        return findings
+    unfit = (reason.partition(": ") for reason in _unfit_drafters(tree))
+    return findings + [Finding(subject, text, "error") for subject, _, text in unfit]
+
+
+def _unfit_drafters(tree: Tree) -> list[str]:
     """Returns the reasons why drafters do not fit the policy, as far as their folders are on this machine.
 
     Checks EAGLE-3 heads that the run refreshes, and drafters of whole blocks.

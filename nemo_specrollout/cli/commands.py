@@ -12,14 +12,6 @@ from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refr
 
 DEFAULT_ACCEPTANCE = 0.8
 """Assumed share of right draft tokens (`plan`, `explain`)."""
-DEFAULT_PROFILE_STEPS = 32
-"""Steps that `profile` times for each number of requests."""
-DEFAULT_LADDER_ROUNDS = 4
-"""Rounds of `ladder` over all draft methods."""
-DEFAULT_LADDER_S = 1.0
-"""Seconds of decoding of each method and batch size in a round of `ladder`."""
-DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
-"""Address at which `serve-drafter` listens."""
 CLUSTER_FLAGS = {
     "account": "Slurm account",
     "partition": "Slurm partition",
@@ -32,7 +24,11 @@ CLUSTER_FLAGS = {
 class Flag:
     """Arguments of one `argparse.ArgumentParser.add_argument` call."""
 
-    def __init__(self, name: str, text: str, metavar: str | None = None, **options: Any) -> None:
+    def __init__(self, name: str, metavar: str | None, text: str, **options: Any) -> None:
+        """A default is added to the help text, and gives the flag its type."""
+        if options.get("default"):
+            text += f"; default: {options['default']}"
+            options.setdefault("type", type(options["default"]))
         if metavar is not None:
             options["metavar"] = metavar
         self.name, self.options = name, {"help": text, **options}
@@ -59,34 +55,31 @@ class Command:
         return int(getattr(import_module(f"nemo_specrollout.cli.{module}"), name)(parsed))
 
 
-_SCRIPT = "NeMo-RL's script, from its checkout; default: the one that fits CONFIG"
-_OVERRIDES = Flag("overrides", "e.g. grpo.max_num_steps=3", "key=value", nargs="*")
-_CONFIG = (Flag("config", "a NeMo-RL-shaped YAML file", "CONFIG", type=Path), _OVERRIDES)
-_DEVICE = Flag("--device", "of a NeMo-RL config: the GPU, e.g. H100", "NAME")
+_CONFIG = Flag("config", "CONFIG", "a NeMo-RL-shaped YAML file", type=Path)
+_OVERRIDES = Flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*")
+_RUN = (_CONFIG, _OVERRIDES)
+_DEVICE = Flag("--device", "NAME", "of a NeMo-RL config: the GPU, e.g. H100")
+_PROFILE = Flag("--profile", "FILE", "times that `profile` measured", type=Path)
+_SCRIPT = Flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
 
 COMMANDS = (
-    Command(
-        "run",
-        "a GRPO run; resumes the one in logger.log_dir",
-        "run.run",
-        (*_CONFIG, Flag("--script", _SCRIPT, "FILE", type=Path)),
-    ),
+    Command("run", "a GRPO run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT)),
     Command(
         "bench",
         "the same rollouts with and without speculation, interleaved",
         "bench.bench",
-        _CONFIG,
+        _RUN,
         in_scratch_folder=True,
     ),
-    Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _CONFIG),
+    Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _RUN),
     Command(
         "explain",
         "what a config would do and bring, and its known traps; loads neither torch nor vllm",
         "explain.explain",
         (
-            *_CONFIG,
-            Flag("--profile", "times that `profile` measured", "FILE", type=Path),
-            Flag("--ladder", "decode speeds that `ladder` measured, or that a run kept", "FILE", type=Path),
+            *_RUN,
+            _PROFILE,
+            Flag("--ladder", "FILE", "decode speeds that `ladder` measured, or that a run kept", type=Path),
             _DEVICE,
         ),
     ),
@@ -95,15 +88,15 @@ COMMANDS = (
         "a run in NeMo-RL on a Slurm cluster",
         "launch.launch",
         (
-            *_CONFIG,
-            Flag("--nodes", "nodes; sets cluster.num_nodes", "N", type=int, required=True),
-            Flag("--run-dir", "on a disk that all nodes see; default: results/NAME_OF_CONFIG", "DIR"),
-            Flag("--jobs", "jobs, one after another, for a run longer than one", "K", type=int, default=1),
-            Flag("--dry-run", "write the run directory and print the sbatch line", action="store_true"),
-            Flag("--cluster", "settings as in slurm/cluster.example.yaml", "FILE", type=Path),
-            Flag("--script", _SCRIPT, "FILE"),
+            *_RUN,
+            Flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
+            Flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
+            Flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
+            Flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
+            Flag("--cluster", "FILE", "settings as in slurm/cluster.example.yaml", type=Path),
+            _SCRIPT,
             *(
-                Flag(f"--{name}", f"{text}; default: from the cluster file or the environment", name.upper())
+                Flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
                 for name, text in CLUSTER_FLAGS.items()
             ),
         ),
@@ -113,17 +106,11 @@ COMMANDS = (
         "where to verify and where to draft, by measured times; loads neither torch nor vllm",
         "plan.plan",
         (
-            *_CONFIG,
-            Flag("--profile", "times that `profile` measured", "FILE", type=Path, required=True),
-            Flag("--batch", "requests that run at a time; default: the requests of a step", "N", type=int),
-            Flag("--devices", "threads or GPUs that generate; default: from the config", "N", type=int),
-            Flag(
-                "--acceptance",
-                f"share of right draft tokens after right ones; default: {DEFAULT_ACCEPTANCE}",
-                "P",
-                type=float,
-                default=DEFAULT_ACCEPTANCE,
-            ),
+            *_RUN,
+            Flag("--profile", "FILE", "times that `profile` measured", type=Path, required=True),
+            Flag("--batch", "N", "requests that run at a time; default: the requests of a step", type=int),
+            Flag("--devices", "N", "threads or GPUs that generate; default: from the config", type=int),
+            Flag("--acceptance", "P", "share of right draft tokens after right ones", default=DEFAULT_ACCEPTANCE),
         ),
     ),
     Command(
@@ -131,16 +118,10 @@ COMMANDS = (
         "measures on this CPU the times that `plan` needs",
         "profile.profile",
         (
-            *_CONFIG,
-            Flag("--out", "file for the measured times, JSON", "FILE", type=Path, required=True),
-            Flag("--threads", "threads of an engine; default: 1,2 if there are two cores", "N,N", default=""),
-            Flag(
-                "--steps",
-                f"steps to time; default: {DEFAULT_PROFILE_STEPS}",
-                "N",
-                type=int,
-                default=DEFAULT_PROFILE_STEPS,
-            ),
+            *_RUN,
+            Flag("--out", "FILE", "file for the measured times, JSON", type=Path, required=True),
+            Flag("--threads", "N,N", "threads of an engine; default: 1,2 if there are two cores", default=""),
+            Flag("--steps", "N", "steps to time for each number of requests", default=32),
         ),
         in_scratch_folder=True,
     ),
@@ -149,23 +130,11 @@ COMMANDS = (
         "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
         "ladder.ladder",
         (
-            *_CONFIG,
-            Flag("--out", "file for the ladder, JSON", "FILE", type=Path, required=True),
-            Flag("--task", "task to measure; default: the config's", "NAME"),
-            Flag(
-                "--rounds",
-                f"rounds over all methods; default: {DEFAULT_LADDER_ROUNDS}",
-                "N",
-                type=int,
-                default=DEFAULT_LADDER_ROUNDS,
-            ),
-            Flag(
-                "--seconds",
-                f"decoding of each method and batch size in a round; default: {DEFAULT_LADDER_S:g}",
-                "S",
-                type=float,
-                default=DEFAULT_LADDER_S,
-            ),
+            *_RUN,
+            Flag("--out", "FILE", "file for the ladder, JSON", type=Path, required=True),
+            Flag("--task", "NAME", "task to measure; default: the config's"),
+            Flag("--rounds", "N", "rounds over all methods", default=4),
+            Flag("--seconds", "S", "decoding of each method and batch size in a round", default=1.0),
         ),
         in_scratch_folder=True,
     ),
@@ -173,15 +142,7 @@ COMMANDS = (
         "serve-drafter",
         "a drafter for engines that name its address",
         "drafter_commands.serve_drafter",
-        (
-            *_CONFIG,
-            Flag(
-                "--address",
-                f"where to listen; default: {DEFAULT_ADDRESS}",
-                "tcp://HOST:PORT",
-                default=DEFAULT_ADDRESS,
-            ),
-        ),
+        (*_RUN, Flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570")),
         in_scratch_folder=True,
     ),
     Command(
@@ -189,9 +150,9 @@ COMMANDS = (
         "gives new weights to remote drafters",
         "drafter_commands.publish_draft",
         (
-            *_CONFIG,
-            Flag("--weights", "a checkpoint of the draft model", "DIR", type=Path, required=True),
-            Flag("--version", "version of the weights; default: the time, in seconds", type=int),
+            *_RUN,
+            Flag("--weights", "DIR", "a checkpoint of the draft model", type=Path, required=True),
+            Flag("--version", None, "version of the weights; default: the time, in seconds", type=int),
         ),
     ),
     Command(
@@ -204,7 +165,7 @@ COMMANDS = (
         "report",
         "writes report.html and picture.png of a run directory again, also while it runs",
         "report.report",
-        (Flag("run_dir", "the logger.log_dir of a run, local or in NeMo-RL", "RUN_DIR", type=Path),),
+        (Flag("run_dir", "RUN_DIR", "the logger.log_dir of a run, local or in NeMo-RL", type=Path),),
     ),
     Command(
         "simulate",
@@ -213,14 +174,14 @@ COMMANDS = (
         (
             Flag(
                 "config",
-                "a scenario's name or file, or a run's config; `list` names the scenarios, `papers` compares with two papers",
                 "SCENARIO|CONFIG",
+                "a scenario's name or file, or a run's config; `list` names the scenarios, `papers` compares with two papers",
             ),
-            Flag("overrides", "of the scenario, e.g. drafting.k=5", "key=value", nargs="*"),
-            Flag("--trace", "measured response lengths: a run's samples.jsonl", "FILE", type=Path),
-            Flag("--out", "folder for simulation.json and simulation.png", "DIR", type=Path),
+            Flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*"),
+            Flag("--trace", "FILE", "measured response lengths: a run's samples.jsonl", type=Path),
+            Flag("--out", "DIR", "folder for simulation.json and simulation.png", type=Path),
             _DEVICE,
-            Flag("--profile", "of a run's config: times that `profile` measured", "FILE", type=Path),
+            _PROFILE,
         ),
     ),
     Command(
@@ -228,10 +189,10 @@ COMMANDS = (
         "checks whether this package can work here, for a bug report; tries an engine with a random model",
         "doctor.doctor",
         (
-            Flag("config", "a NeMo-RL-shaped YAML file to check too", "CONFIG", type=Path, nargs="?"),
+            Flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
             _OVERRIDES,
-            Flag("--json", "file for the same facts, and for logs of what failed", "FILE", type=Path),
-            Flag("--no-self-test", "starts no engine", action="store_true"),
+            Flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
+            Flag("--no-self-test", None, "starts no engine", action="store_true"),
         ),
     ),
 )

@@ -2,8 +2,12 @@
 """Output of the commands."""
 
 import sys
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 _LOG_WIDTH = 120
 """Columns of output that goes into a file."""
@@ -15,6 +19,20 @@ def log_console() -> Console:
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     return console
+
+
+def new_table(names: Sequence[str], *, boxed: bool, left: Sequence[str] = ()) -> Table:
+    """Returns a table with columns `names`, right-justified except for those in `left`. A log gets no box."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns a progress bar that disappears at its end, and that a log does not show."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def complain(sentence: str) -> None:

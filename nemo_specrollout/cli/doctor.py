@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrollout.cli.check import explain, explain_nemo_rl, unfit_heads
+from nemo_specrollout.cli.check import explain, explain_nemo_rl, nemo_rl_findings
 from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import Tree
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
@@ -33,6 +32,7 @@ from nemo_specrollout.doctor.diagnosis import Diagnosis, State
 
 CONFIG = "config"
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+_STATES = {"error": State.FAIL, "warning": State.WARN}
 _CHANGE_IT = "Change the config or the command line as this says."
 Source = Callable[[], Iterable[Diagnosis]]
 
@@ -105,16 +105,13 @@ def _of_local(tree: Tree) -> Iterator[Diagnosis]:
 
 
 def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
-    findings = check_nemo_rl(tree)
+    findings = nemo_rl_findings(tree)
     for name, text in explain_nemo_rl(tree):
         yield Diagnosis(CONFIG, name, State.OK, text)
-    errors = [str(finding) for finding in findings if finding.kind == "error"]
-    for finding in findings:
-        if finding.kind != "error":
-            state = State.WARN if finding.kind == "warning" else State.OK
-            yield Diagnosis(CONFIG, finding.kind, state, str(finding))
-    for error in errors or unfit_heads(tree):
-        yield Diagnosis(CONFIG, "error", State.FAIL, error, _CHANGE_IT)
+    for finding in sorted(findings, key=lambda found: found.kind == "error"):
+        state = _STATES.get(finding.kind, State.OK)
+        to_do = _CHANGE_IT if state is State.FAIL else ""
+        yield Diagnosis(CONFIG, finding.kind, state, str(finding), to_do)
 
 
 def to_json(found: Iterable[Diagnosis]) -> str:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from nemo_specrollout.cli.check import explain as local_lines
-from nemo_specrollout.cli.check import explain_nemo_rl, unfit_heads
+from nemo_specrollout.cli.check import explain_nemo_rl, nemo_rl_findings
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
-from nemo_specrollout.cli.consoles import complain, log_console
+from nemo_specrollout.cli.consoles import complain, log_console, new_table
 from nemo_specrollout.cli.plan import show_plan
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
 from nemo_specrollout.cli.simulate import comparison_table, of_run
@@ -23,7 +22,7 @@ from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block
+from nemo_specrollout.config.nemo_rl_config import effective_block
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at
 from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
@@ -77,10 +76,7 @@ def _subject(tree: dict[str, Any]) -> Subject:
     if runtime_of(tree) == "local":
         prepared = place_drafter(prepare_local(tree))
         return Subject(tree, local_lines(prepared), prepared.config.policy.generation.specrollout, [])
-    findings = check_nemo_rl(tree)
-    if not any(finding.kind == "error" for finding in findings):
-        unfit = (reason.partition(": ") for reason in unfit_heads(tree))
-        findings += [Finding(subject, text, "error") for subject, _, text in unfit]
+    findings = nemo_rl_findings(tree)
     is_valid = not any(finding.kind == "error" for finding in findings)
     found = effective_block(tree) if is_valid else None
     block = OFF if found is None else build(SpecrolloutConfig, found, BLOCK_PATH)
@@ -197,9 +193,7 @@ def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console)
 
 
 def _window_table(rows: list[Drafted], boxed: bool) -> Table:
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
-    for name in ("requests in an engine", "drafts of each", "tokens a step", "over plain"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(("requests in an engine", "drafts of each", "tokens a step", "over plain"), boxed=boxed)
     for row in rows:
         table.add_row(str(row.num_requests), f"{row.drafts:.1f}", f"{row.tokens:.2f}", f"{row.speedup:.2f}x")
     return table

@@ -4,12 +4,10 @@
 import argparse
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.consoles import log_console, new_table, progress_bar
 from nemo_specrollout.cli.prepare import check_out, prepare, use_threads
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
@@ -62,8 +60,7 @@ def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: 
     methods, batches = methods_of(config.policy.generation.specrollout), batches_up_to(config.most_in_flight)
     tokenizer = load_tokenizer(Path(config.policy.model_name))
     console.print(f"{len(methods)} draft methods, an engine each; batch sizes {', '.join(map(str, batches))}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         num_slices = (WARM_UP_ROUNDS + parsed.rounds) * len(methods) * len(batches)
         bar = progress.add_task("starting engines", total=num_slices)
         bench = LadderBench(config, methods, batches, build_task(config.data, tokenizer))
@@ -77,10 +74,10 @@ def _measure(config: RunConfig, task: str, parsed: argparse.Namespace, console: 
 def ladder_table(measured: LadderFile, boxed: bool) -> Table:
     """Returns tokens a second of each request by batch size, with the method's ranks alone and in the largest batch."""
     rungs = [rung for rung in measured.rungs if rung.task == ANY_TASK]
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     batches = sorted({batch for rung in rungs for batch in rung.batches})
-    for name in ("method, tokens/s at batch", *map(str, batches), "accepted", "rank alone", "rank in largest"):
-        table.add_column(name, justify="left" if name.startswith("method") else "right", no_wrap=True)
+    method = "method, tokens/s at batch"
+    names = (method, *map(str, batches), "accepted", "rank alone", "rank in largest")
+    table = new_table(names, boxed=boxed, left=(method,))
     ranks = _ranks(rungs, 0), _ranks(rungs, -1)
     for rung in rungs:
         speeds = dict(zip(rung.batches, rung.tokens_per_s, strict=True))

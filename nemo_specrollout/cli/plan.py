@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.consoles import log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_block
@@ -118,11 +117,9 @@ def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> li
 
 def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
     """Returns the best option of each layout. `supply` is the share of a request's steps with a draft."""
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     names = ("mode", "groups", f"{tables.unit}s", "batch", "k", "ahead", "tok/step", "supply", "step ms",
              "group tok/s", "tok/s", "vs plain", "bottleneck")  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="left" if name in ("mode", "bottleneck") else "right", no_wrap=True)
+    table = new_table(names, boxed=boxed, left=("mode", "bottleneck"))
     for option in placement.layouts[:MOST_LISTED]:
         table.add_row(*_row(option))
     return table

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from nemo_specrollout.cli.consoles import progress_bar
 from nemo_specrollout.cli.prepare import check_out, prepare
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
@@ -55,8 +55,7 @@ def _batches(vllm_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> dict[int, Measured]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("starting", total=len(sizes) * len(MEASUREMENTS) * len(spec.batches))
 
         def measure(size: int) -> Measured:
@@ -72,7 +71,7 @@ def _measure_all(spec: ProfileSpec, sizes: Sequence[int], console: Console) -> d
 def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], object]) -> Measured:
     """Returns what a process with `num_threads` threads measures. Raises ConfigError with its last output if it fails."""
     environment = {f"{name}_NUM_THREADS": str(num_threads) for name in ("OMP", "NUMBA")}
-    child = JsonChild("nemo_specrollout.remote.drafter.cost_profile", spec.wire(), environment)
+    child = JsonChild("nemo_specrollout.remote.drafter.cost_profile", spec, environment)
     measured: Measured | None = None
     try:
         for report in child.said():

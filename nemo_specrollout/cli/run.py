@@ -25,7 +25,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Starts or resumes a run; returns 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
     tree = load_config(parsed.config, parsed.overrides)
     if runtime_of(tree) == "nemo_rl":
-        return _run_nemo_rl(tree, parsed.script)
+        return _run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
     if parsed.script is not None:
         raise ConfigError("--script: only a run in NeMo-RL has one; set runtime=nemo_rl, or leave it out")
     return _run_local(tree)

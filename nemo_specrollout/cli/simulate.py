@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.consoles import log_console, new_table
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
@@ -110,9 +109,8 @@ def _list(console: Console) -> None:
 
 def _account(boxed: bool) -> Table:
     """Returns a table of both papers' figures and the simulator's."""
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
-    for name in ("table", "cell", "paper", "simulated", "error", "role"):
-        table.add_column(name, justify="right" if name in ("paper", "simulated", "error") else "left", no_wrap=True)
+    names = ("table", "cell", "paper", "simulated", "error", "role")
+    table = new_table(names, boxed=boxed, left=("table", "cell", "role"))
     for cell in account():
         unit = "" if cell.unit == "tokens" else cell.unit
         paper = f"{cell.low:g}" if cell.low == cell.high else f"{cell.low:g}-{cell.high:g}"
@@ -141,11 +139,9 @@ def comparison_table(comparison: Comparison, boxed: bool) -> Table:
     `generate` is the time that training waits for. `idle` is the idle share of all GPUs in a step. `peak` is the share of the
     engines' peak arithmetic that the response tokens need.
     """
-    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
     names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
              "moves", "races")  # fmt: skip
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    table = new_table(names, boxed=boxed, left=("variant",))
     for step in comparison.steps:
         table.add_row(*_row(comparison, step))
     return table

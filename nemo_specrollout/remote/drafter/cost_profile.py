@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,15 +58,6 @@ class ProfileSpec:
     """Numbers of requests to measure."""
     num_steps: int = bounded(low=1)
     """Steps to time for each number of requests."""
-
-    def wire(self) -> str:
-        """Returns the spec as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_wire(cls, text: str) -> "ProfileSpec":
-        """Returns the spec that `wire` wrote."""
-        return build(cls, json.loads(text), "profile")
 
     @property
     def context(self) -> int:
@@ -246,7 +237,9 @@ def main(text: str) -> int:
     """Measures by the `ProfileSpec` in `text`; reports progress and the result as JSON lines. Returns the exit code."""
     end_with_parent()
     try:
-        measured = measure(ProfileSpec.from_wire(text), lambda what: print(json.dumps({"done": what}), flush=True))
+        measured = measure(
+            build(ProfileSpec, json.loads(text), "profile"), lambda what: print(json.dumps({"done": what}), flush=True)
+        )
     except ConfigError as error:
         print(str(error), file=sys.stderr)
         return 2

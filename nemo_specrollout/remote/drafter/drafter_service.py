@@ -132,7 +132,7 @@ def main(text: str) -> int:
         print(json.dumps(asdict(status)), flush=True)
 
     try:
-        service = DrafterService(DrafterSpec.from_wire(text), report)
+        service = DrafterService(DrafterSpec(**json.loads(text)), report)
     except ConfigError as error:
         print(str(error), file=sys.stderr)
         return 2

@@ -88,9 +88,7 @@ class DrafterProcess:
         return self._child.last_words()
 
     def _start(self) -> None:
-        self._child = JsonChild(
-            "nemo_specrollout.remote.drafter.drafter_service", self.spec.wire(), {"OMP_NUM_THREADS": "1"}
-        )
+        self._child = JsonChild("nemo_specrollout.remote.drafter.drafter_service", self.spec, {"OMP_NUM_THREADS": "1"})
         self.status, self._heard_s = None, time.monotonic()
         threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
 

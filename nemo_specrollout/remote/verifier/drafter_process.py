@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records that a drafter process gets when it starts, and sends while it runs."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,15 +24,6 @@ class DrafterSpec:
     """Hosts that may ask for drafts; empty allows all."""
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vllm.LLM."""
-
-    def wire(self) -> str:
-        """Returns the spec as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_wire(cls, text: str) -> "DrafterSpec":
-        """Returns the spec that `wire` wrote."""
-        return cls(**json.loads(text))
 
 
 @dataclass

@@ -9,7 +9,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PARENT = "SPECROLLOUT_PARENT"
 """Environment variable with the process id of a child's parent."""
@@ -30,13 +34,13 @@ def _watch_parent(parent: int) -> None:
 
 
 class JsonChild:
-    """The process `python -m MODULE ARGUMENT`. Owns the process."""
+    """The process `python -m MODULE SPEC`, with a record of settings as JSON. Owns the process."""
 
-    def __init__(self, module: str, argument: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, module: str, spec: "DataclassInstance", environment: Mapping[str, str]) -> None:
         """Starts the process. `environment` is added to this process's own."""
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, argument],
+            [sys.executable, "-m", module, json.dumps(asdict(spec))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
