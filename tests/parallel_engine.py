@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.identity import rollout_extra_args
+from nemo_specrollout.generation.requests import RolloutRequest, rollout_extra_args
 
 
 def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
@@ -27,7 +27,11 @@ def main(model: str, ranks: int, block: SpecrolloutConfig) -> None:
     )
     params = [
         SamplingParams(
-            temperature=1.0, max_tokens=60, ignore_eos=True, detokenize=False, extra_args=rollout_extra_args(i, 0, 0)
+            temperature=1.0,
+            max_tokens=60,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=rollout_extra_args(RolloutRequest((), i, 0)),
         )
         for i in range(8)
     ]

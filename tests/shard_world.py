@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_specrollout.generation.compat import RolloutSamplingParams
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.hosted_engine import HostedEngine, shard_request
-from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.hosted_engine import HostedEngine
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.shard_rollout import ShardRollout
 from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult

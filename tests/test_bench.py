@@ -25,7 +25,7 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 from nemo_specrollout.training.head.acceptance import measure_acceptance
@@ -144,7 +144,7 @@ class CountingEngine:
     def clock(self) -> float:
         return float(self.num_steps)
 
-    def report(self, first_step: int = 0) -> None:
+    def stats(self, first_step: int = 0) -> None:
         return None
 
     def submit(self, requests: Any, sampling: Any) -> list[str]:

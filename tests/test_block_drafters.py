@@ -24,9 +24,10 @@ from nemo_specrollout.config.drafter_configs import (
     build_drafter,
 )
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine
+from nemo_specrollout.generation import compat, speculator_patches
+from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = pytest.mark.integration
 
@@ -67,11 +68,11 @@ def expected(start_engine: Callable[..., RolloutEngine], policy: Path) -> dict[s
 
 def rates(engine: RolloutEngine, sampling: dict[str, Any], expected: list[Rollout], drafter: int = 0) -> np.ndarray:
     """The share of drafts at each of four positions that were right, of those before which all were."""
-    before = engine.report()
+    before = engine.stats()
     assert_equal(engine.generate(asked(), **sampling), expected)
-    after = engine.report()
+    after = engine.stats()
     proposed_K, accepted_K = (
-        np.subtract(after[key][drafter], before[key][drafter])[:4] for key in ("proposed", "accepted")
+        np.subtract(getattr(after, key)[drafter], getattr(before, key)[drafter])[:4] for key in ("proposed", "accepted")
     )
     assert proposed_K.sum() > 1000
     return accepted_K / np.maximum([proposed_K[0], *accepted_K[:-1]], 1)
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_plain_decoding_and_drafts_have_the_noise_of_their_p
 ) -> None:
     block = SpecrolloutConfig(drafters=(drafters[name],), budget=FOUR)
     engine = start_engine(policy, block, async_scheduling=is_async)
-    facts = worker_of(engine).specrollout_engine_facts()
+    facts = engine.facts()
     assert (facts["async_scheduling"], facts["model_runner"]) == (is_async, "V2")
     least_sampled, least_greedy = LEAST[name]
     assert (rates(engine, SAMPLED, expected["T=1"])[:3] > least_sampled).all()
@@ -150,7 +151,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
     start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
     """And what is zero or shared in a sound DFlash is no cause of an alarm."""
-    from nemo_specrollout.generation.head_loading import head_health
+    from nemo_specrollout.generation.head_health import head_health
 
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters["dflash"],), budget=FOUR))
     runner = worker_of(engine).model_runner
@@ -172,7 +173,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
 def test_the_block_names_vllm_s_own_method(tmp_path: Path) -> None:
     block = SpecrolloutConfig(drafters=(DsparkDrafterConfig(model="a/b"), NGRAM), num_speculative_tokens=7)
     native = {"method": "dspark", "model": "a/b", "num_speculative_tokens": 7}
-    assert with_specrollout({}, block, "cpu", keeps_last_block=False)["speculative_config"] == native
+    assert with_specrollout({}, block, "cpu", VllmAbilities(keeps_last_block=False))["speculative_config"] == native
     assert with_specrollout({}, block, "cpu")["speculative_config"] == {**native, "disable_eagle_block_drop": True}
 
 
@@ -203,7 +204,7 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"drafts with DFlash2Speculator for this checkpoint, which samples in kernels"
     ):
-        compat.verify_block_speculator(object.__new__(DFlash2Speculator))
+        speculator_patches.verify_block_speculator(object.__new__(DFlash2Speculator))
 
 
 @pytest.mark.parametrize(

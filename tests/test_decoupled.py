@@ -26,7 +26,8 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine
+from nemo_specrollout.generation.engine import Generation, RolloutEngine
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.local.step_rollout import MeasuredRollout
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
 from nemo_specrollout.remote.protocol.peers import PeerState
@@ -103,9 +104,9 @@ def wait_until_ready(engine: RolloutEngine, count: int = 2) -> None:
 
 
 def proposed_and_accepted(engine: RolloutEngine) -> np.ndarray:
-    report = engine.report()
-    assert report is not None
-    return np.array([np.sum(report["proposed"]), np.sum(report["accepted"])])
+    stats = engine.stats()
+    assert stats is not None
+    return np.array([np.sum(stats.proposed), np.sum(stats.accepted)])
 
 
 def num_accepted(engine: RolloutEngine) -> int:
@@ -143,9 +144,9 @@ def test_tokens_equal_plain_decoding_with_a_coupled_drafter_too(
 
 
 def proposed_by_drafter(engine: RolloutEngine) -> np.ndarray:
-    report = engine.report()
-    assert report is not None
-    return np.sum(report["proposed"], axis=1)
+    stats = engine.stats()
+    assert stats is not None
+    return np.sum(stats.proposed, axis=1)
 
 
 def test_requests_are_spread_over_drafters(engine: RolloutEngine) -> None:

@@ -15,7 +15,8 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.generation.compat import scheduler_of
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.step_rollout import load_tokenizer
 from nemo_specrollout.local.task import encode_prompt, make_problems
@@ -79,8 +80,8 @@ def test_tokens_do_not_depend_on_the_drafter(
     engine = start_engine(STEP_ADDER, block)
     for name, sampling in SAMPLINGS.items():
         assert_equal(engine.generate(requests(8, 4), **sampling), expected[name])
-    report = engine.report()
-    assert sum(map(sum, report["proposed"])) > 200, "nothing was speculated, so nothing was shown"
+    stats = engine.stats()
+    assert stats.num_proposed > 200, "nothing was speculated, so nothing was shown"
 
 
 def test_the_samples_are_worth_comparing(expected: dict[str, list[Rollout]]) -> None:
@@ -96,7 +97,7 @@ def test_preemption_changes_nothing(start_engine: Callable[..., RolloutEngine], 
     asked = requests(6, 4, first=100)
     sampling = {"max_tokens": 300, "ignore_eos": True, "stop_token_ids": []}
     assert_equal(engine.generate(asked, **sampling), plain.generate(asked, **sampling))
-    prefills = [row for row in engine.report()["trace"]["rows"] if not row[4]]
+    prefills = [row for row in engine.stats().trace.rows if not row[4]]
     assert len(prefills) > 3, "the cache was large enough: nothing was preempted"
 
 
@@ -151,7 +152,7 @@ def test_a_request_may_opt_out_of_speculation(
         RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests(8, 4)
     ]
     assert_equal(engine.generate(asked, **SAMPLINGS["T=1"]), expected["T=1"])
-    assert sum(map(sum, engine.report()["proposed"])) == 0
+    assert engine.stats().num_proposed == 0
 
 
 def test_the_policy_version_changes_the_noise(plain: RolloutEngine, expected: dict[str, list[Rollout]]) -> None:

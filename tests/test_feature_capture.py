@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
-from nemo_specrollout.generation.identity import RequestIdentity
-from nemo_specrollout.generation.speculator import NewRequest
+from nemo_specrollout.generation.requests import RequestIdentity
+from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,8 @@ class World:
     says where it was, and 1 at a place where a draft was refused."""
 
     def __init__(self, capacity: int = 64, share: float = 1.0, max_bytes: int = 1 << 20) -> None:
-        self.capture = FeatureCapture(RUNNER, capacity, (NUM_AUX + 1) * HIDDEN, share, 1e9, max_bytes)
+        self.capture = FeatureCapture(RUNNER, capacity, (NUM_AUX + 1) * HIDDEN, share, max_bytes)
+        self.capture._max_time_share = 1e9
         self.others: dict[tuple[int, int], int] = {}
 
     def open(self, *slots: int, prompt_length: int = 4, limit: int = 99, seed: int = 7) -> None:

@@ -13,7 +13,8 @@ import pytest
 from conftest import ROOT
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.integration
@@ -27,10 +28,10 @@ pin_memory = torch.Tensor.pin_memory
 import nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling
 for package in (nemo_specrollout.drafters, nemo_specrollout.generation, nemo_specrollout.sampling):
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name.endswith(("gpu_worker", "_triton")):
+        if module.name == "vllm_worker" or module.name.endswith("_triton"):
             __import__(f"{package.__name__}.{module.name}")
 
-assert "nemo_specrollout.generation.gpu_worker" in sys.modules
+assert "nemo_specrollout.generation.vllm_worker" in sys.modules
 assert not [name for name in sys.modules if name.startswith("vllm.v1.worker.cpu")]
 assert all(getattr(torch.cuda, name) is part for name, part in parts.items())
 assert torch.Tensor.pin_memory is pin_memory
@@ -54,6 +55,6 @@ def test_host_and_device_need_not_share_memory(start_engine: Callable[..., Rollo
         drafting = start_engine(tiny_model, SpecrolloutConfig(budget=BudgetConfig("random")))
         drafted = drafting.generate(requests, temperature=0.3)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-    report = drafting.report()
-    assert report is not None
-    assert np.sum(report["accepted"]) > 20
+    stats = drafting.stats()
+    assert stats is not None
+    assert np.sum(stats.accepted) > 20

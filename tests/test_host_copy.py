@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.generation.stage_timer import StageTimer
+from nemo_specrollout.generation.device_reads import HostCopy, StageTimer
 
 pytestmark = pytest.mark.unit
 

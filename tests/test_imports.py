@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nemo_specrollout"
 # Which package may import which, lowest first. A subpackage that is named here has rules of its own.
 SCHEDULING = {"scheduling.speculation", "scheduling.heads", "scheduling.racing", "scheduling.placement"}
 HEADS = {"training.features", "training.head", "training.checkpoints"}
-ENGINE = {"config", "sampling", *SCHEDULING, "drafters", "remote.protocol", "remote.verifier", *HEADS}
+ENGINE = {"config", "sampling", *SCHEDULING, "drafters", "telemetry", "remote.protocol", "remote.verifier", *HEADS}
 BELOW_LOCAL = {*ENGINE, "generation", "training.refresh", "remote.drafter", "racing", "simulation", "reports"}
 ALLOWED = {
     "config": set(),
@@ -27,6 +27,7 @@ ALLOWED = {
     "simulation": {"config", *SCHEDULING},
     "reports": {"config"},
     "drafters": {"config", "sampling"},
+    "telemetry": set(),
     "remote.protocol": {"config", "sampling", "drafters"},
     "remote.verifier": {"config", "sampling", "drafters", "remote.protocol"},
     "training.features": {"config"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "training.head": {"config", "training.features"},
     "training.refresh": {"config", "sampling", "scheduling.heads", *HEADS},
     "generation": ENGINE,
-    "remote.drafter": {"config", "remote.protocol", "remote.verifier", "generation"},
+    "remote.drafter": {"config", "remote.protocol", "remote.verifier", "telemetry", "generation"},
     "racing": {"config", *SCHEDULING, "generation"},
     "local": BELOW_LOCAL,
     "nemo_rl": BELOW_LOCAL - {"simulation"},

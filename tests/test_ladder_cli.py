@@ -18,7 +18,7 @@ from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eag
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.ladder_bench import Stream, batches_up_to, methods_of
 from nemo_specrollout.local.step_rollout import StepPrompts

@@ -24,7 +24,8 @@ from nemo_specrollout.config.drafter_configs import (
     MtpDrafterConfig,
 )
 from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
-from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import Generation, RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
 from nemo_specrollout.training.features.features import SequenceFeatures
 
@@ -122,7 +123,7 @@ def test_tokens_do_not_depend_on_a_drafter_with_weights(
     for sampling in samplings:
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[sampling]), expected[sampling])
     index = [d.type in ("eagle3", "draft_model") for d in drafters].index(True)
-    assert sum(engine.report()["proposed"][index]) > 100, "nothing was drafted with weights, so nothing was shown"
+    assert sum(engine.stats().proposed[index]) > 100, "nothing was drafted with weights, so nothing was shown"
 
 
 @pytest.mark.slow
@@ -144,9 +145,9 @@ def test_a_drafter_equal_to_the_policy_is_always_right(
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF, NGRAM), budget=BudgetConfig("random")))
     for sampling in ("T=1", "T=0", "T=0.7"):
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[sampling]), expected[sampling])
-    report = engine.report()
-    assert sum(report["proposed"][0]) > 1000
-    assert report["accepted"][0] == report["proposed"][0]
+    stats = engine.stats()
+    assert sum(stats.proposed[0]) > 1000
+    assert stats.accepted[0] == stats.proposed[0]
 
 
 @pytest.mark.parametrize("sampling", GOLDEN)
@@ -157,10 +158,12 @@ def test_acceptance_of_the_shipped_pair_is_what_it_was(
     trained = Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD), sampling=sampling)
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(trained,), budget=BudgetConfig("fixed", k=4)))
     for temperature, golden_K in GOLDEN[sampling].items():
-        before = engine.report()
+        before = engine.stats()
         engine.generate(requests(16, 4), **{**LONG, "temperature": temperature, "max_tokens": 64})
-        after = engine.report()
-        proposed_K, accepted_K = (np.subtract(after[k][0], before[k][0])[:4] for k in ("proposed", "accepted"))
+        after = engine.stats()
+        proposed_K, accepted_K = (
+            np.subtract(getattr(after, k)[0], getattr(before, k)[0])[:4] for k in ("proposed", "accepted")
+        )
         assert accepted_K / proposed_K == pytest.approx(golden_K, abs=0.01)
 
 
@@ -235,11 +238,11 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     generation.advance()
     drafts.clear()
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
-    assert engine.report()["head_is_dormant"] and not drafts
+    assert engine.stats().head_is_dormant and not drafts
     monkeypatch.undo()
     engine.generate(requests(1, 1), max_tokens=2)
     assert_equal(engine.generate(asked, **LONG), generation.rollouts)
-    assert not engine.report()["head_is_dormant"]
+    assert not engine.stats().head_is_dormant
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 
@@ -317,8 +320,8 @@ def test_drafts_stop_at_the_end_of_the_context(start_engine: Callable[..., Rollo
     found = engine.generate(asked, **sampling)
     assert_equal(found, plain.generate(asked, **sampling))
     assert {len(r.prompt_token_ids) + len(f.token_ids) for r, f in zip(asked, found, strict=True)} == {512}
-    report = engine.report()
-    assert report["accepted"] == report["proposed"]
+    stats = engine.stats()
+    assert stats.accepted == stats.proposed
 
 
 @pytest.mark.parametrize("has_own_embedding", [False, True], ids=["shared embedding", "own embedding"])
@@ -372,17 +375,17 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
         with pytest.raises(ValueError, match=sentence):
             engine.load_head(folder)
     engine.generate(requests(2, 2), **LONG)
-    assert sum(engine.report()["proposed"][0]) > 100
+    assert sum(engine.stats().proposed[0]) > 100
 
 
 def test_features_of_a_rollout_equal_those_of_a_forward_pass(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a refit cuts those of the rollout: each sequence has one version of the policy. A slow machine captures as many."""
-    from nemo_specrollout.generation import engine_worker
+    from nemo_specrollout.generation import feature_capture
     from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
-    monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
+    monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
 
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=0.5)
     block = SpecrolloutConfig(drafters=(head, NGRAM), budget=BudgetConfig("random"), draft_refresh=refresh)
@@ -407,10 +410,10 @@ def test_samples_that_share_the_kv_of_their_prompt_give_features_too(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
-    from nemo_specrollout.generation import engine_worker
+    from nemo_specrollout.generation import feature_capture
     from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
-    monkeypatch.setattr(engine_worker, "CAPTURE_TIME_SHARE", 1.0)
+    monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)
     block = SpecrolloutConfig(drafters=(head,), draft_refresh=refresh)
     engine = start_engine(STEP_ADDER, block, 64, block_size=32)
@@ -466,9 +469,9 @@ def test_a_drafter_that_the_policy_leaves_behind_raises_an_alarm_and_is_turned_o
         alarms = engine.take_alarms()
         assert len(alarms) == (scale < 0)
     assert alarms[0]["event"] == "refit" and alarms[0]["cause"] == "stale" and alarms[0]["drafter_off"]
-    proposed = engine.report()["proposed"]
+    proposed = engine.stats().proposed
     engine.generate(asked, **LONG)
-    assert engine.report()["proposed"] == proposed
+    assert engine.stats().proposed == proposed
 
 
 def test_a_drafter_that_is_weighed_stays_on_after_an_alarm_unless_its_weights_are_broken(
@@ -488,9 +491,9 @@ def test_a_drafter_that_is_weighed_stays_on_after_an_alarm_unless_its_weights_ar
         found += engine.take_alarms()
     (alarm,) = found
     assert alarm["cause"] == "stale" and not alarm["drafter_off"]
-    proposed = np.sum(engine.report()["proposed"])
+    proposed = np.sum(engine.stats().proposed)
     engine.generate(asked, **LONG)
-    assert engine.take_alarms() == [] and np.sum(engine.report()["proposed"]) > 1.3 * proposed
+    assert engine.take_alarms() == [] and np.sum(engine.stats().proposed) > 1.3 * proposed
     engine.load_weights(policy_tensors())
     engine.generate(asked, **LONG)
     worker_of(engine).model_runner.speculator.model.model.norm.weight.data.zero_()
@@ -550,10 +553,10 @@ def test_a_head_that_is_never_right_is_no_longer_asked(
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     for _ in range(3):
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS["T=1"]), expected["T=1"])
-    proposed = [sum(engine.report()["proposed"][0])]
+    proposed = [sum(engine.stats().proposed[0])]
     for _ in range(2):
         engine.generate(requests(8, 4), **SAMPLINGS["T=1"])
-        proposed.append(sum(engine.report()["proposed"][0]))
+        proposed.append(sum(engine.stats().proposed[0]))
     assert proposed[-1] - proposed[0] < 100
 
 
@@ -588,8 +591,8 @@ def test_the_policy_s_own_heads_draft_and_what_they_skipped_is_caught_up_with(
         assert_equal(engine.generate(requests(8, 4, first=50), temperature=0.0, **LONG), expected_of_mtp_policy["T=0"])
         drafts.append(recorded(engine))
         assert_equal(engine.generate(requests(8, 4, first=50), **LONG), expected_of_mtp_policy["T=1"])
-        report = engine.report()
-        proposed, accepted = (sum(report[key][mtp]) for key in ("proposed", "accepted"))
+        stats = engine.stats()
+        proposed, accepted = (sum(getattr(stats, key)[mtp]) for key in ("proposed", "accepted"))
         assert proposed > 1000 and accepted > least * proposed, f"{accepted} of {proposed} drafts were right"
     busy, lazy = drafts
     assert_same_drafts(lazy, busy)
@@ -601,7 +604,7 @@ def test_the_policy_s_own_heads_under_the_automatic_budget(
     engine = start_engine(mtp_policy, SpecrolloutConfig(drafters=(MTP, NGRAM)))
     for name, expected in expected_of_mtp_policy.items():
         assert_equal(engine.generate(requests(8, 4, first=50), **SAMPLINGS[name], **LONG), expected)
-    assert sum(engine.report()["proposed"][0]) > 0
+    assert sum(engine.stats().proposed[0]) > 0
 
 
 def test_the_policy_s_own_heads_follow_its_weights(
@@ -614,12 +617,14 @@ def test_the_policy_s_own_heads_follow_its_weights(
     rates = []
     for sign in (1.0, -1.0):
         heads = {name: sign * t for name, t in tensors.items() if name.endswith("input_proj.weight")}
-        before = mtp_engine.report()
+        before = mtp_engine.stats()
         mtp_engine.load_weights((tensors | heads).items())
         assert_equal(mtp_engine.generate(requests(8, 4, first=50), **LONG), expected_of_mtp_policy["T=1"])
-        drafted, right = (sum(mtp_engine.report()[key][0]) - sum(before[key][0]) for key in ("proposed", "accepted"))
+        drafted, right = (
+            sum(getattr(mtp_engine.stats(), key)[0]) - sum(getattr(before, key)[0]) for key in ("proposed", "accepted")
+        )
         rates.append(right / drafted)
-        assert mtp_engine.report()["head_version"] == mtp_engine.report()["policy_version"]
+        assert mtp_engine.stats().head_version == mtp_engine.stats().policy_version
     assert rates[0] > 0.6 and rates[1] < 0.2
     (alarm,) = mtp_engine.take_alarms()
     assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and alarm["drafter_off"]

@@ -14,12 +14,12 @@ from nemo_rl_records import watching_logger
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.scheduling.heads.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.telemetry.engine_totals import EngineTotals
 from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 
 pytestmark = pytest.mark.unit

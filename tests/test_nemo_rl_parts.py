@@ -17,11 +17,9 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from nemo_specrollout.generation.compat import REFUSAL
-from nemo_specrollout.generation.identity import resolve_identity
-from nemo_specrollout.generation.shared_tensors import part_from_target, shared_modules
-from nemo_specrollout.generation.totals import EngineAccount, EngineTotals
-from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.generation.requests import resolve_identity
+from nemo_specrollout.generation.shared_modules import part_from_policy, shared_modules
+from nemo_specrollout.generation.vllm_requests import REFUSAL
 from nemo_specrollout.nemo_rl.logger import gap_causes, in_a_line, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
@@ -35,6 +33,8 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     gym_row_with_seed,
 )
 from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
+from nemo_specrollout.telemetry.engine_totals import EngineAccount, EngineTotals
+from nemo_specrollout.telemetry.step_trace import StepTrace
 
 pytestmark = pytest.mark.unit
 
@@ -207,12 +207,12 @@ def test_only_what_draft_weights_would_overwrite_is_parted() -> None:
     target = Target()
     draft = Draft(target)
     assert shared_modules(target, draft) == ["lm_head", "model.embed_tokens"]
-    assert part_from_target(target, draft, ["lm_head.weight", "fc.weight"]) == ["lm_head"]
+    assert part_from_policy(target, draft, ["lm_head.weight", "fc.weight"]) == ["lm_head"]
     before = target.lm_head.weight.clone()
     draft.load_state_dict({"lm_head.weight": torch.zeros(8, 4)}, strict=False)
     assert torch.equal(target.lm_head.weight, before) and not draft.lm_head.weight.any()
     assert draft.model.embed_tokens is target.embed_tokens
-    assert part_from_target(target, draft, ["lm_head.weight"]) == []
+    assert part_from_policy(target, draft, ["lm_head.weight"]) == []
 
 
 def totals(**fields: object) -> EngineTotals:
@@ -232,7 +232,7 @@ def test_totals_add_over_engines_and_survive_the_wire() -> None:
 
 def traced_steps(trace: StepTrace) -> None:
     """A prefill of two requests, then two decode steps: one with three drafts of which two are accepted, one without."""
-    trace.begin_afresh()
+    trace.begin_after_idle()
     trace.begin_step(2, 2, 10)
     trace.end_step()
     trace.begin_step(2, 5, 5)
@@ -259,10 +259,10 @@ def test_a_step_after_idleness_counts_no_idle_time() -> None:
     trace = StepTrace([])
     traced = trace.columns.index("is_decode")
     for _ in range(2):
-        trace.begin_afresh()
+        trace.begin_after_idle()
         trace.begin_step(1, 1, 1)  # a prompt that is cached but for its last token looks like decoding
         trace.end_step()
-    assert [row[traced] for row in trace.since(0)["rows"]] == [0, 0]
+    assert [row[traced] for row in trace.since(0).rows] == [0, 0]
 
 
 def test_step_metrics_are_ratios_of_differences() -> None:

@@ -17,7 +17,8 @@ from nemo_specrollout.config.drafter_configs import (
     build_drafter,
 )
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout
 
 pytestmark = [
     pytest.mark.older_vllm,
@@ -57,9 +58,9 @@ def expected(start: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
 
 
 def num_accepted(engine: RolloutEngine) -> int:
-    report = engine.report()
-    assert report is not None
-    return sum(map(sum, report["accepted"]))
+    stats = engine.stats()
+    assert stats is not None
+    return stats.num_accepted
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
@@ -97,8 +98,8 @@ def test_the_default_budget_and_new_weights(
     engine.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
     engine.load_head(HEAD_FOLDER)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
-    report = engine.report()
-    assert report is not None and report["policy_version"] == 1
+    stats = engine.stats()
+    assert stats is not None and stats.policy_version == 1
 
 
 @pytest.mark.parametrize("type_", ["draft_model", "remote"])

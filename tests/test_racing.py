@@ -25,7 +25,8 @@ from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDr
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.racing import rollout_pool
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.private_ray import ray

@@ -489,8 +489,8 @@ def test_the_policy_answers_prompts_and_the_engine_accepts_what_the_head_drafts(
     block = SpecrolloutConfig(drafters=(drafter,), budget=BudgetConfig("fixed", k=3))
     engine = start_engine(STEP_ADDER, block, max_new_tokens=200)
     engine.generate(requests(8, 4, first=500))
-    report = engine.report()
-    proposed, accepted = (report[name][0][0] for name in ("proposed", "accepted"))
+    stats = engine.stats()
+    proposed, accepted = (getattr(stats, name)[0][0] for name in ("proposed", "accepted"))
     expected = card_of(tmp_path / "head")["held_out"]["after"]["acceptance_by_position"][0]
     assert proposed > 100
     assert accepted / proposed > 0.6 * expected

@@ -21,7 +21,8 @@ from conftest import QUICKSTART, ROOT, TINY_ROLLOUTS
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.directory_lock import DirectoryLock
 
 pytestmark = pytest.mark.integration

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from nemo_specrollout.generation import sample_stats as module
-from nemo_specrollout.generation.sample_stats import SampleStats, SampleStatsLog
+from nemo_specrollout.telemetry import sample_stats as module
+from nemo_specrollout.telemetry.sample_stats import SampleStats, SampleStatsLog
 
 pytestmark = pytest.mark.unit
 

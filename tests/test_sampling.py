@@ -23,8 +23,9 @@ from torch import Tensor, tensor
 
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, sample_with_margin, share_noise
-from nemo_specrollout.generation.identity import RequestIdentity, resolve_identity, rollout_extra_args
+from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, sample_with_score_gap
+from nemo_specrollout.generation.requests import RequestIdentity, RolloutRequest, resolve_identity, rollout_extra_args
+from nemo_specrollout.generation.speculator_patches import share_noise
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MASK_64, combine, content_hash, mix64_int, request_seed
@@ -59,7 +60,7 @@ class Rows:
     def sampled(self, token_ids_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens [R] and their evidence levels [R]."""
         levels_RK = torch.full((len(self.logits_RV), 3), 99, dtype=torch.int8)
-        tokens_R = sample_with_margin(*vars(self).values(), levels_RK, tensor(1), token_ids_V)
+        tokens_R = sample_with_score_gap(*vars(self).values(), levels_RK, tensor(1), token_ids_V)
         assert (levels_RK[:, [0, 2]] == 99).all(), "columns of other positions"
         return tokens_R, levels_RK[:, 1]
 
@@ -123,7 +124,7 @@ def test_the_level_is_the_number_of_edges_below_the_margin(vocab_size: int) -> N
     for scores_V, token in zip(slow_scores(rows), tokens_R.tolist(), strict=True):
         assert token == scores_V.argmax()
         second, best = np.sort(scores_V)[-2:]
-        expected.append(sum(np.float32(edge) < best - second for edge in MARGIN_EDGES) if best > NEVER else token)
+        expected.append(sum(np.float32(edge) < best - second for edge in SCORE_GAP_EDGES) if best > NEVER else token)
     has_token_R = (rows.logits_RV > NEVER).any(1)
     assert torch.equal(levels_R[has_token_R], tensor(expected, dtype=torch.int8)[has_token_R])
     assert set(levels_R.tolist()) <= set(range(NUM_LEVELS)) and len(set(levels_R.tolist())) > 8
@@ -135,7 +136,7 @@ def test_greedy_rows_and_rows_of_nobody_take_the_argmax_and_the_smallest_of_ties
         rows = Rows(logits_RV, tensor(slots), tensor([0.0]), tensor([5]), tensor([6, 7]))
         tokens_R, levels_R = rows.sampled()
         assert tokens_R.tolist() == [1, 2]
-        assert levels_R.tolist() == [0, sum(edge < 0.5 for edge in MARGIN_EDGES)]
+        assert levels_R.tolist() == [0, sum(edge < 0.5 for edge in SCORE_GAP_EDGES)]
 
 
 def test_a_row_of_nobody_samples_without_noise() -> None:
@@ -375,10 +376,10 @@ def test_an_explicit_seed_comes_first() -> None:
 
 
 def test_indices_come_second() -> None:
-    extra_args = rollout_extra_args(11, 3, 2)
+    extra_args = rollout_extra_args(RolloutRequest((), 11, 3, 2))
     assert identity(Params(seed=4, extra_args=extra_args)).seed == request_seed(9, 11, 3, 2)
     assert identity(Params(extra_args={"specrollout": {"prompt_index": 11}})).seed == request_seed(9, 11, 0, 0)
-    assert not identity(Params(extra_args=rollout_extra_args(11, 3, 2, speculate=False))).speculate
+    assert not identity(Params(extra_args=rollout_extra_args(RolloutRequest((), 11, 3, 2, speculate=False)))).speculate
 
 
 def test_sampling_seed_comes_third() -> None:
@@ -397,7 +398,7 @@ def test_a_sampled_request_without_seed_is_refused() -> None:
 
 
 def test_siblings_share_a_group_and_nothing_else() -> None:
-    first, second = (identity(Params(extra_args=rollout_extra_args(4, i, 0))) for i in (0, 1))
+    first, second = (identity(Params(extra_args=rollout_extra_args(RolloutRequest((), 4, i)))) for i in (0, 1))
     assert first.group == second.group
     assert first.seed != second.seed
     assert identity(Params(seed=1), prompt=(1, 2)).group != first.group

@@ -25,7 +25,7 @@ from benchmarks.rollouts.step_profile import (
 )
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig, NgramDrafterConfig
-from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.requests import RolloutRequest
 
 
 @pytest.mark.unit

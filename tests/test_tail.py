@@ -17,7 +17,7 @@ from test_fastest_of_n import EvenSpeeds
 from test_report import COLUMNS, Page, metrics, trace, write_run
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.progress import Progress
 from nemo_specrollout.local.run_report import write_report
 from nemo_specrollout.racing.decode_speeds import DecodeSpeeds

@@ -21,7 +21,7 @@ from benchmarks.rollouts.simulation_bench import (
 )
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve
 from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN
 

@@ -15,10 +15,14 @@ from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.generation.compat import RolloutSamplingParams, is_portable
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
-from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.vllm_requests import (
+    RolloutSamplingParams,
+    as_vllm_returns,
+    is_portable,
+    shard_requests,
+)
 from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
 from nemo_specrollout.nemo_rl.engine_racing import ExchangeLink, SpecrolloutExchange, answer_of
 from nemo_specrollout.racing import coordinator

@@ -17,11 +17,9 @@ from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, noisy, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.generation.compat import REFUSALS, RolloutSamplingParams
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest, rollout_of
-from nemo_specrollout.generation.hosted_engine import shard_request
-from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.stream_engine import StreamEngine
@@ -108,7 +106,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def assert_same(outputs: list[Any], expected: list[Rollout]) -> None:
-    made = [rollout_of(o) for o in outputs]
+    made = [Rollout.from_vllm(o) for o in outputs]
     equal, total = count_equal(made, expected)
     assert equal == total and [m.finish_reason for m in made] == [e.finish_reason for e in expected]
     pairs = [p for m, e in zip(made, expected, strict=True) for p in zip(m.logprobs, e.logprobs, strict=True)]
@@ -299,7 +297,7 @@ def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(
     again = plain.generate(six_prompts())
     for engine in (*engines, plain):
         engine.load_weights(old.items())
-    made = [rollout_of(o) for o in made]
+    made = [Rollout.from_vllm(o) for o in made]
     is_old = [m.token_ids == e.token_ids for m, e in zip(made, first, strict=True)]
     assert len(made) - sum(is_old) <= num_under_way + 6 and sum(is_old) < len(made)
     assert all(m.token_ids[0] in (a.token_ids[0], b.token_ids[0]) for m, a, b in zip(made, first, again, strict=True))

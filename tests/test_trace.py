@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from nemo_specrollout.generation import trace as trace_module
-from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.telemetry import step_trace as trace_module
+from nemo_specrollout.telemetry.step_trace import StepTrace
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +47,7 @@ def test_our_host_time_counts_only_where_there_were_drafts(clock: Clock) -> None
     assert step(trace, clock, 5.0, host_s=0.5) == (4, 4, 5.5, 0)
     assert step(trace, clock, 5.0, num_rows=9, host_s=0.5) == (4, 9, 6.0, 4)
     seconds, host_s = (trace.columns.index(name) for name in ("seconds", "host_s"))
-    assert [(row[seconds], row[host_s]) for row in trace.since(1)["rows"]] == [(6.0, 0.5), (6.0, 0.5)]
+    assert [(row[seconds], row[host_s]) for row in trace.since(1).rows] == [(6.0, 0.5), (6.0, 0.5)]
 
 
 def test_an_engine_that_stood_still_was_not_slow(clock: Clock) -> None:
@@ -76,7 +76,7 @@ def test_drafts_are_recorded_by_drafter(clock: Clock) -> None:
     step(trace, clock, 5.0)
     trace.begin_step(4, 9, 9)
     trace.end_step()
-    report = trace.since(1)
-    assert dict(zip(report["columns"][7:], report["rows"][0][7:], strict=True)) == {
+    steps = trace.since(1)
+    assert dict(zip(steps.columns[7:], steps.rows[0][7:], strict=True)) == {
         "drafted_a": 3, "accepted_a": 2, "drafted_b": 2, "accepted_b": 0,
     }  # fmt: skip

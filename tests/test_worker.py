@@ -22,8 +22,10 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.generation import arguments
-from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
+from nemo_specrollout.generation.engine import Generation, RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
+from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 pytestmark = pytest.mark.integration
 
@@ -104,8 +106,8 @@ def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
 def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multiplies_it() -> None:
     def asks(drafter: DrafterConfig, dtype: str = "float32", able: bool = True) -> bool:
         block = SpecrolloutConfig(drafters=(drafter,))
-        config = with_specrollout({"dtype": dtype}, block, "cpu", multiplies_bfloat16=able)["speculative_config"]
-        return config.get("quantization") == arguments.BFLOAT16_HEAD
+        result = with_specrollout({"dtype": dtype}, block, "cpu", VllmAbilities(multiplies_bfloat16=able))
+        return result["speculative_config"].get("quantization") == arguments.BFLOAT16_HEAD
 
     head = Eagle3DrafterConfig(model="/heads/3")
     assert asks(head)
@@ -176,7 +178,8 @@ import sys
 from pathlib import Path
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 kwargs = {{"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 26}}
 generation = GenerationConfig(VllmConfig(512), 8, vllm_kwargs=kwargs, specrollout=SpecrolloutConfig(enabled=False))
 engine = RolloutEngine(Path({str(tiny_model)!r}), generation, seed=7)
@@ -186,7 +189,7 @@ runner = worker.model_runner
 bound = [getattr(runner, name).__func__ for name in ("add_requests", "finish_requests", "sample_tokens")]
 parts = [type(worker), type(runner), type(runner.sampler), *bound]
 assert all(part.__module__.startswith("vllm.") for part in parts), parts
-ours = {{"engine_worker", "drafting", "runner_binding", "verification", "sample_stats", "step_accounts", "trace"}}
+ours = {{"vllm_worker", "drafting", "runner_binding", "verification", "step_accounts"}}
 loaded = {{m for m in sys.modules if m.startswith("nemo_specrollout.")}}
 assert not loaded & {{f"nemo_specrollout.generation.{{name}}" for name in ours}}, loaded
 assert not any(m.startswith("nemo_specrollout.drafters") for m in loaded), loaded
@@ -268,46 +271,41 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_report_of_the_sampler_alone(sampler_only: RolloutEngine) -> None:
     sampler_only.generate(requests())
-    report = sampler_only.report()
-    assert report is not None and set(report) == {"num_steps", "trace"}
-    assert len(report["trace"]["rows"]) == report["num_steps"] > 0
+    stats = sampler_only.stats()
+    assert stats is not None and stats == EngineStats(stats.num_steps, stats.trace)
+    assert len(stats.trace.rows) == stats.num_steps > 0
 
 
 @pytest.fixture(scope="module")
-def accounted(engine: RolloutEngine) -> tuple[list[Rollout], dict[str, Any], dict[str, Any]]:
+def accounted(engine: RolloutEngine) -> tuple[list[Rollout], EngineStats, EngineStats]:
     """Responses that nothing cuts short, and the reports before and after them."""
-    before = engine.report()
+    before = engine.stats()
     rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     assert before is not None
-    after = engine.report(first_step=before["num_steps"])
+    after = engine.stats(first_step=before.num_steps)
     assert after is not None
     return rollouts, before, after
 
 
-Accounted = tuple[list[Rollout], dict[str, Any], dict[str, Any]]
-
-
-def column(report: dict[str, Any], name: str) -> np.ndarray:
-    trace = report["trace"]
-    return np.array(trace["rows"])[:, trace["columns"].index(name)]
+Accounted = tuple[list[Rollout], EngineStats, EngineStats]
 
 
 def test_the_shape_of_a_report(accounted: Accounted) -> None:
     _, before, after = accounted
-    assert after["drafters"] == ["suffix", "ngram"]
-    assert np.shape(after["proposed"]) == np.shape(after["accepted"]) == (2, NUM_DRAFTS)
-    assert after["num_steps"] - before["num_steps"] == len(after["trace"]["rows"]) > 0
+    assert after.drafters == ["suffix", "ngram"]
+    assert np.shape(after.proposed) == np.shape(after.accepted) == (2, NUM_DRAFTS)
+    assert after.num_steps - before.num_steps == len(after.trace.rows) > 0
     expected = ["time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s"]
     expected += ["drafted_suffix", "accepted_suffix", "drafted_ngram", "accepted_ngram"]
-    assert after["trace"]["columns"] == expected
-    assert (np.diff(column(after, "time_s")) > 0).all() and (column(after, "host_s") >= 0).all()
-    assert len(after["plain_step_s"]) > 64 and (np.diff(after["plain_step_s"]) >= 0).all()
-    assert after["draft_overhead_s"] >= 0 and np.isfinite(after["draft_discount_s"])
+    assert after.trace.columns == expected
+    assert (np.diff(after.trace.column("time_s")) > 0).all() and (after.trace.column("host_s") >= 0).all()
+    assert len(after.plain_step_s) > 64 and (np.diff(after.plain_step_s) >= 0).all()
+    assert after.draft_overhead_s >= 0 and np.isfinite(after.draft_discount_s)
 
 
 def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) -> None:
     _, _, after = accounted
-    proposed_DK, accepted_DK = np.array(after["proposed"]), np.array(after["accepted"])
+    proposed_DK, accepted_DK = np.array(after.proposed), np.array(after.accepted)
     assert (accepted_DK <= proposed_DK).all() and accepted_DK.sum() > 0
     assert (np.diff(proposed_DK) <= 0).all() and (np.diff(accepted_DK) <= 0).all()
 
@@ -317,14 +315,14 @@ def test_every_token_is_accounted_for(accounted: Accounted) -> None:
     rollouts, before, after = accounted
     assert [len(r.token_ids) for r in rollouts] == [LENGTH] * len(rollouts)
     drafted, accepted = (
-        sum(column(after, f"{kind}_{d}") for d in after["drafters"]) for kind in ("drafted", "accepted")
+        sum(after.trace.column(f"{kind}_{d}") for d in after.drafters) for kind in ("drafted", "accepted")
     )
-    num_requests = column(after, "num_requests")
+    num_requests = after.trace.column("num_requests")
     assert 0 <= (num_requests + accepted).sum() - LENGTH * len(rollouts) <= len(rollouts)
-    assert (column(after, "num_rows") == num_requests + drafted).all() and drafted.sum() > 200
+    assert (after.trace.column("num_rows") == num_requests + drafted).all() and drafted.sum() > 200
     assert (accepted <= drafted).all() and (drafted <= NUM_DRAFTS * num_requests).all()
     for name, counts in (("proposed", drafted), ("accepted", accepted)):
-        assert np.sum(after[name]) - np.sum(before[name]) == counts.sum()
+        assert np.sum(getattr(after, name)) - np.sum(getattr(before, name)) == counts.sum()
 
 
 def test_drafts_are_accounted_for_whenever_drafting_rests(
@@ -333,23 +331,23 @@ def test_drafts_are_accounted_for_whenever_drafting_rests(
     """Rests begin at random here, also right after a step that verified drafts."""
     engine = start_engine(tiny_model, replace(FIXED, budget=BudgetConfig("random")))
     rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
-    report = engine.report()
-    assert report is not None
+    stats = engine.stats()
+    assert stats is not None
     drafted, accepted = (
-        sum(column(report, f"{kind}_{d}") for d in report["drafters"]) for kind in ("drafted", "accepted")
+        sum(stats.trace.column(f"{kind}_{d}") for d in stats.drafters) for kind in ("drafted", "accepted")
     )
-    num_requests = column(report, "num_requests")
-    assert (column(report, "num_rows") == num_requests + drafted).all() and drafted.sum() > 50
+    num_requests = stats.trace.column("num_requests")
+    assert (stats.trace.column("num_rows") == num_requests + drafted).all() and drafted.sum() > 50
     assert 0 <= (num_requests + accepted).sum() - LENGTH * len(rollouts) <= len(rollouts)
 
 
 def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Accounted) -> None:
     plain = [RolloutRequest(r.prompt_token_ids, r.prompt_index, r.sample_index, speculate=False) for r in requests()]
-    before = engine.report(first_step=1 << 60)
+    before = engine.stats(first_step=1 << 60)
     again = engine.generate(plain, ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
-    after = engine.report()
+    after = engine.stats()
     assert before is not None and after is not None
-    assert after["proposed"] == before["proposed"] and after["num_steps"] - before["num_steps"] == LENGTH
+    assert after.proposed == before.proposed and after.num_steps - before.num_steps == LENGTH
     assert [r.token_ids for r in again] == [r.token_ids for r in accounted[0]]
 
 
@@ -357,16 +355,16 @@ def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Acco
 
 
 def test_turns_change_no_token_and_their_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
-    before = engine.report(first_step=1 << 60)
+    before = engine.stats(first_step=1 << 60)
     sampling = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": LENGTH}
     generation, turns = Generation(engine, requests(), sampling=sampling), 0
     while not generation.is_done:
         engine.stood_still(1000.0)
         generation.advance(seconds=0.0)
         turns += 1
-    assert before is not None and turns == engine.report()["num_steps"] - before["num_steps"]
-    after = engine.report(first_step=before["num_steps"])
-    assert after is not None and (column(after, "seconds")[1:] < 0.0).all(), "1000 s are left out of each"
+    assert before is not None and turns == engine.stats().num_steps - before.num_steps
+    after = engine.stats(first_step=before.num_steps)
+    assert after is not None and (after.trace.column("seconds")[1:] < 0.0).all(), "1000 s are left out of each"
     assert [r.token_ids for r in generation.rollouts] == [r.token_ids for r in accounted[0]]
 
 

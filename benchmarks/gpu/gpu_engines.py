@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu.gpu_stage import POLICY, Stage, block, start_engine, task_requests
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.local.statistics import count_equal
-from nemo_specrollout.reports.records import column
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},
@@ -111,14 +111,16 @@ def sleep_and_wake(stage: Stage) -> None:
 
 def _acceptance(engine: RolloutEngine) -> dict[str, Any]:
     """Draft tokens verified and accepted, by drafter and position."""
-    report = engine.report(first_step=1 << 60)
-    if report is None or "drafters" not in report:
+    stats = engine.stats(first_step=1 << 60)
+    if stats is None or not stats.drafters:
         return {}
-    return {key: dict(zip(report["drafters"], report[key], strict=True)) for key in ("proposed", "accepted")}
+    return {key: dict(zip(stats.drafters, getattr(stats, key), strict=True)) for key in ("proposed", "accepted")}
 
 
 def _draft_ms(engine: RolloutEngine) -> float:
-    draft_s = column((engine.report() or {})["trace"], "draft_s")
+    stats = engine.stats()
+    assert stats is not None
+    draft_s = stats.trace.column("draft_s")
     return 1e3 * float(draft_s.sum()) / max(int(np.count_nonzero(draft_s)), 1)
 
 

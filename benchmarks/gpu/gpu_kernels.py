@@ -122,7 +122,7 @@ def check_draft_sampling(num_requests: int) -> dict[str, Any]:
     """Draft tokens with the target's noise: the same as vLLM's sampler draws on this device, bit for bit. A CPU has other
     logarithms, so that near ties may go the other way there."""
     from nemo_specrollout.generation.compat import draw
-    from nemo_specrollout.generation.draft_sampling import sample_with_margin
+    from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 
     generator = torch.Generator().manual_seed(num_requests)
     logits_BV = torch.randn(num_requests, V, generator=generator).mul_(3).bfloat16()
@@ -130,20 +130,20 @@ def check_draft_sampling(num_requests: int) -> dict[str, Any]:
     temperature_S, seeds_S = torch.ones(num_requests), torch.arange(num_requests) * 977
     tensors = (logits_BV, slots_B, temperature_S, seeds_S, positions_B)
     levels_BK, column = torch.zeros(num_requests, K, dtype=torch.int8), torch.tensor(1)
-    expected_B = sample_with_margin(*tensors, levels_BK, column)
+    expected_B = sample_with_score_gap(*tensors, levels_BK, column)
     on_gpu: Any = (*(t.to(GPU) for t in tensors), torch.zeros_like(levels_BK, device=GPU), column.to(GPU))
-    got_B = sample_with_margin(*on_gpu)
+    got_B = sample_with_score_gap(*on_gpu)
     target_B = draw(*on_gpu[:5], apply_temperature=True)
     some_V = torch.arange(0, V, 8, device=GPU)
     masked_BV = torch.full_like(on_gpu[0], -torch.inf).index_copy_(1, some_V, on_gpu[0][:, some_V])
     masked_B = draw(masked_BV, *on_gpu[1:5], apply_temperature=True)
     narrow: Any = (on_gpu[0][:, some_V], *on_gpu[1:5], torch.zeros_like(on_gpu[5]), on_gpu[6], some_V)
-    reduced_B = sample_with_margin(*narrow)
+    reduced_B = sample_with_score_gap(*narrow)
     return {
         "unlike_vllm": int((got_B != target_B).sum() + (reduced_B != masked_B).sum()),
         "different_tokens": int((got_B.cpu() != expected_B).sum()),
         "different_levels": int((on_gpu[5].cpu() != levels_BK).sum()),
-        **_taken(lambda: sample_with_margin(*on_gpu)),
+        **_taken(lambda: sample_with_score_gap(*on_gpu)),
     }
 
 

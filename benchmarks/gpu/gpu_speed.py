@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.gpu_stage import STOCK, Stage, block, start_engine
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 
 VOCAB_SIZE = 151_936
 COMMON = {

@@ -12,7 +12,8 @@ from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import build_drafter
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer
 from nemo_specrollout.local.task import encode_prompt, make_problems
 

@@ -72,7 +72,8 @@ def own_texts(base: Path, seed: int) -> list[Example]:
     """Texts that the model writes before its start, with their prompts."""
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+    from nemo_specrollout.generation.engine import RolloutEngine
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     task = FreeText(load_tokenizer(base))
     prompts = [task.encode(problem) for problem in task.problems(seed, OWN_TEXTS)]

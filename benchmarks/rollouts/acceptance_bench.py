@@ -22,7 +22,8 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.generation.arguments import native_config
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
@@ -103,9 +104,9 @@ def _ways_of_vllm(config: RunConfig) -> dict[str, GenerationConfig]:
 
 
 def _ours(engine: RolloutEngine) -> dict[str, Any]:
-    report = engine.report()
-    assert report is not None
-    proposed, accepted = report["proposed"][0], report["accepted"][0]
+    stats = engine.stats()
+    assert stats is not None
+    proposed, accepted = stats.proposed[0], stats.accepted[0]
     return _figures([a / p for a, p in zip(accepted, proposed, strict=True) if p])
 
 

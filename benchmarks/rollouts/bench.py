@@ -25,7 +25,7 @@ from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.config.drafter_configs import RandomDrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.reports.charts import bench_chart, running_chart

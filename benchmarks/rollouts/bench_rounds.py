@@ -11,7 +11,8 @@ from rich.progress import Progress
 from benchmarks.rollouts.bench_rows import PLAIN, BenchRow
 from benchmarks.rollouts.running_bins import BinnedRollout, BinnedStats
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 
 # Turns of an entrant in a round, each as long as its last round suggests, so that all get done at about the same time.

@@ -36,7 +36,6 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     step and of our part of it. Each request has drafts verified in each step."""
     set_process_environment()
     from benchmarks.gpu.gpu_stage import POLICY, STOCK, block, start_engine, task_requests
-    from nemo_specrollout.reports.records import column
 
     drafters, before_mb, started = WAYS[way], _memory_mb(), time.perf_counter()
     specrollout = STOCK if drafters is None else block(*drafters, budget=BudgetConfig("fixed", k=NUM_DRAFTS))
@@ -45,14 +44,14 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
     for batch in batches if drafters is not None else ():
         requests = [replace(r, exact_length=LENGTH) for r in task_requests(-(-batch // SAMPLES), SAMPLES)[:batch]]
         engine.generate(requests)
-        before = engine.report()
+        before = engine.stats()
         engine.generate(requests)
-        report = engine.report(before["num_steps"]) if before else None
-        assert report is not None
-        trace = report["trace"]
-        is_decode = (column(trace, "is_decode") > 0) & (column(trace, "num_requests") == batch)
-        figures[f"step_ms_{batch}"] = 1e3 * float(np.median(column(trace, "seconds")[is_decode]))
-        figures[f"ours_ms_{batch}"] = 1e3 * float(np.median(column(trace, "host_s")[is_decode]))
+        after = engine.stats(before.num_steps) if before else None
+        assert after is not None
+        column = after.trace.column
+        is_decode = (column("is_decode") > 0) & (column("num_requests") == batch)
+        figures[f"step_ms_{batch}"] = 1e3 * float(np.median(column("seconds")[is_decode]))
+        figures[f"ours_ms_{batch}"] = 1e3 * float(np.median(column("host_s")[is_decode]))
     return figures
 
 

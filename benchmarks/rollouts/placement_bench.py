@@ -111,7 +111,7 @@ def start(folder: Path, ways: Sequence[Way], tokens: int) -> None:
 
 def roll_out(way: Way, work: Work) -> Timed:
     """In a child: the same requests for every way."""
-    from nemo_specrollout.generation.engine import RolloutRequest
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     engine, length = _engines[way], work.tokens if work.is_exact else None
     requests = [RolloutRequest(list(p), i, 0, exact_length=length) for i, p in enumerate(work.prompts)]
@@ -122,9 +122,10 @@ def roll_out(way: Way, work: Work) -> Timed:
 
 
 def _counts(engine: "RolloutEngine") -> dict[str, Any]:
-    report = engine.report(engine.num_steps) or {}
-    sums = {name: sum(map(sum, report.get(name, []))) for name in ("proposed", "accepted")}
-    return {**sums, "supply": report.get("draft_supply")}
+    stats = engine.stats(engine.num_steps)
+    if stats is None:
+        return {"proposed": 0, "accepted": 0, "supply": None}
+    return {"proposed": stats.num_proposed, "accepted": stats.num_accepted, "supply": stats.drafter_stats}
 
 
 def measure_costs(folder: Path, tokens: int, batches: tuple[int, ...]) -> dict[str, list[float]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.local.step_rollout import MeasuredRollout
 

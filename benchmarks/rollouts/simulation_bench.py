@@ -31,7 +31,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.racing.coordinator import Coordinator
@@ -46,6 +46,7 @@ from nemo_specrollout.simulation.rl import simulate_step
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.setting import Setting, Variant
 from nemo_specrollout.simulation.workload import acceptance_for
+from nemo_specrollout.telemetry.step_trace import StepRows
 
 # Drafts a step where the number is fixed.
 K = 3
@@ -169,11 +170,11 @@ class SimulationBench:
         steps, rollouts, requests = {}, {}, {}
         for kind in (PLAIN, FIXED):
             pool, case = self.pools[kind], Case(kind, num_workers, size)
-            before = pool.ask_each("report", 1 << 60)
+            before = pool.ask_each("stats", 1 << 60)
             requests[kind] = self._requests(size)
             rollouts[kind], _ = self._coordinators[case].roll_out(requests[kind])
             pool.finish_turns()
-            steps[kind] = [pool.ask(w, "report", before[w]["num_steps"])["trace"] for w in range(num_workers)]
+            steps[kind] = [pool.ask(w, "stats", before[w].num_steps).trace for w in range(num_workers)]
         columns = {kind: _decode_steps(traces) for kind, traces in steps.items()}
         sample_stats = self.pools[FIXED].ask_each("take_sample_stats", requests[FIXED])
         length, spread = _head_quality(rollouts[FIXED], list(sample_stats.values())[:num_workers])
@@ -226,10 +227,10 @@ def _blocks(head: DrafterConfig) -> dict[str, SpecrolloutConfig]:
     }
 
 
-def _decode_steps(traces: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _decode_steps(traces: Sequence[StepRows]) -> dict[str, np.ndarray]:
     """The columns of all engines' decode steps."""
-    rows = np.array([row for trace in traces for row in trace["rows"]], float)
-    columns = dict(zip(traces[0]["columns"], rows.T, strict=True))
+    rows = np.array([row for trace in traces for row in trace.rows], float)
+    columns = dict(zip(traces[0].columns, rows.T, strict=True))
     return {name: column[columns["is_decode"] > 0] for name, column in columns.items()}
 
 

@@ -28,7 +28,8 @@ from benchmarks.rollouts.bench_tables import new_table
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.generation.engine import Generation, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import Generation, RolloutEngine
+from nemo_specrollout.generation.requests import RolloutRequest
 
 NETWORK, LM_HEAD, SAMPLING, HEAD, HEAD_SAMPLING, OUR_WORK, REST = (
     "network", "LM head", "sampling", "head", "head, sampling", "ours", "rest of vLLM",

@@ -25,7 +25,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.step_rollout import StepPrompts, load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task

@@ -60,7 +60,8 @@ def generate_rollouts(
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
     from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+    from nemo_specrollout.generation.engine import RolloutEngine
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     longest = min(max_length, max(map(len, prompts)) + options.max_new_tokens)
     block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()))

@@ -25,23 +25,22 @@ _SHARE = 0.1
 def try_engines(order: Any, tell: Tell) -> None:
     """Tells what is in force in an engine, then of each temperature how many tokens are equal, then drafts and seconds."""
     from nemo_specrollout.generation.engine import RolloutEngine
-    from nemo_specrollout.generation.in_force import in_force
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         model = Path(name)
         make_tiny_model(model)
-        rollouts, report = {}, None
+        rollouts, stats = {}, None
         for way, block in {"plain": PLAIN, "drafted": DRAFTED}.items():
             engine = RolloutEngine(model, _generation(block), _SEED)
-            tell("facts", in_force(engine))
+            tell("facts", {**engine.facts(), **engine.device_facts()})
             rollouts[way] = [engine.generate(_requests(), temperature=t) for t in TEMPERATURES]
-            report = engine.report()
+            stats = engine.stats()
             engine.close()
     for temperature, plain, drafted in zip(TEMPERATURES, rollouts["plain"], rollouts["drafted"], strict=True):
         tell(f"T={temperature:g}", compared([r.token_ids for r in plain], [r.token_ids for r in drafted]))
     counts = ("drafters", "proposed", "accepted")
-    tell("drafts", {key: (report or {}).get(key, []) for key in counts})
+    tell("drafts", {key: getattr(stats, key) for key in counts})
     tell("seconds", time.perf_counter() - started)
 
 
@@ -53,7 +52,7 @@ def _generation(block: SpecrolloutConfig) -> GenerationConfig:
 
 def _requests() -> list[Any]:
     """Samples of prompts that repeat themselves, so that both drafters find something."""
-    from nemo_specrollout.generation.engine import RolloutRequest
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
     return [

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block, as arguments of `vllm.LLM`: worker class, speculative config, additional config. No import of vllm."""
+"""The block as arguments of `vllm.LLM`: worker class, speculative config, additional config. vLLM is not imported."""
 
 import dataclasses
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -12,16 +13,24 @@ from vllm_v2_cpu.plugin import V2_ON_CPU
 
 WORKER_CLASSES = {
     "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",
-    "cuda": "nemo_specrollout.generation.gpu_worker.SpecrolloutGPUWorker",
+    "cuda": "nemo_specrollout.generation.vllm_worker.SpecrolloutGPUWorker",
 }
-SCHEDULER = "nemo_specrollout.generation.resting_scheduler.build_scheduler"
+SCHEDULER = "nemo_specrollout.generation.pausing_scheduler.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
-"""vLLM's method for drafters without weights: it asks for nothing, and goes with asynchronous scheduling. Ours draft in the
-place of its own."""
+"""vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
 BFLOAT16_HEAD = "specrollout_bfloat16"
-"""vLLM's name for the method of `bfloat16_head.py`."""
-# What keeps a CPU engine inside this process, on vLLM's V2 model runner, quick to start and quiet. A variable that is set
-# already stays.
+"""vLLM's name for the quantization method of `bfloat16_head.py`."""
+SMALLEST_DEFAULT = 2048
+"""Smallest of vLLM's defaults of `max_num_batched_tokens`, over devices and uses."""
+USUAL_DEFAULT = 8192
+"""vLLM's usual default of `max_num_batched_tokens`."""
+QUIET_START = {
+    "use_tqdm_on_load": False,
+    "disable_log_stats": True,
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+}
+"""Arguments of an engine that stays in this process and prints no progress."""
 _PROCESS_ENVIRONMENT = {
     V2_ON_CPU: "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -31,22 +40,28 @@ _PROCESS_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# vLLM's defaults of `max_num_batched_tokens`, by device and use.
-SMALLEST_DEFAULT, USUAL_DEFAULT = 2048, 8192
-QUIET_START = {
-    "use_tqdm_on_load": False,
-    "disable_log_stats": True,
-    "skip_tokenizer_init": True,
-    "distributed_executor_backend": "uni",
-}
-
-
-# torch.compile takes minutes on a CPU; on a GPU vLLM's graphs of parts of the model need it.
+"""Variables that keep a CPU engine in this process, on vLLM's V2 model runner, quick to start and quiet."""
 _CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+"""On a CPU torch.compile takes minutes. On a GPU vLLM's graphs of parts of the model need it."""
+
+
+@dataclass(frozen=True)
+class VllmAbilities:
+    """Abilities of the installed vLLM and its device that the arguments depend on."""
+
+    chooses_on_device: bool = True
+    """Whether vLLM can choose on the device which drafts a step verifies."""
+    keeps_last_block: bool = True
+    """Whether vLLM can reuse the last block of a cached prompt where a head drafts."""
+    multiplies_bfloat16: bool = False
+    """Whether this CPU has instructions that multiply bfloat16."""
+
+
+NEWEST_VLLM = VllmAbilities()
 
 
 def set_process_environment() -> None:
-    """For an engine in this process, before vllm is imported."""
+    """Sets the environment of an engine in this process, before vllm is imported. Variables that are set already stay."""
     import torch
 
     environment = _PROCESS_ENVIRONMENT if torch.version.cuda else _PROCESS_ENVIRONMENT | _CPU_ENVIRONMENT
@@ -58,27 +73,22 @@ def with_specrollout(
     vllm_kwargs: Mapping[str, Any],
     block: SpecrolloutConfig,
     device: str,
-    *,
-    chooses_on_device: bool = True,
-    keeps_last_block: bool = True,
-    multiplies_bfloat16: bool = False,
+    abilities: VllmAbilities = NEWEST_VLLM,
 ) -> dict[str, Any]:
-    """`vllm_kwargs` with the block put into effect; unchanged if it is disabled.
+    """Returns `vllm_kwargs` with the block in effect; unchanged if the block is disabled.
 
-    With no drafters, or with a `speculative_config` of the user's own, only the sampler is ours. `chooses_on_device`: whether
-    this vLLM can choose there which drafts a step verifies. `keeps_last_block`: whether it can take the last block of a cached
-    prompt as it is where a head drafts. `multiplies_bfloat16`: whether this CPU has instructions for it.
+    Without drafters, or with the user's own `speculative_config`, only the sampler is ours. `device` is `cpu` or `cuda`.
 
-    Raises ValueError where the user's arguments contradict the block.
+    Raises ValueError if the user's arguments contradict the block.
     """
     result = dict(vllm_kwargs)
     if not block.enabled:
         return result
-    _refuse(result, "worker_cls", "specrollout names the worker itself; remove it")
+    if "worker_cls" in result:
+        raise ValueError(
+            f"vllm_kwargs.worker_cls: {result['worker_cls']!r}; specrollout names the worker itself; remove it"
+        )
     result["worker_cls"] = WORKER_CLASSES[device]
-    additional = dict(result.get("additional_config") or {})
-    block_dict = dataclasses.asdict(block)
-    block_dict["drafters"] = list(block_dict["drafters"])
     if result.get("speculative_config") is not None:
         if block.drafters:
             raise ValueError(
@@ -86,37 +96,51 @@ def with_specrollout(
             )
     elif block.drafters and block.most_drafts:
         _refuse_other_noise(result, block)
-        adapts = chooses_on_device and device == "cuda" and not result.get("enforce_eager")
-        in_bfloat16 = multiplies_bfloat16 and result.get("dtype") == "float32"
-        result["speculative_config"] = _speculative_config(block, adapts, keeps_last_block, in_bfloat16)
+        result["speculative_config"] = _speculative_config(result, block, device, abilities)
         _make_room_for_drafts(result, block.most_drafts)
         result.setdefault("scheduler_cls", SCHEDULER)
-    result["additional_config"] = {**additional, "specrollout": block_dict}
+    block_dict = dataclasses.asdict(block)
+    block_dict["drafters"] = list(block_dict["drafters"])
+    result["additional_config"] = {**(result.get("additional_config") or {}), "specrollout": block_dict}
     return result
 
 
-def _speculative_config(
-    block: SpecrolloutConfig, adapts: bool, keeps_last_block: bool, in_bfloat16: bool
-) -> dict[str, Any]:
-    """vLLM's own method for a drafter with weights, else one that needs none. `adapts`: vLLM prepares CUDA graphs and
-    attention for drafts that are chosen on the device. `in_bfloat16`: an EAGLE-3 head multiplies so, whatever the policy does.
+def native_config(drafter: ModelDrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's `speculative_config` for a drafter with weights."""
+    weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
+    return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
 
-    By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there depends
-    on the token that follows. The samples of a prompt share that token, and the policy's own entries never depend on it.
-    """
-    drafter, count = block.model_drafter, block.most_drafts
-    method = {"method": TEXT_METHOD} if drafter is None else native_config(drafter, count)
-    adaptive = {"enable_adaptive_verification": True} if adapts else {}
-    reuse = {"disable_eagle_block_drop": True} if drafter is not None and keeps_last_block else {}
-    is_eagle = isinstance(drafter, Eagle3DrafterConfig)
-    precision = {"quantization": BFLOAT16_HEAD} if is_eagle and in_bfloat16 else {}
-    return {**method, "num_speculative_tokens": count, **adaptive, **reuse, **precision}
+
+def _speculative_config(
+    arguments: Mapping[str, Any], block: SpecrolloutConfig, device: str, abilities: VllmAbilities
+) -> dict[str, Any]:
+    """Returns vLLM's own method for a drafter with weights; without one, a method that needs no weights."""
+    drafter, num_drafts = block.model_drafter, block.most_drafts
+    if drafter is None:
+        config: dict[str, Any] = {"method": TEXT_METHOD, "num_speculative_tokens": num_drafts}
+    else:
+        config = native_config(drafter, num_drafts)
+    if abilities.chooses_on_device and device == "cuda" and not arguments.get("enforce_eager"):
+        # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
+        config["enable_adaptive_verification"] = True
+    if drafter is not None and abilities.keeps_last_block:
+        # By default vLLM computes the last block of a cached prompt again for each sample, because the head's entry there
+        # depends on the next token. All samples of a prompt share that token, and the policy's entries do not depend on it.
+        config["disable_eagle_block_drop"] = True
+    if (
+        isinstance(drafter, Eagle3DrafterConfig)
+        and abilities.multiplies_bfloat16
+        and arguments.get("dtype") == "float32"
+    ):
+        config["quantization"] = BFLOAT16_HEAD
+    return config
 
 
 def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
-    """Raises `max_num_batched_tokens` where a step would not hold all requests with their drafts.
+    """Raises `max_num_batched_tokens` so that a step holds all requests with their drafts.
 
-    vLLM schedules a row for each draft that a request may have, before the drafts that do not pay are dropped.
+    vLLM schedules a row for each draft that a request may have, before it leaves out the drafts that do not pay. Raises
+    ValueError if the user's own value is too small.
     """
     rows = (1 + most_drafts) * int(arguments.get("max_num_seqs") or 0)
     given = arguments.get("max_num_batched_tokens")
@@ -129,22 +153,11 @@ def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
         )
 
 
-def native_config(drafter: ModelDrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` for a drafter with weights."""
-    weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
-    return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
-
-
 def _refuse_other_noise(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
-    """Raises ValueError where the policy draws float64 noise and its drafter float32 noise: few drafts would come true."""
+    """Raises ValueError if the policy draws float64 noise and its drafter float32 noise: few drafts would be right."""
     drafter = block.model_drafter
     if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
         raise ValueError(
             f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
             "the drafter `sampling: greedy`"
         )
-
-
-def _refuse(arguments: Mapping[str, Any], name: str, fix: str) -> None:
-    if name in arguments:
-        raise ValueError(f"vllm_kwargs.{name}: {arguments[name]!r}; {fix}")

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples draft tokens with the target's noise, and says how sure each is: by how much its score beat the runner-up's.
+"""Samples draft tokens with the target's noise, and grades them by the score gap between the best two tokens.
 
-A drafter that samples with the target's noise is the likelier to be right the larger that margin: it says how far the
-target's logits may differ before another token wins.
+The score of a token is its scaled logit plus the noise. The wider the gap, the further the target's logits may differ from the
+drafter's before another token wins. So drafts with a wide gap are more often right.
 
-Shapes: R rows of logits, V vocabulary of the drafter, S request slots, K draft positions.
+Shapes: R rows of logits, V vocabulary of the drafter, N tokens of a block, S request slots, K draft positions.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +25,20 @@ from vllm_v2_cpu.kernels.floats import (
 from vllm_v2_cpu.kernels.kernel_launch import view
 from vllm_v2_cpu.kernels.noise import gumbel_bound, gumbel_of, row_state, token_bits, uniform_of
 
-MARGIN_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
-"""Margins, in nats, at which the next evidence level begins: wide, because most drafts of a good head are nearly sure."""
-MARGIN_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
-"""Rates believed of the levels before anything was seen."""
+SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
+"""Score gaps, in nats, at which the next evidence level begins. They are wide: most drafts of a good head are nearly sure."""
+SCORE_GAP_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
+"""Acceptance rates assumed for the levels before any draft was observed."""
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
-"""The same of draft positions, which are the levels of a drafter whose drafts come without margins."""
-SHARED_NOISE_PRIORS = MARGIN_PRIORS if compat.HAS_MARGINS else POSITION_PRIORS
+"""Acceptance rates assumed for draft positions, which serve as levels where there are no score gaps."""
+SHARED_NOISE_PRIORS = SCORE_GAP_PRIORS if compat.HAS_SCORE_GAPS else POSITION_PRIORS
+"""Acceptance rates assumed for a drafter that samples with the target's noise."""
 _BLOCK = 1024
+"""Tokens of a row that are scored at a time."""
+_EDGES = np.array(SCORE_GAP_EDGES, np.float32)
 
 
-def sample_with_margin(
+def sample_with_score_gap(
     logits_RV: torch.Tensor,
     slots_R: torch.Tensor,
     temperature_S: torch.Tensor,
@@ -48,12 +48,17 @@ def sample_with_margin(
     column: torch.Tensor,
     token_ids_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The token of each row, int64 [R], as vLLM's `gumbel_sample` draws it; writes evidence levels to a column.
+    """Returns the token of each row, int64 [R], as vLLM's `gumbel_sample` draws it. Writes evidence levels to a column.
 
     Args:
-        positions_R: of the token before the one to be drafted.
-        levels_RK: int8, of which `column`, a number on the device, is written.
-        token_ids_V: The target's token of each column of logits, int64, ascending; None: column v is token v.
+        logits_RV: Logits of the drafter, before temperature.
+        slots_R: Request slot of each row; negative in rows that pad a CUDA graph.
+        temperature_S: Temperature of each request; 0 for greedy sampling.
+        seeds_S: Seed of each request's noise.
+        positions_R: Position of the token before the one to be drafted.
+        levels_RK: Evidence levels, int8.
+        column: Column of `levels_RK` to be written, an integer on the device.
+        token_ids_V: The target's token of each column of logits, int64, ascending; None if column v is token v.
     """
     tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
     if token_ids_V is None:
@@ -66,9 +71,6 @@ def sample_with_margin(
     else:
         _sample_rows(*map(view, arguments), _EDGES)
     return tokens_R
-
-
-_EDGES = np.array(MARGIN_EDGES, np.float32)
 
 
 @njit(cache=True, error_model="numpy")
@@ -89,7 +91,7 @@ def _scan(state, ids_N, is_noisy, scores_N, bounds_N, best, second, token):  # t
 
 @njit(cache=True, error_model="numpy")
 def _best_two(logits_V, temperature, state, token_ids_V, scores_N, bounds_N, ids_N):  # type: ignore[no-untyped-def]
-    """The best token of a row, and by how much its score beats the next. Most tokens are ruled out by a bound."""
+    """Returns the best token of a row and its score gap. A bound on the noise rules out most tokens cheaply."""
     is_noisy = temperature != F32(0)
     divisor = temperature if is_noisy else F32(1)
     best, second, token = LOWEST_KEY, LOWEST_KEY, np.int64(0)
@@ -124,38 +126,5 @@ def _sample_rows(  # type: ignore[no-untyped-def]
         temperature = F32(temperature_S[slot]) if slot >= 0 else F32(0)
         state = row_state(seeds_S[slot] if slot >= 0 else np.int64(0), positions_R[r])
         row = row_of(logits_RV, r, logits_RV.shape[1])
-        tokens_R[r], margin = _best_two(row, temperature, state, token_ids_V, scores_N, bounds_N, ids_N)
-        levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, margin)
-
-
-def share_noise(
-    speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
-) -> None:
-    """Makes a drafter with weights sample its own logits with the noise that the target will draw at each position.
-
-    `levels_RK` gets the evidence levels of its draft tokens, where this vLLM's noise has margins: in `column`, or in that of
-    the draft step. Nothing is sampled where the drafter `only_reads`.
-    """
-
-    def sample_draft(
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-        **_: Any,
-    ) -> torch.Tensor:
-        if only_reads():
-            return torch.zeros(len(hidden_states), dtype=torch.int64, device=hidden_states.device)
-        logits, places, token_ids = compat.draft_logits_and_positions(
-            speculator, hidden_states, positions, spec_step_idx
-        )
-        rows = (logits, idx_mapping, temperature, seeds, places)
-        if compat.HAS_MARGINS:
-            return sample_with_margin(*rows, levels_RK, draft_step if column is None else column, token_ids)
-        return compat.draw(*rows, apply_temperature=True)
-
-    speculator.sample_draft = sample_draft
+        tokens_R[r], gap = _best_two(row, temperature, state, token_ids_V, scores_N, bounds_N, ids_N)
+        levels_RK[r, column.ravel()[0]] = np.searchsorted(edges, gap)

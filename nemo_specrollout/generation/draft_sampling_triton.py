@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `draft_sampling.py` for a GPU: the best two scores of each block of a row, then those of the row.
+"""GPU kernels of `draft_sampling.py`: the best two scores of each block of a row, then the best two of the row.
 
-A score is computed as vLLM's `gumbel_sample` does it, by the same functions in the same order, so that both have the same
-bits on a device, whatever its logarithm is. Two launches where vLLM makes three.
+Scores are computed by the functions of vLLM's `gumbel_sample`, in the same order. So both get the same bits on any device,
+although devices differ in their logarithms. vLLM makes three launches, these kernels two.
 
 Shapes: R rows of logits, V vocabulary, S request slots, K draft positions, N blocks of a row.
 """
@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
 
-from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES
+from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES
 
 BLOCK = 1024
-_EDGES = tl.constexpr(MARGIN_EDGES)
-_NUM_EDGES = tl.constexpr(len(MARGIN_EDGES))
+_EDGES = tl.constexpr(SCORE_GAP_EDGES)
+_NUM_EDGES = tl.constexpr(len(SCORE_GAP_EDGES))
 _NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
 def _best_two(scores):  # type: ignore[no-untyped-def]
-    """The best score, where it first is, and the second best."""
+    """Returns the best score, its first index, and the second best score."""
     best, index = tl.max(scores, axis=0, return_indices=True)
     others = tl.where(tl.arange(0, scores.shape[0]) == index, _NEVER, scores)
     return best, index, tl.max(others, axis=0)
@@ -66,10 +66,10 @@ def _best_of_row(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK)
     best, index, second = _best_two(tl.load(best_ptr + row * num_blocks + n, mask=n < num_blocks, other=float("-inf")))
     second = tl.maximum(second, tl.load(second_ptr + row * num_blocks + index))
-    margin = best - second
-    level = (margin > _EDGES[0]).to(tl.int32)
+    gap = best - second
+    level = (gap > _EDGES[0]).to(tl.int32)
     for i in tl.static_range(1, _NUM_EDGES):
-        level += (margin > _EDGES[i]).to(tl.int32)
+        level += (gap > _EDGES[i]).to(tl.int32)
     tl.store(tokens_ptr + row, tl.load(token_ptr + row * num_blocks + index).to(tl.int64))
     tl.store(levels_ptr + row * levels_stride + tl.load(column_ptr), level.to(tl.int8))
 
@@ -85,7 +85,7 @@ def sample_rows(
     column: torch.Tensor,
     token_ids_V: torch.Tensor,
 ) -> None:
-    """Writes what `draft_sampling.sample_with_margin` says; an empty `token_ids_V` means that column v is token v."""
+    """Writes tokens and levels like `draft_sampling.sample_with_score_gap`. If `token_ids_V` is empty, column v is token v."""
     num_rows, num_vocab = logits_RV.shape
     num_blocks = triton.cdiv(num_vocab, BLOCK)
     best_RN, second_RN = logits_RV.new_empty(2, num_rows, num_blocks, dtype=torch.float32)

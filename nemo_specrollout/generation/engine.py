@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in this process: vLLM with our worker, rollout requests in, rollouts out."""
+"""An engine in this process: vLLM with our worker. Rollout requests go in, rollouts come out."""
 
 import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,10 @@ from nemo_specrollout.config.model_folder import stop_token_ids, with_tied_lm_he
 from nemo_specrollout.config.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED_LOGPROBS, GenerationConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
-from nemo_specrollout.generation.identity import rollout_extra_args
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
+from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.sampling.seeds import request_seed
+from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 if TYPE_CHECKING:
     from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
@@ -30,35 +31,6 @@ _DEFAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class RolloutRequest:
-    """One sample of one prompt. `prompt_index`, `sample_index` and `policy_version` fix its noise.
-
-    `exact_length` makes the response just that long, whatever is sampled: for timing steps.
-    `prefix_token_ids` is the beginning of the response, made elsewhere: the engine goes on from there.
-    """
-
-    prompt_token_ids: Sequence[int]
-    prompt_index: int
-    sample_index: int
-    policy_version: int = 0
-    speculate: bool = True
-    exact_length: int | None = None
-    prefix_token_ids: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """A response: its tokens, their log-probs, and why it ended (`stop` or `length`).
-
-    The log-probs are of the distribution that was sampled from. Those of greedy tokens are at temperature 1.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-
-
 class RolloutEngine:
     """vLLM in this process. Owns the engine and its weights.
 
@@ -68,7 +40,7 @@ class RolloutEngine:
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
         """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM.
 
-        Raises ConfigError for what vLLM refuses.
+        Raises ConfigError if vLLM refuses the configuration.
         """
         set_process_environment()
         from nemo_specrollout.generation import compat
@@ -91,7 +63,7 @@ class RolloutEngine:
             raise
 
     def _start_drafters(self, generation: GenerationConfig) -> "DrafterPool | None":
-        """The drafter processes that the block asks for: they start while this engine does."""
+        """Starts the drafter processes that the block asks for. They load while this engine does."""
         block = generation.specrollout
         if not block.enabled or block.remote is None or not block.remote.workers:
             return None
@@ -103,6 +75,7 @@ class RolloutEngine:
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation.older_runners import allow_text_drafters
 
         block = generation.specrollout
         if self.drafters is not None:
@@ -118,13 +91,10 @@ class RolloutEngine:
             "enforce_eager": generation.vllm_cfg.enforce_eager,
             "seed": seed,
         }
-        arguments = with_specrollout(arguments, block, compat.device_type(), **compat.drafting_abilities())
-        self._has_our_worker = "worker_cls" in arguments
-        if self._has_our_worker:
-            from nemo_specrollout.generation.older_runners import allow_text_drafters
-
-            allow_text_drafters()
+        arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities())
         compat.check_arguments(arguments)
+        if has_our_worker := "worker_cls" in arguments:
+            allow_text_drafters()
         try:
             self._llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
@@ -136,6 +106,7 @@ class RolloutEngine:
                 "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
                 "kv_cache_memory_bytes"
             ) from error
+        self._worker = WorkerClient(self._call_worker) if has_our_worker else None
 
     def generate(
         self,
@@ -143,27 +114,30 @@ class RolloutEngine:
         on_finished: Callable[[int], None] = lambda done: None,
         **sampling: Any,
     ) -> list[Rollout]:
-        """Rollouts of `requests`, in their order; `sampling` overrides the config's sampling parameters.
+        """Returns rollouts of `requests`, in their order. If interrupted, it leaves no request in the engine.
 
-        `on_finished` is told the number of finished requests whenever it grows. If interrupted, nothing stays behind.
+        Args:
+            requests: The requests, all of which may run at the same time.
+            on_finished: Called with the number of finished requests when that number grows.
+            sampling: Sampling parameters that override those of the configuration.
         """
         generation = Generation(self, requests, on_finished, sampling)
         generation.advance()
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """No step was asked for in the last `seconds` of a rollout: the step that follows took that much less."""
-        if self._has_our_worker:
-            self._llm.collective_rpc("specrollout_stood_still", args=(seconds,))
+        """Leaves `seconds`, in which nobody asked for a step of a running rollout, out of the next step's time."""
+        if self._worker is not None:
+            self._worker.stood_still(seconds)
 
     def submit(self, requests: Sequence[RolloutRequest], sampling: Mapping[str, Any]) -> list[str]:
-        """Queues `requests`; returns the engine's ids of them."""
+        """Queues `requests`. Returns their ids."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from nemo_specrollout.generation.compat import RolloutSamplingParams
+        from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
 
-        params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
+        params_class = SamplingParams if self._worker is None else RolloutSamplingParams
         ids = []
         for request in requests:
             params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -174,84 +148,94 @@ class RolloutEngine:
         return ids
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a request under way, from number `start` of those that this engine made."""
-        from nemo_specrollout.generation.compat import tokens_so_far
+        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
+        from nemo_specrollout.generation.vllm_requests import tokens_so_far
 
         return tokens_so_far(self._llm.llm_engine, request_id, start)
 
     def step(self) -> dict[str, Rollout]:
-        """One step of all that is queued; the responses that it finished, by their ids."""
-        finished = {o.request_id: rollout_of(o) for o in self._llm.llm_engine.step() if o.finished}
+        """Runs one engine step. Returns the responses that it finished, by request id."""
+        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
         self.num_steps += 1
         return finished
 
     def abort(self, ids: list[str]) -> None:
-        """Forgets queued requests."""
+        """Removes unfinished requests."""
         self._llm.llm_engine.abort_request(ids)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replaces the weights, by Hugging Face names, and forgets every cached prefix of the old ones."""
+        """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
         tensors = with_tied_lm_head(self._model, tensors)
-        if self._has_our_worker:
-            self._llm.collective_rpc("specrollout_reload", args=(tensors,))
+        if self._worker is not None:
+            self._worker.reload(tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Replaces the weights of the EAGLE-3 head by one made for the policy that the engine holds; see the worker.
+        """Loads an EAGLE-3 head that was trained for the engine's present weights.
+
+        On held-out texts it made `expected_length` tokens a step, drafting `num_positions`.
 
         Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
         """
-        self._llm.collective_rpc("specrollout_load_head", args=(str(folder), None, expected_length, num_positions))
+        if self._worker is None:
+            raise ValueError("the block is disabled: this engine has no head")
+        self._worker.load_head(folder, None, expected_length, num_positions)
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
-        """What is written on the samples of finished requests (`sample_stats.py`); None where no drafter saw one."""
-        if not self._has_our_worker:
+        """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""
+        if self._worker is None:
             return [None] * len(requests)
-        return self._llm.collective_rpc("specrollout_take_sample_stats", args=([self._seed_of(r) for r in requests],))[
-            0
-        ]
+        return self._worker.take_sample_stats([self._seed_of(r) for r in requests])[0]
 
     def take_features(self) -> list["SequenceFeatures"]:
-        """What was captured, since last asked, for the training of a head."""
-        return self._llm.collective_rpc("specrollout_take_features")[0] if self._has_our_worker else []
+        """Returns the features that were captured since the last call, for the training of a head."""
+        return [] if self._worker is None else self._worker.take_features()[0]
 
     def capture_seconds(self) -> float:
-        """What capturing features has taken of the engine's time, all together."""
-        return float(self._llm.collective_rpc("specrollout_capture_seconds")[0]) if self._has_our_worker else 0.0
+        """Returns the seconds of engine time that the capture of features has taken in all."""
+        return 0.0 if self._worker is None else self._worker.capture_seconds()[0]
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """What the canary of a drafter with weights raised since last asked."""
-        return self._llm.collective_rpc("specrollout_take_alarms")[0] if self._has_our_worker else []
+        """Returns the alarms that the canary of a drafter with weights raised since the last call."""
+        return [] if self._worker is None else self._worker.take_alarms()[0]
 
     def take_deaths(self) -> list[str]:
-        """A sentence for each death of a drafter process since last asked."""
+        """Returns a sentence for each drafter process that died since the last call."""
         return [] if self.drafters is None else self.drafters.take_deaths()
 
     def facts(self) -> dict[str, str | bool]:
-        """Returns what is in force in the engine: vLLM's version, model runner, scheduling, CUDA graph mode."""
-        if self._has_our_worker:
-            return self._llm.collective_rpc("specrollout_engine_facts")[0]
+        """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
         from nemo_specrollout.generation.compat import engine_facts
 
         return engine_facts(self._llm.llm_engine.vllm_config)
 
-    def report(self, first_step: int = 0) -> dict[str, Any] | None:
-        """The worker's raw counts and its steps from `first_step` on (`generation/worker.py`); None of a stock engine."""
-        if not self._has_our_worker:
-            return None
-        return self._llm.collective_rpc("specrollout_report", args=(first_step,))[0]
+    def device_facts(self) -> dict[str, Any]:
+        """Returns the names of the attention backends, vLLM's platform class, and its device."""
+        from vllm.platforms import current_platform
+
+        return {
+            "attention": self.run_in_worker(_attention_backends),
+            "platform": type(current_platform).__name__,
+            "device": str(current_platform.device_type),
+        }
+
+    def stats(self, first_step: int = 0) -> EngineStats | None:
+        """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
+        return None if self._worker is None else self._worker.stats(first_step)[0]
 
     def stock_acceptance(self) -> tuple[int, list[int]]:
-        """Of an engine with vLLM's own speculation and `disable_log_stats: false`: how often it drafted, and how often the
-        first j + 1 draft tokens were all accepted, since its start."""
+        """Returns how often an engine with vLLM's own speculation drafted, and how often its first j + 1 drafts were accepted.
+
+        The engine must have been started with `disable_log_stats: false`.
+        """
         metrics: dict[str, Any] = {m.name: m for m in self._llm.get_metrics()}
         drafts = metrics["vllm:spec_decode_num_drafts"].value
         return int(drafts), list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
 
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
-        """Returns `function(worker)`: for tools that look inside an engine."""
+        """Returns `function(worker)`, for tools that look inside an engine."""
         return self._llm.collective_rpc(function)[0]
 
     def close(self) -> None:
@@ -264,28 +248,23 @@ class RolloutEngine:
             del engine
             gc.collect()
 
+    def _call_worker(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        return self._llm.collective_rpc(method, args=tuple(arguments[0] or ()))[:1]
+
     def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
-        generation = self._generation
-        prefix_length = len(request.prefix_token_ids)
-        identity = rollout_extra_args(
-            request.prompt_index,
-            request.sample_index,
-            request.policy_version,
-            speculate=request.speculate,
-            prompt_length=len(request.prompt_token_ids) if prefix_length else None,
-        )
-        length = request.exact_length
+        generation, length = self._generation, request.exact_length
+        has_our_worker = self._worker is not None
         return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
-            "max_tokens": (length or generation.max_new_tokens) - prefix_length,
+            "max_tokens": (length or generation.max_new_tokens) - len(request.prefix_token_ids),
             "ignore_eos": length is not None,
             "stop_token_ids": [] if length else self._stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
-            "extra_args": identity if self._has_our_worker else None,
-            "seed": None if self._has_our_worker else self._seed_of(request),
+            "extra_args": rollout_extra_args(request) if has_our_worker else None,
+            "seed": None if has_our_worker else self._seed_of(request),
         }
 
     def _seed_of(self, request: RolloutRequest) -> int:
@@ -293,9 +272,9 @@ class RolloutEngine:
 
 
 class Generation:
-    """Requests under way in an engine; owns their results. May be advanced in turns, as the bench does.
+    """Requests that run in an engine. Owns their results. A caller may advance several generations in turns.
 
-    States: under way, then done; or abandoned, if a step is interrupted: nothing of it stays in the engine then.
+    States: running, then done; or abandoned if a step is interrupted, and then none of its requests stays in the engine.
     """
 
     def __init__(
@@ -306,7 +285,7 @@ class Generation:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         at_a_time: int | None = None,
     ) -> None:
-        """Submits the requests. `at_a_time`: the most that run at once; a finished request makes room for a waiting one."""
+        """Submits the requests, at most `at_a_time` at once. The other arguments are those of `RolloutEngine.generate`."""
         self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
         self._waiting = list(requests[at_a_time:]) if at_a_time else []
         self._ids = engine.submit(requests[:at_a_time], sampling)
@@ -323,7 +302,7 @@ class Generation:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The responses, in the order of the requests, when all are done."""
+        """The responses in the order of the requests, once all are done."""
         return [self._done[i] for i in self._ids]
 
     @property
@@ -333,7 +312,7 @@ class Generation:
         return done + sum(len(self._engine.progress(i)[0]) for i in self._ids if i not in self._done)
 
     def advance(self, seconds: float = math.inf) -> None:
-        """Steps until all is done or `seconds` have passed, and at least once."""
+        """Steps the engine at least once, until all requests are done or `seconds` have passed."""
         until = time.perf_counter() + seconds
         try:
             while not self.is_done:
@@ -355,9 +334,7 @@ class Generation:
         self._on_finished(len(self._done))
 
 
-def rollout_of(finished: Any) -> Rollout:
-    """What vLLM says of a finished request, in short."""
-    output = finished.outputs[0]
-    token_ids = list(output.token_ids)
-    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
-    return Rollout(token_ids, logprobs, output.finish_reason)
+def _attention_backends(worker: Any) -> list[str]:
+    """Returns the backends' names; an empty list if this version's model runner does not tell them."""
+    groups = [group for layers in getattr(worker.model_runner, "attn_groups", ()) for group in layers]
+    return sorted({group.backend.get_name() for group in groups if hasattr(group, "backend")})

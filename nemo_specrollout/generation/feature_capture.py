@@ -1,38 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features for a draft head's training, from the rollout itself: the target has computed them anyway.
+"""Captures features for a draft head's training from the rollout itself, where the policy computes them anyway.
 
-A sample of the requests is captured, so that it costs a bounded share of the engine's time and memory. Rows of captured
-requests are gathered on the device, without a word to the host, and brought there when the buffer is full.
+A sample of the requests is captured, so that the cost is a bounded share of the engine's time and memory. Rows of captured
+requests are gathered in a buffer on the device without a sync, and copied to the host when the buffer is full.
 
-Shapes: S request slots, B requests of the batch, R rows of a forward pass, M rows kept of them, N rows of the buffer, F
-features of a row.
+Shapes: B requests of the batch, F features of a row, M rows kept of a forward pass, N rows of the buffer, R rows of a forward
+pass, S request slots.
 """
 
 import itertools
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_specrollout.generation.compat import to_device
-from nemo_specrollout.generation.speculator import NewRequest
+from nemo_specrollout.generation.head_loading import aux_layer_ids
+from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.sampling.seeds import combine
+from nemo_specrollout.training.features.feature_index import FeatureSource
+from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 SHORTEST = 8
-"""Tokens of a sequence below which nothing is learned from it."""
+"""Tokens of the shortest sequence that is worth training on."""
+CAPTURE_BYTES = 64 << 20
+"""Bytes of the buffer on the device."""
+CAPTURE_TIME_SHARE = 0.02
+"""Share of the engine's time that capturing may take."""
+OUTBOX_BYTES = 512 << 20
+"""Bytes of captured sequences that the host keeps until they are taken."""
 
 
 @dataclass
 class _Sequence:
-    """A captured request: rows that have come to the host. `version`: of the weights that computed them."""
+    """A captured request, with its rows on the host."""
 
     request: NewRequest
     version: int
+    """Version of the weights that computed the rows."""
     first_position: int = 0
     tokens: list[np.ndarray] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -42,8 +53,10 @@ class _Sequence:
         return sum(map(len, self.tokens))
 
     def num_before_end(self, tokens: np.ndarray) -> int:
-        """How many of the sequence's tokens come before its last: an engine that schedules asynchronously may compute a step
-        more, before it learns that a request has ended."""
+        """Returns the number of tokens before the sequence's last one.
+
+        An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
+        """
         start = max(self.request.prompt_length - self.first_position, 0)
         stops = np.isin(tokens[start:], list(self.request.stop_token_ids))
         last = start + int(stops.argmax()) if stops.any() else len(tokens)
@@ -51,19 +64,34 @@ class _Sequence:
 
 
 class FeatureCapture:
-    """Collects `SequenceFeatures` of a share of the requests; owns the buffer on the device, and what was collected until it
-    is taken.
+    """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
 
-    `share` of the requests are captured, chosen by their seeds, fewer as soon as that takes more than `max_time_share` of
-    the time. What is not taken is forgotten beyond `max_bytes`, oldest first. `version` is that of the weights; a sequence
-    across an update of them is cut there, so that each has one version.
+    Requests are chosen by their seeds. None are chosen while capturing has taken more than its share of the time. Sequences
+    that are not taken are dropped beyond a limit, oldest first. A sequence is cut where the weights change, so each has one
+    version.
     """
 
+    @classmethod
+    def for_runner(cls, runner: Any, share: float) -> "FeatureCapture":
+        """Builds a capture of `share` of the requests of vLLM's model runner, within the limits above."""
+        num_layers = len(aux_layer_ids(runner) or ()) + 1
+        num_features = num_layers * runner.model_config.get_hidden_size()
+        capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
+        return cls(runner, capacity, num_features, share)
+
     def __init__(
-        self, runner: Any, capacity: int, num_features: int, share: float, max_time_share: float, max_bytes: int
+        self,
+        runner: Any,
+        capacity: int,
+        num_features: int,
+        share: float,
+        max_bytes: int = OUTBOX_BYTES,
     ) -> None:
-        """Room for `capacity` rows of `num_features` each is taken now, so that vLLM's memory profile sees it."""
-        self._share, self._max_time_share, self._max_bytes = share, max_time_share, max_bytes
+        """Allocates `capacity` rows of `num_features` now, so that vLLM's memory profile includes them.
+
+        `share` of the requests are captured; up to `max_bytes` of sequences wait on the host.
+        """
+        self._share, self._max_time_share, self._max_bytes = share, CAPTURE_TIME_SHARE, max_bytes
         self._capacity, self._device, self._states = capacity, runner.device, runner.req_states
         self._shape, self._dtype = (capacity, num_features), runner.dtype
         self._num_hidden = runner.model_config.get_hidden_size()
@@ -75,7 +103,11 @@ class FeatureCapture:
         self._done: deque[SequenceFeatures] = deque()
         self._done_bytes = 0
         self._started = time.perf_counter()
-        self.version, self.seconds = 0, 0.0
+        self._store: FeatureStore | None = None
+        self.version = 0
+        """Version of the engine's weights."""
+        self.seconds = 0.0
+        """Seconds of engine time that capturing has taken."""
         self._allocate()
 
     def _allocate(self) -> None:
@@ -83,16 +115,16 @@ class FeatureCapture:
         self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
 
     def release(self) -> None:
-        """Gives the device's memory back, while the engine sleeps."""
+        """Frees the buffer on the device while the engine sleeps."""
         self._flush()
         del self._hidden_NF, self._rows_N3
 
     def resume(self) -> None:
-        """The engine is awake."""
+        """Allocates the buffer again when the engine wakes up."""
         self._allocate()
 
     def open(self, requests: Sequence[NewRequest]) -> None:
-        """Requests take their slots."""
+        """Chooses which of the requests that took slots are captured."""
         is_in_time = self.seconds <= self._max_time_share * (time.perf_counter() - self._started)
         for request in requests:
             is_captured = is_in_time and combine(request.identity.seed, 1) < self._share * 2.0**64
@@ -105,35 +137,35 @@ class FeatureCapture:
         self._ids_S[index] = to_device(self._id_of_slot[slots].tolist(), np.int32, self._device)
 
     def close(self, slots: list[int]) -> None:
-        """The requests of `slots` are gone."""
+        """Ends the capture of the requests in `slots`."""
         self._ended |= {int(self._id_of_slot[slot]) for slot in slots} - {0}
         self._id_of_slot[slots] = 0
 
     def observe(
         self, batch: Any, final_hidden_RH: torch.Tensor, aux_hidden: list[torch.Tensor] | None, num_rejected_B: Any
     ) -> None:
-        """Keeps what a step computed of the captured requests; drafts that were rejected are marked as no request's."""
+        """Gathers the rows that a step computed for captured requests. Rows of rejected drafts are marked as ownerless."""
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
-        most = int(batch.num_scheduled_tokens[captured_B].sum())
-        if most == 0 or most > self._capacity:
+        num_most = int(batch.num_scheduled_tokens[captured_B].sum())
+        if num_most == 0 or num_most > self._capacity:
             return
         started = time.perf_counter()
-        if self._num_rows + most > self._capacity:
+        if self._num_rows + num_most > self._capacity:
             self._flush()
         ids_R = self._owners(batch, num_rejected_B)
-        place_R = torch.where(ids_R > 0, (ids_R > 0).cumsum(0) - 1, most)
+        place_R = torch.where(ids_R > 0, (ids_R > 0).cumsum(0) - 1, num_most)
         rows_R = torch.arange(len(ids_R), device=self._device)
-        kept_M, ids_M = (v_R.new_zeros(most + 1).scatter_(0, place_R, v_R)[:most] for v_R in (rows_R, ids_R))
-        new = slice(self._num_rows, self._num_rows + most)
+        kept_M, ids_M = (v_R.new_zeros(num_most + 1).scatter_(0, place_R, v_R)[:num_most] for v_R in (rows_R, ids_R))
+        new = slice(self._num_rows, self._num_rows + num_most)
         columns = (ids_M, batch.positions[kept_M].int(), batch.input_ids[kept_M].int())
         self._rows_N3[new] = torch.stack(columns, dim=1)
         parts = [*(aux_hidden or []), final_hidden_RH]
         torch.cat([part[kept_M] for part in parts], dim=1, out=self._hidden_NF[new])
-        self._num_rows += most
+        self._num_rows += num_most
         self.seconds += time.perf_counter() - started
 
     def _owners(self, batch: Any, num_rejected_B: torch.Tensor) -> torch.Tensor:
-        """The captured request that each row of the forward pass belongs to, int32 [R]; 0: none."""
+        """Returns the captured request of each row of the forward pass, int32 [R]; 0 for none."""
         ends_B = batch.query_start_loc[1 : batch.num_reqs + 1]
         rows_R = torch.arange(batch.num_tokens, dtype=ends_B.dtype, device=self._device)
         request_R = torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=batch.num_reqs - 1)
@@ -141,7 +173,7 @@ class FeatureCapture:
         return self._ids_S[batch.idx_mapping][request_R] * is_kept_R
 
     def weights_updated(self, version: int) -> None:
-        """What comes from now on was computed by weights of that version."""
+        """Cuts the running sequences: later rows are computed by weights of `version`."""
         self._flush()
         for key in list(self._under_way):
             sequence = self._under_way[key]
@@ -150,7 +182,7 @@ class FeatureCapture:
         self.version = version
 
     def take(self) -> list[SequenceFeatures]:
-        """All sequences that are complete, or cut; the caller owns them."""
+        """Returns all sequences that are complete or cut."""
         self._flush()
         for key in self._ended:
             self._finish(self._under_way.pop(key))
@@ -158,21 +190,32 @@ class FeatureCapture:
         done, self._done, self._done_bytes = list(self._done), deque(), 0
         return done
 
+    def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
+        """Writes all sequences that are complete or cut to the feature store in `folder`.
+
+        The other arguments are those of `FeatureStore`, with `source` as the fields of a `FeatureSource`. Raises OSError or
+        ValueError if the store cannot be written.
+        """
+        if self._store is None:
+            fields = {**source, "layer_ids": tuple(source["layer_ids"])}
+            self._store = FeatureStore(Path(folder), max_bytes, FeatureSource(**fields), held_out_share)
+            self._store.forget_after(self.version)
+        self._store.keep(self.take())
+
     def _flush(self) -> None:
-        """Brings the buffer's rows to the host, and parts them by sequence."""
-        if self._num_rows == 0:  # as while the engine sleeps: there is no buffer
+        """Copies the buffer's rows to the host, and sorts them by sequence."""
+        if self._num_rows == 0:  # while the engine sleeps there is no buffer
             return
         rows_N3, hidden_NF = self._rows_N3[: self._num_rows].cpu().numpy(), self._hidden_NF[: self._num_rows].cpu()
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, key in enumerate(rows_N3[:, 0].tolist()):
-            if key:
-                places[key].append(place)
-        for key, where in places.items():
-            self._append(key, rows_N3[where, 1], rows_N3[where, 2], hidden_NF[where])
+        by_owner = np.argsort(rows_N3[:, 0], kind="stable")
+        owners, starts = np.unique(rows_N3[by_owner, 0], return_index=True)
+        for owner, places in zip(owners.tolist(), np.split(by_owner, starts[1:]), strict=True):
+            if owner:
+                self._append(owner, rows_N3[places, 1], rows_N3[places, 2], hidden_NF[places])
         self._num_rows = 0
 
     def _append(self, key: int, positions: np.ndarray, tokens: np.ndarray, hidden: torch.Tensor) -> None:
-        """Adds rows to a sequence, which is cut where rows before them are missing."""
+        """Adds rows to a sequence, and cuts it where rows are missing."""
         cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
         for start, end in itertools.pairwise(cuts):
             sequence = self._under_way[key]

@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the engine's drafter with weights while it drafts: an alarm within a few steps, and a broken drafter off."""
+"""Watches a drafter with weights while it drafts: raises an alarm within a few steps, and turns a broken drafter off."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.generation.head_loading import head_health
-from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.generation.sample_stats import SampleStatsLog
-from nemo_specrollout.generation.speculator import Drafting
+from nemo_specrollout.generation.device_reads import HostCopy
+from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.head_health import head_health
 from nemo_specrollout.scheduling.heads.canary import WEIGHT_CAUSES, Canary, HeadHealth
 from nemo_specrollout.scheduling.heads.context_canary import ContextCanary
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 logger = logging.getLogger(__name__)
-STEPS = 8
-"""Engine steps from one look at the counts to the next."""
+CHECK_STEPS = 8
+"""Engine steps between two checks of the counts."""
 
 
 class HeadWatch:
-    """Owns the canaries of an engine and the alarms they raised; the sample stats have the versions of policy and head.
+    """Owns an engine's canaries and the alarms that they raised. Versions of policy and head are those of the sample stats.
 
-    The counts are the draft board's, and come from the device a look late. A collapse turns the drafter off until the next
-    head or wake; a mere decline does not, nor does a failure in long contexts alone. Nor does a collapse without a known fault
-    where the drafter is asked only as far as that pays: tasks may have changed, so drafter and canary begin again.
+    The counts are the draft board's. They reach the host one check late.
+
+    A collapse of acceptance turns the drafter off until the next head or wake-up. A mere decline does not, nor does a failure
+    in long contexts alone. If the drafter is asked only where it pays, a collapse without a known fault does not turn it off
+    either: the tasks may have changed, so drafter and canary begin again.
     """
 
     def __init__(
         self, runner: Any, drafting: Drafting, sample_stats: SampleStatsLog, folder: Path | None, max_age: int | None
     ) -> None:
+        """`folder`: the head in service; `max_age`: policy versions after which a head's age raises an alarm."""
         assert drafting.model is not None
         self._runner, self._model, self._sample_stats = runner, drafting.model, sample_stats
         self._canary, self._contexts = Canary(max_age=max_age), ContextCanary()
@@ -38,52 +41,56 @@ class HeadWatch:
         self._counts = HostCopy(board.verified_DCK2[board.model])
         self._seen_CK2 = self._counts.values.copy()
         self._num_steps = 0
-        self.alarms: list[dict[str, Any]] = []
+        self._alarms: list[dict[str, Any]] = []
 
     @property
     def age(self) -> int:
-        """Weight updates since the head in service was made for the policy."""
+        """Weight updates since the head in service was trained for the policy."""
         return self._sample_stats.policy_version - self._sample_stats.head_version
 
     def began(self, event: str, **known: Any) -> None:
-        """After a refit, publish or wake: acceptance should be what it was, or what the gate measured."""
+        """Starts a period after a refit, publish or wake, in which acceptance should be as before, or as the gate measured."""
         self._canary.begin(event, **known)
         self._contexts.begin(event, **known)
         if event != "refit":
             self._model.is_allowed = True
 
     def published(self, folder: Path, head_version: int, expected_length: float | None, num_positions: int) -> None:
-        """The head of `folder` is in service, made for the policy of `head_version`."""
+        """Notes that the head of `folder`, trained for the policy of `head_version`, is now in service."""
         self._previous, self._folder = self._folder, folder
         self._contexts = ContextCanary()
         self._sample_stats.head_version = head_version
         self.began("publish", expected_length=expected_length, num_positions=num_positions)
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Those since last asked, as plain values."""
-        self.look()
-        alarms, self.alarms = self.alarms, []
+        """Returns the alarms since the last call, as plain values."""
+        self._check()
+        alarms, self._alarms = self._alarms, []
         return alarms
 
-    def stepped(self) -> None:
-        """An engine step is over."""
+    def step_ended(self) -> None:
+        """Counts an engine step, and checks the counts from time to time."""
         self._num_steps += 1
-        if self._num_steps % STEPS == 0:
-            self.look()
+        if self._num_steps % CHECK_STEPS == 0:
+            self._check()
 
-    def look(self) -> None:
-        """Judges what has been verified since the last look."""
+    def _check(self) -> None:
+        """Judges the drafts that were verified since the last check."""
         self._counts.refresh()
         new_CK2 = self._counts.values - self._seen_CK2
         self._seen_CK2 = self._counts.values.copy()
         drafted_CK, accepted_CK = new_CK2[..., 0], new_CK2[..., 1]
-        far = self._contexts.observe(drafted_CK, accepted_CK, STEPS)
+        context_alarm = self._contexts.observe(drafted_CK, accepted_CK, CHECK_STEPS)
         health = HeadHealth(age_in_versions=self.age)
-        alarm = self._canary.observe(drafted_CK.sum(axis=0), accepted_CK.sum(axis=0), health, STEPS) or far
-        if alarm is None:
-            return
-        health = head_health(self._runner, self._folder, self._previous, self.age)
-        alarm = alarm.explained_by(replace(health, fails_in_long_contexts=self._contexts.fails_in_long_contexts))
+        alarm = self._canary.observe(drafted_CK.sum(axis=0), accepted_CK.sum(axis=0), health, CHECK_STEPS)
+        alarm = alarm or context_alarm
+        if alarm is not None:
+            health = head_health(self._runner, self._folder, self._previous, self.age)
+            health = replace(health, fails_in_long_contexts=self._contexts.fails_in_long_contexts)
+            self._raise(alarm.explained_by(health))
+
+    def _raise(self, alarm: Any) -> None:
+        """Records an alarm, and stops the drafter if it is broken."""
         is_collapse = self._canary.is_silent
         is_off = is_collapse and (alarm.cause in WEIGHT_CAUSES or not self._model.is_weighed)
         if is_off:
@@ -93,7 +100,7 @@ class HeadWatch:
             self._canary.begin_again()
             self._contexts = ContextCanary()
         logger.warning("specrollout: %s", alarm.sentence)
-        self.alarms.append(
+        self._alarms.append(
             {
                 "event": alarm.event, "cause": alarm.cause, "seen": alarm.seen, "expected": alarm.expected,
                 "drafted": alarm.num_drafted, "drafter_off": is_off, "sentence": alarm.sentence,

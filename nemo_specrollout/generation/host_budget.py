@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of drafts that a step verifies on vLLM before 0.32, which has no adaptive verification.
 
-Shapes: S request slots, B requests of the batch, K draft positions.
+Shapes: B requests of the batch, K draft positions, S request slots.
 """
 
 import dataclasses
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.generation.compat import agreed
-from nemo_specrollout.generation.host_copy import HostCopy
-from nemo_specrollout.generation.speculator import Drafting
+from nemo_specrollout.generation.device_reads import HostCopy
+from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.ranks import agreed
 from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, BudgetPolicy
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 
 
 class HostBudget:
-    """Keeps a step's drafts within the policy's budget: the worker leaves the other drafts out of the step.
+    """Keeps a step's drafts within the policy's budget: the vLLM worker leaves the other drafts out of the step.
 
-    The scheduler takes what was left out for rejected. Each request's number is chosen on the host, by the figures of a step
-    before; vLLM's draft tokens stay on the device.
+    The scheduler treats drafts that were left out as rejected. The host chooses the number for each request from acceptance
+    rates that are a step old. Draft tokens stay on the device.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class HostBudget:
         costs: Callable[[], StepCosts | None],
         drafting: Drafting,
     ) -> None:
-        """As `VerificationBudget`."""
+        """Takes the arguments of `VerificationBudget`."""
         self._slot_of, self._speculator = runner.req_states.req_id_to_index, runner.speculator
         self._rates_SK = torch.zeros(runner.max_num_reqs, runner.num_speculative_steps, device=runner.device)
-        self._known = HostCopy(self._rates_SK)
+        self._known_rates = HostCopy(self._rates_SK)
         self._policy, self._costs, self._drafting = policy, costs, drafting
 
     def bind(self, runner: Any) -> None:
-        """Stands between the runner and its steps from now on."""
+        """Trims the runner's steps from now on."""
         execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
 
         def execute_within_budget(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,21 +55,23 @@ class HostBudget:
         runner.execute_model, runner.sample_tokens = execute_within_budget, sample_and_record
 
     def record(self, batch: Any) -> None:
-        """The drafts that were just proposed come true at the speculator's rates; the host hears of it a step later."""
+        """Records the acceptance rates of the drafts that were just proposed. The host reads them a step later."""
         rates_BK = self._speculator.draft_token_confidence_probs[: batch.num_reqs]
         self._rates_SK[batch.idx_mapping] = rates_BK
-        self._known.refresh()
+        self._known_rates.refresh()
 
     def trimmed(self, scheduled: Any) -> Any:
-        """The scheduler's output with as many drafts as the policy wants; a copy, since the scheduler reads its own later.
+        """Returns a copy of the scheduler's output with as many drafts as the policy wants.
 
-        A step with structured output stays: the scheduler made masks for all its drafts.
+        The original stays as it is, because the scheduler reads it later. A step with structured output is returned untrimmed:
+        the scheduler made masks for all of its drafts.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts or scheduled.has_structured_output_requests:
             return scheduled
         names = [name for name in scheduled.num_scheduled_tokens if name in self._slot_of]
-        survival_BK = self._known.values[[self._slot_of[name] for name in names]].astype(np.float64).cumprod(axis=1)
+        slots_B = [self._slot_of[name] for name in names]
+        survival_BK = self._known_rates.values[slots_B].astype(np.float64).cumprod(axis=1)
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
         decision = agreed(self._policy.allocate(BudgetObservation(survival_BK, caps_B, self._costs())))
         counts_B = decision.counts_B

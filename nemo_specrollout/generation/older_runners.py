@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mends of the V2 model runners of vLLM before 0.32: a place for text drafters, and bad words. The budget: `host_budget.py`.
+"""Fixes of the V2 model runners of vLLM before 0.32: a speculator for text drafters, and bad words.
 
-Nothing here is in force where vLLM has its own. Shapes: B requests of the batch, K draft positions.
+Nothing here is in force where vLLM has its own. The budget of these versions is in `host_budget.py`.
+
+Shapes: B requests of the batch, K draft positions.
 """
 
 import inspect
@@ -17,13 +19,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from nemo_specrollout.generation.arguments import TEXT_METHOD
 from nemo_specrollout.generation.compat import HAS_TEXT_METHOD
 
-_REFUSED = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
+_LIFTED_REFUSALS = {"ngram/ngram_gpu speculative decoding", f"speculative method '{TEXT_METHOD}'"}
 _config: Any = VllmConfig
 _runner_module: Any = model_runner
 
 
 class TextSpeculator(BaseSpeculator):
-    """The speculator of an engine whose drafters have no weights: it holds their place, and proposes zeros in dummy runs."""
+    """The speculator of an engine whose drafters have no weights. `Drafting` replaces its proposals, except in dummy runs."""
 
     supports_mm_inputs = False
 
@@ -34,20 +36,20 @@ class TextSpeculator(BaseSpeculator):
         self.model = torch.nn.Module()
 
     def init_cudagraph_manager(self, *args: Any) -> None:
-        """It has no graphs."""
+        """Does nothing: there are no CUDA graphs."""
 
     def capture(self, *args: Any) -> None:
-        """It has no graphs."""
+        """Does nothing: there are no CUDA graphs."""
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Zeros, int64 [B, K]."""
+        """Returns zeros, int64 [B, K]."""
         return self.draft_tokens[: input_batch.num_reqs]
 
 
 def allow_text_drafters() -> None:
-    """Lets the V2 model runner take vLLM's method for drafters without weights, which it refuses before 0.32.
+    """Makes the V2 model runner accept vLLM's method for drafters without weights, which it refuses before 0.32.
 
-    Called in each process that makes a config or a worker. The environment tells those that vLLM starts which runner it is.
+    Each process that makes a config or a worker must call this. An environment variable tells vLLM's own processes to use V2.
     """
     if HAS_TEXT_METHOD or hasattr(_config, "specrollout_refuses"):
         return
@@ -57,7 +59,7 @@ def allow_text_drafters() -> None:
     def refuses_less(self: Any) -> list[str]:
         found = refuses(self)
         is_ours = self.speculative_config is not None and self.speculative_config.method == TEXT_METHOD
-        return [text for text in found if not (is_ours and text in _REFUSED)]
+        return [text for text in found if not (is_ours and text in _LIFTED_REFUSALS)]
 
     def init_any_speculator(vllm_config: Any, device: torch.device) -> Any:
         is_ours = vllm_config.speculative_config.method == TEXT_METHOD
@@ -67,8 +69,8 @@ def allow_text_drafters() -> None:
     _runner_module.init_speculator = init_any_speculator
 
 
-def mend_bad_words(sampler: Any) -> None:
-    """Lets bad words look at the draft before a row, where vLLM's kernel looks at the token before that (0.25)."""
+def fix_bad_words(sampler: Any) -> None:
+    """Makes bad words look at the draft before a row. vLLM 0.25's kernel looks at the token before that draft."""
     if "spec_offset + 1" in inspect.getsource(bad_words):
         return
     state = sampler.bad_words_state

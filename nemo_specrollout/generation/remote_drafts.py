@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters elsewhere, for vLLM's V2 model runner: the table that host and device share, and tokens as they reach the host."""
+"""Remote drafters for vLLM's V2 model runner: the table that host and device share, and tokens as they reach the host."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,16 +13,17 @@ from vllm.v1.worker.gpu import buffer_utils
 from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
-from nemo_specrollout.generation.identity import RequestIdentity
+from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter, StreamRequest
 
 
 def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
-    """The drafters at the addresses of `config`; `workers` that somebody else starts are nowhere until one tells.
+    """Builds the verifier's half of the drafters at the addresses of `config`.
 
-    Only one rank of an engine may have it: what comes by network comes to no two alike.
+    Drafters that another process starts have no address until it is told. Only one rank of an engine may call this: what
+    arrives by network differs from rank to rank.
     """
     folder = Path(runner.model_config.model)
     model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
@@ -33,22 +34,21 @@ def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDraf
     return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)
 
 
-class ToldOutput(AsyncModelRunnerOutput):
-    """A step's output, of whose tokens somebody is told when they are on the host: in the thread that waits for them."""
+def stream_request(request: NewRequest, limit: int) -> StreamRequest:
+    """Returns a request of vLLM's for remote drafters, which may draft up to `limit` tokens of text."""
+    params = request.sampling_params
+    sampling = Sampling(params.temperature, max(0, params.top_k), params.top_p)  # vLLM also writes -1 for no top-k
+    return StreamRequest(request.slot, request.identity.seed, sampling, limit, request.token_ids)
+
+
+class WatchedOutput(AsyncModelRunnerOutput):
+    """A step's output that passes its tokens on as soon as they are on the host, in the thread that waits for them."""
 
     def __init__(self, output: AsyncModelRunnerOutput, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
         self._output, self._tell = output, tell
 
     def get_output(self) -> ModelRunnerOutput:
-        """vLLM's."""
+        """Waits for the step's output, and tells the tokens."""
         output = self._output.get_output()
         self._tell(output.sampled_token_ids)
         return output
-
-
-def stream_request(
-    slot: int, identity: RequestIdentity, params: Any, limit: int, token_ids: Sequence[int]
-) -> StreamRequest:
-    """A request of vLLM's, for drafters elsewhere."""
-    sampling = Sampling(params.temperature, max(0, params.top_k), params.top_p)  # -1 is no top-k, too
-    return StreamRequest(slot, identity.seed, sampling, limit, token_ids)

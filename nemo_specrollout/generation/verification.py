@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter-invariant sampling in vLLM's V2 model runner: verification by equality.
+"""Verification by equality in vLLM's V2 model runner: sampling that no drafter can change.
 
 vLLM's V2 runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if and
 only if it is the token that the runner would have sampled without it. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
+
+Shapes: B requests of the batch, K draft positions.
 """
 
 from collections.abc import Iterator
@@ -17,29 +19,29 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
-    """vLLM's verification of drafts, with another rule: a draft stands if and only if the target samples it.
+    """vLLM's rejection sampler with another rule: a draft is accepted if and only if the target samples it.
 
-    Log-probs, chunks of rows and counts of rejected drafts are vLLM's. The log-prob of a token is of the row that sampled it.
+    Log-probs, chunks of rows and counts of rejected drafts are vLLM's. A token's log-prob is that of the row that sampled it.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, by our rule."""
-        with rule_of_equality():
+        """Verifies a batch with vLLM's code and our rule."""
+        with _rule_of_equality():
             return super().__call__(*args, **kwargs)
 
 
 @contextmanager
-def rule_of_equality() -> Iterator[None]:
-    """Lets vLLM's verification decide by `sample_and_compare`; the oldest version has no other seam.
+def _rule_of_equality() -> Iterator[None]:
+    """Replaces vLLM's rule by `sample_and_compare`. The oldest supported version has no other patch point.
 
     Other engines of this process keep vLLM's rule.
     """
-    of_vllm = rejection_sampler.rejection_sample
+    vllm_rule = rejection_sampler.rejection_sample
     rejection_sampler.rejection_sample = sample_and_compare
     try:
         yield
     finally:
-        rejection_sampler.rejection_sample = of_vllm
+        rejection_sampler.rejection_sample = vllm_rule
 
 
 def sample_and_compare(
@@ -58,11 +60,11 @@ def sample_and_compare(
     use_fp64: bool = False,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens emitted [B, K + 1], and how many they are [B]: vLLM's `rejection_sample`, by our rule.
+    """Returns the tokens emitted [B, K + 1] and their number [B]. Takes the arguments of vLLM's `rejection_sample`.
 
     Args:
-        target_logits: of all rows, after sampling parameters, the temperature among them.
-        draft_sampled: the token that each row's forward pass read; -1 for a draft that must not stand.
+        target_logits: Logits of all rows, after sampling parameters including temperature.
+        draft_sampled: The token that each row's forward pass read; -1 for a draft that must not be accepted.
     """
     sampled = compat.draw(
         target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, use_fp64=use_fp64

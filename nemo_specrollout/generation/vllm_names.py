@@ -44,7 +44,7 @@ OURS = {"specrollout_changes", "temperature", "seeds"}
 OPTIONAL = {"vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH"}
 # The worker classes that our mixins are laid over.
 MIXINS = {
-    "EngineWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
+    "VllmWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
     "ShadowWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
 }
 ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"

@@ -13,7 +13,7 @@ from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.rollout_source import Prompts
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.local.step_rollout import StepRollout, check_tokens
@@ -24,6 +24,7 @@ from nemo_specrollout.scheduling.racing.dispatch import in_shards
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
@@ -98,17 +99,17 @@ class RolloutFleet:
     def begin_counting(self) -> None:
         """Begins an interval for `measure` or `worked`."""
         self._restarts = list(self.pool.num_restarts)
-        self._before = self.pool.ask_each("report", 1 << 60)
+        self._before = self.pool.ask_each("stats", 1 << 60)
 
     def worked(self) -> RolloutStats:
         """Returns the statistics of the interval where rollouts overlap: its seconds are those of the engines' steps."""
         before, after = self._stats_since()
         return work_stats(before, after, self.pool.capacity)
 
-    def _stats_since(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    def _stats_since(self) -> tuple[dict[int, EngineStats], dict[int, EngineStats]]:
         """Returns the engine stats at both ends of the interval, of the engines that lived through it."""
         alive = [e for e in self._before if self.pool.is_alive(e) and self.pool.num_restarts[e] == self._restarts[e]]
-        asked = {e: self.pool.ask(e, "report", self._before[e]["num_steps"]) for e in alive}
+        asked = {e: self.pool.ask(e, "stats", self._before[e].num_steps) for e in alive}
         after = {e: stats for e, stats in asked.items() if stats is not DEAD}
         before = {e: self._before[e] for e in after}
         for engine, stats in after.items():

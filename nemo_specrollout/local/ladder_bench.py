@@ -15,7 +15,7 @@ from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
-from nemo_specrollout.generation.engine import RolloutRequest
+from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.statistics import draft_counts
 from nemo_specrollout.local.tasks import Task
 from nemo_specrollout.racing.rollout_pool import RolloutPool
@@ -112,9 +112,9 @@ class LadderBench:
         """In every round a slice of `slice_s` seconds of each method at each batch size; `on_slice` is told which."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded, self._prefilled = {pair: _Sum() for pair in self._decoded}, _Sum()
-        self._before = self.pool.ask_each("report", 1 << 60)
+        self._before = self.pool.ask_each("stats", 1 << 60)
         self._slices(WARM_UP_ROUNDS, num_rounds, slice_s, on_slice)
-        self._after = self.pool.ask_each("report", 1 << 60)
+        self._after = self.pool.ask_each("stats", 1 << 60)
 
     def ladder(self, task: str) -> LadderFile:
         """What was measured, as that task's and as any's: the local runner has one."""

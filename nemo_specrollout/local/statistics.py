@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of rollouts, from the engine stats (`RolloutEngine.report`) at their begin and end."""
+"""Statistics of rollouts, from the engine stats (`RolloutEngine.stats`) at their begin and end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.generation.totals import totals_of
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
-
-EngineStats = dict[str, Any]
+from nemo_specrollout.telemetry.engine_stats import EngineStats
+from nemo_specrollout.telemetry.engine_totals import totals_of
 
 
 @dataclass(frozen=True)
@@ -86,27 +85,25 @@ def rollout_stats(
     before: EngineStats, after: EngineStats, rollouts: Sequence[Rollout], seconds: float, max_num_seqs: int
 ) -> RolloutStats:
     """Returns the statistics of an engine that generated `rollouts` in `seconds` between two of its stats."""
-    columns = {name: i for i, name in enumerate(after["trace"]["columns"])}
-    steps = np.array(after["trace"]["rows"], float).reshape(-1, len(columns))
-    num_requests, num_rows = steps[:, columns["num_requests"]], steps[:, columns["num_rows"]]
-    decode_s = float((steps[:, columns["seconds"]] * steps[:, columns["is_decode"]]).sum())
-    table, lengths = after.get("plain_step_s"), [len(r.token_ids) for r in rollouts]
+    num_requests, num_rows = after.trace.column("num_requests"), after.trace.column("num_rows")
+    decode_s = float((after.trace.column("seconds") * after.trace.column("is_decode")).sum())
+    table, lengths = after.plain_step_s, [len(r.token_ids) for r in rollouts]
     estimate = None
     if table is not None and lengths:
         estimate = plain_estimate_s(lengths, max_num_seqs, table, max(seconds - decode_s, 0.0))
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(lengths),
-        num_target_steps=len(steps),
+        num_target_steps=len(num_requests),
         num_request_steps=int(num_requests.sum()),
         plain_estimate_s=estimate,
-        host_s=float(steps[:, columns["host_s"]].sum()),
+        host_s=float(after.trace.column("host_s").sum()),
         num_draft_tokens=int((num_rows - num_requests).sum()),
         num_steps_with_drafts=int((num_rows > num_requests).sum()),
         proposed=_difference(before, after, "proposed"),
         accepted=_difference(before, after, "accepted"),
-        trace=after["trace"],
-        head_is_dormant=after.get("head_is_dormant"),
+        trace=after.trace.wire(),
+        head_is_dormant=after.head_is_dormant,
         drafter_stats=_drafter_stats(before, after),
     )
 
@@ -126,8 +123,7 @@ def fleet_stats(
     """
     parts = {}
     for engine, now in after.items():
-        at = now["trace"]["columns"].index("seconds")
-        busy_s = sum(row[at] for row in now["trace"]["rows"])
+        busy_s = float(now.trace.column("seconds").sum())
         shard = [rollouts[i] for i in np.flatnonzero(shards == engine)]
         parts[engine] = rollout_stats(before[engine], now, shard, busy_s, max_num_seqs)
     of_all = list(parts.values())
@@ -156,9 +152,9 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
     `seconds` are those of the steps; the estimate is the time of their tokens at one a step. Both are means over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
-    tables = [now.get("plain_step_s") for now in after.values()]
+    tables = [now.plain_step_s for now in after.values()]
     totals = [
-        totals_of(now["trace"], None if table is None else np.array(table))
+        totals_of(now.trace, None if table is None else np.array(table))
         for now, table in zip(after.values(), tables, strict=True)
     ]
     busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
@@ -183,8 +179,8 @@ def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple
 
 def _difference(before: EngineStats, after: EngineStats, key: str) -> dict[str, list[int]]:
     """Returns counts by drafter and position."""
-    names = after.get("drafters", [])
-    return {n: np.subtract(after[key][i], before[key][i]).tolist() for i, n in enumerate(names)}
+    counts = zip(after.drafters, getattr(after, key), getattr(before, key), strict=True)
+    return {name: np.subtract(now, then).tolist() for name, now, then in counts}
 
 
 def _sum_counts(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
@@ -193,7 +189,7 @@ def _sum_counts(counts: Sequence[dict[str, list[int]]]) -> dict[str, list[int]]:
 
 
 def _drafter_stats(before: EngineStats, after: EngineStats) -> dict[str, Any] | None:
-    if "draft_supply" not in after:
+    if before.drafter_stats is None or after.drafter_stats is None:
         return None
-    then, now = (DrafterStats(**stats["draft_supply"]) for stats in (before, after))
+    then, now = DrafterStats(**before.drafter_stats), DrafterStats(**after.drafter_stats)
     return now.since(then).figures()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_specrollout.config.run_config import RunConfig, check_prompt
-from nemo_specrollout.generation.engine import Generation, Rollout, RolloutEngine, RolloutRequest
+from nemo_specrollout.generation.engine import Generation, RolloutEngine
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
 from nemo_specrollout.local.tasks import Problem, Task
 
@@ -100,7 +101,7 @@ class MeasuredRollout:
         at_a_time: int | None = None,
     ) -> None:
         self._engine = engine
-        self._before, self._num_steps = engine.report(first_step=1 << 60), engine.num_steps
+        self._before, self._num_steps = engine.stats(first_step=1 << 60), engine.num_steps
         self._turn_since: float | None = None
         started = time.perf_counter()
         self._generation = Generation(engine, requests, on_finished, at_a_time=at_a_time)
@@ -135,6 +136,6 @@ class MeasuredRollout:
         rollouts = self._generation.rollouts
         if self._before is None:
             return rollouts, stock_stats(rollouts, self._seconds, self._engine.num_steps - self._num_steps)
-        after = self._engine.report(first_step=self._before["num_steps"])
+        after = self._engine.stats(first_step=self._before.num_steps)
         assert after is not None
         return rollouts, rollout_stats(self._before, after, rollouts, self._seconds, self._engine.max_num_seqs)

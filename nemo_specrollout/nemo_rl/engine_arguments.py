@@ -32,7 +32,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     if len(block.drafters_of_workers) > 1:
         block = block_of_engine(block, engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
-    arguments = with_specrollout(llm_kwargs, block, device, **compat.drafting_abilities())
+    arguments = with_specrollout(llm_kwargs, block, device, compat.vllm_abilities())
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
         # The drafter's weights come from its folder. NeMo-RL does the same for its own drafter if it does not train it.
         arguments["load_format"] = "auto"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import ShardRequest
 from nemo_specrollout.nemo_rl.ray_calls import engine_environment
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
@@ -161,7 +161,7 @@ class ShardRacing:
 
         If one of the requests cannot go on in another engine, the engine works alone, by `native`.
         """
-        from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_requests
+        from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
         from nemo_specrollout.racing.shard_rollout import ShardRollout
 
         requests = shard_requests(self._engine, prompts, params)

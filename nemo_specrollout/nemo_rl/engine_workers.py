@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nemo_specrollout.generation.shared_tensors import part_from_target
+from nemo_specrollout.generation.shared_modules import part_from_policy
 from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER
 from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_patch_points
 
@@ -66,7 +66,7 @@ class ExtensionOverrides:
         draft = self._get_drafter_model()
         if draft is None or not weight_names:
             return
-        for path in part_from_target(self.model_runner.model, draft, weight_names):
+        for path in part_from_policy(self.model_runner.model, draft, weight_names):
             logger.warning("specrollout: the drafter shared the policy's %s; it has its own now", path)
 
     @contextmanager

@@ -6,7 +6,7 @@ from nemo_rl.models.generation.vllm.vllm_backend import (
     VllmInternalWorkerExtensionWithCheckpointEngine,
 )
 
-from nemo_specrollout.generation.gpu_worker import SpecrolloutGPUWorker
+from nemo_specrollout.generation.vllm_worker import SpecrolloutGPUWorker
 from nemo_specrollout.nemo_rl.engine_workers import ExtensionOverrides
 
 

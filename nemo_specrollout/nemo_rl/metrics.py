@@ -6,10 +6,10 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.telemetry.engine_totals import EngineTotals
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:

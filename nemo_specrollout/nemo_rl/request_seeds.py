@@ -14,8 +14,8 @@ from threading import Lock
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.generation.compat import REFUSAL, RolloutSamplingParams
-from nemo_specrollout.generation.identity import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
+from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
 from nemo_specrollout.nemo_rl.row_seeds import DERIVED, GIVEN, Conversations
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 

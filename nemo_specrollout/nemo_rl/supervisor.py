@@ -10,7 +10,6 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.totals import EngineTotals
 from nemo_specrollout.nemo_rl.engine_racing import ExchangeDriver
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.metrics import (
@@ -32,6 +31,7 @@ from nemo_specrollout.nemo_rl.remote_drafters import (
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
+from nemo_specrollout.telemetry.engine_totals import EngineTotals
 
 
 @dataclass(frozen=True)

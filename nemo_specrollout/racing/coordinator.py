@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
 from nemo_specrollout.racing.responses import Attempt, Response
 from nemo_specrollout.racing.savings import Savings

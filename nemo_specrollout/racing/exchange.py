@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.mailboxes import Mailboxes
 from nemo_specrollout.racing.turns import Answer, ExchangeFailed, Reply, Starts, TurnResult

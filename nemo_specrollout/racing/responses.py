@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.turns import Request
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.turn_engine import SteppedEngine, TurnEngine
 from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, TurnResult
 

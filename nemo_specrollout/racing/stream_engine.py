@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_specrollout.generation.compat import REFUSALS
-from nemo_specrollout.generation.hosted_engine import text_and_params
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import ShardRequest
+from nemo_specrollout.generation.vllm_requests import REFUSALS, text_and_params
 from nemo_specrollout.racing.timeline import covered
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS, num_text_tokens
 from nemo_specrollout.racing.turns import Orders, Progress, Starts, TurnResult, Work

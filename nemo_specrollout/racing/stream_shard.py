@@ -11,10 +11,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from nemo_specrollout.generation.compat import is_portable
-from nemo_specrollout.generation.engine import Rollout
-from nemo_specrollout.generation.hosted_engine import as_vllm_returns, shard_request
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import Rollout, ShardRequest
+from nemo_specrollout.generation.vllm_requests import as_vllm_returns, is_portable, shard_request
 from nemo_specrollout.racing.stream_engine import StreamEngine
 from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Starts, TurnResult
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nemo_specrollout.generation.engine import Rollout
+from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.racing.turns import Orders, Progress, Request, TurnResult, Work
 
 FEW_ATTEMPTS = 4

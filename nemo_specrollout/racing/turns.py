@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_specrollout.generation.engine import Rollout, RolloutRequest
-from nemo_specrollout.generation.shard_request import ShardRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
 
 Request = RolloutRequest | ShardRequest
 """A sample that its indices identify, or a request that came with parameters of its own."""

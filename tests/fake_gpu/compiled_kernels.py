@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
-from nemo_specrollout.generation.draft_sampling import sample_with_margin
+from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
 
 B, D, K, L, V = 256, 3, 8, 8192, 151_936
@@ -53,7 +53,7 @@ def launches() -> dict[str, Launch]:
         index.walk(texts, salts_S, board.level_rates_DE[0], 0.02, board.proposals_of(0))
         logits_BV = zeros(B, V, dtype=torch.bfloat16)
         keys = (slots_B, zeros(B, dtype=torch.float32), salts_S, zeros(B, dtype=torch.int64))
-        sample_with_margin(logits_BV, *keys, board.levels_DBK[2], zeros(dtype=torch.int64))
+        sample_with_score_gap(logits_BV, *keys, board.levels_DBK[2], zeros(dtype=torch.int64))
         gumbel_sample(logits_BV, *keys, apply_temperature=True, is_drafting=False)
         accept_by_equality(zeros(B * (K + 1), dtype=torch.int64), zeros(B * (K + 1)), zeros(B + 1), K)
         return {launch.kernel.__name__: launch for launch in gpu.launches}

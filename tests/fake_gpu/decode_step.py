@@ -18,8 +18,9 @@ from nemo_specrollout.config.drafter_configs import (
     NgramDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.generation.identity import RequestIdentity
-from nemo_specrollout.generation.speculator import Drafting, NewRequest
+from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.requests import RequestIdentity
+from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.generation.verification import sample_and_compare
 from nemo_specrollout.generation.verification_budget import VerificationBudget
 from nemo_specrollout.scheduling.speculation.budget import build_budget
@@ -62,7 +63,7 @@ class DecodeStep:
         )  # fmt: skip
         self.drafting = Drafting(self.config, self.runner)
         self.budget = VerificationBudget(self.runner, build_budget(self.config.budget), lambda: None, self.drafting)
-        self.budget._known._buffers = [torch.ones(S, K) for _ in range(2)]
+        self.budget._known_rates._buffers = [torch.ones(S, K) for _ in range(2)]
         sampling = SimpleNamespace(
             temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),
             seeds=SimpleNamespace(gpu=zeros(S, dtype=torch.int64)),

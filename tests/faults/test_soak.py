@@ -26,7 +26,8 @@ def soak(model: Path, num_rollouts: int) -> None:
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
     from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
-    from nemo_specrollout.generation.engine import RolloutEngine, RolloutRequest
+    from nemo_specrollout.generation.engine import RolloutEngine
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     # A small KV cache and small indices: memory that is set aside at the start is first used as it is needed.
     block = SpecrolloutConfig(drafters=(SuffixDrafterConfig(num_slots=1 << 12), NgramDrafterConfig(num_slots=1 << 12)))
@@ -42,11 +43,11 @@ def soak(model: Path, num_rollouts: int) -> None:
         requests = [RolloutRequest(ids, 4 * step + i, s, step) for i, ids in enumerate(prompts) for s in range(2)]
         engine.generate(requests)
         engine.take_sample_stats(requests)
-        report = engine.report(1 << 60)
-        assert report is not None
+        stats = engine.stats(1 << 60)
+        assert stats is not None
         engine.load_weights((name, tensor * (1 + 1e-4 * (step % 3))) for name, tensor in weights.items())
         line = {"rss": process.memory_info().rss, "fds": process.num_fds(), "threads": process.num_threads()}
-        print(json.dumps(line | {"steps": report["num_steps"]}), flush=True)
+        print(json.dumps(line | {"steps": stats.num_steps}), flush=True)
     engine.close()
 
 

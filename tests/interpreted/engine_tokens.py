@@ -27,8 +27,8 @@ small = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "kv_cache_memory_byt
 generation = GenerationConfig(VllmConfig(max_model_len=512), 40, vllm_kwargs=small, specrollout=block)
 engine = RolloutEngine(STEP_ADDER, generation, seed=7)
 made = {name: engine.generate(requests(8, 2), **SAMPLINGS[name]) for name in ("T=1", "T=0")}
-report = engine.report()
-assert report is not None
+stats = engine.stats()
+assert stats is not None
 print("TOKENS", json.dumps({name: [r.token_ids for r in rollouts] for name, rollouts in made.items()}))
-print("ACCEPTED", sum(map(sum, report["accepted"])))
+print("ACCEPTED", sum(map(sum, stats.accepted)))
 engine.close()

@@ -15,7 +15,7 @@ from nemo_specrollout.drafters import board_numba, board_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import draft_sampling_triton
-from nemo_specrollout.generation.draft_sampling import MARGIN_EDGES, _best_two, sample_with_margin
+from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, _best_two, sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.equality_triton import accept_rows
 from vllm_v2_cpu.kernels.noise import row_state
@@ -124,12 +124,12 @@ def test_drafts(num_vocab: int, dtype: torch.dtype) -> None:
     tokens_R = torch.empty(num_rows, dtype=torch.int64)
     draft_sampling_triton.sample_rows(*arguments, tokens_R, levels_RK, column, tokens_R[:0])
     assert torch.equal(tokens_R, gumbel_sample(*arguments, apply_temperature=True, is_drafting=False))
-    assert torch.equal(tokens_R, sample_with_margin(*arguments, expected_RK, column))
+    assert torch.equal(tokens_R, sample_with_score_gap(*arguments, expected_RK, column))
     assert (levels_RK[:, [0, 1, 3]] == 99).all()
     ids_V = torch.arange(num_vocab) * 3 + 5  # tokens of a larger vocabulary
     draft_sampling_triton.sample_rows(*arguments, tokens_R, reduced_RK := levels_RK.clone(), column, ids_V)
     assert torch.equal(
-        tokens_R, sample_with_margin(*arguments, expected_reduced_RK := expected_RK.clone(), column, ids_V)
+        tokens_R, sample_with_score_gap(*arguments, expected_reduced_RK := expected_RK.clone(), column, ids_V)
     )
     assert ((tokens_R - 5) % 3 == 0).all()
     if num_vocab > 1:
@@ -144,7 +144,7 @@ def is_near_an_edge(
     logits_RV: Tensor, slots_R: Tensor, temperature_S: Tensor, seeds_S: Tensor, positions_R: Tensor
 ) -> Tensor:
     """Whether a row's margin is so close to an edge that a last bit decides."""
-    values_RV, edges = logits_RV.float().numpy(), np.array(MARGIN_EDGES)
+    values_RV, edges = logits_RV.float().numpy(), np.array(SCORE_GAP_EDGES)
     all_tokens, ids_N = np.empty(0, np.int64), np.empty(1024, np.uint32)
     scores_N, bounds_N = np.empty(1024, np.float32), np.empty(1024, np.int32)
     near = []

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from nemo_specrollout.remote.verifier.json_child import end_with_parent
 if TYPE_CHECKING:
     from nemo_specrollout.generation.engine import RolloutEngine
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
+    from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of requests in the steps that are timed."""
@@ -157,7 +158,7 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> dic
     The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
     ConfigError if the engine never runs `batch` requests at once.
     """
-    first, num_steps = _telemetry(engine)["num_steps"], spec.num_steps + _WARM_UP
+    first, num_steps = _stats(engine).num_steps, spec.num_steps + _WARM_UP
     ids = _submit(engine, spec, batch, num_steps)
     for _ in range(_MOST_BURSTS):
         for _ in range(num_steps):
@@ -176,7 +177,7 @@ def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> dic
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
     """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
-    from nemo_specrollout.generation.engine import RolloutRequest
+    from nemo_specrollout.generation.requests import RolloutRequest
 
     room = spec.generation.vllm_cfg.max_model_len - spec.context - 1
     length = min(room, (num_steps + 2) * (COUPLED_K + 1))
@@ -191,15 +192,15 @@ def _prompt(spec: ProfileSpec) -> list[int]:
 
 def _steps_of(engine: "RolloutEngine", first: int, batch: int) -> tuple[list[str], list[list[float]]]:
     """Returns the columns of the engine's trace, and its pure decode steps of `batch` requests since step `first`."""
-    trace = _telemetry(engine, first)["trace"]
-    requests, is_decode = (trace["columns"].index(name) for name in ("num_requests", "is_decode"))
-    return trace["columns"], [row for row in trace["rows"] if row[requests] == batch and row[is_decode]]
+    trace = _stats(engine, first).trace
+    requests, is_decode = (trace.columns.index(name) for name in ("num_requests", "is_decode"))
+    return trace.columns, [row for row in trace.rows if row[requests] == batch and row[is_decode]]
 
 
-def _telemetry(engine: "RolloutEngine", first: int = 0) -> dict[str, Any]:
-    telemetry = engine.report(first)
-    assert telemetry is not None  # the block is enabled
-    return telemetry
+def _stats(engine: "RolloutEngine", first: int = 0) -> "EngineStats":
+    stats = engine.stats(first)
+    assert stats is not None  # the block is enabled
+    return stats
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:

@@ -66,7 +66,7 @@ class DrafterEngine:
         """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
         from vllm import SamplingParams
 
-        from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation import vllm_requests
 
         try:
             params = SamplingParams(
@@ -79,7 +79,7 @@ class DrafterEngine:
                 seed=opening.seed,
             )
             self._llm.llm_engine.add_request(str(opening.shadow), {"prompt_token_ids": opening.text.tolist()}, params)
-        except compat.REFUSALS as error:
+        except vllm_requests.REFUSALS as error:
             raise ValueError(str(error)) from error
 
     def close_shadow(self, shadow: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.draft_sampling import sample_with_margin
+from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 
 
@@ -72,7 +72,7 @@ class GradedSampling:
         )  # fmt: skip
         is_noisy_S = (states.temperature.gpu != 0).float()
         levels_R1 = torch.empty(len(logits), 1, dtype=torch.int8, device=logits.device)
-        tokens_R = sample_with_margin(
+        tokens_R = sample_with_score_gap(
             processed, expanded_idx_mapping, is_noisy_S, states.seeds.gpu, pos, levels_R1, self._column
         )
         self.levels_R = levels_R1[:, 0].to("cpu", non_blocking=True)

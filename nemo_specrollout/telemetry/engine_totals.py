@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine did since its start, as sums: they add up over engines and subtract over time. Ratios come last.
+"""Sums over an engine's steps. They add up over engines and subtract over time; ratios are computed last.
 
-Shapes: S engine steps, D drafters, K draft positions.
+Shapes: S engine steps.
 """
 
 from dataclasses import dataclass, fields
@@ -10,46 +10,49 @@ from typing import Any
 
 import numpy as np
 
-from nemo_specrollout.generation.trace import StepTrace
+from nemo_specrollout.telemetry.step_trace import StepRows, StepTrace
+
+DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
+"""Draft tokens by drafter and position."""
 
 
 @dataclass(frozen=True)
 class EngineTotals:
-    """Sums over an engine's steps; seconds are the engine's own, so those of several engines run side by side."""
+    """Sums over an engine's steps. Seconds are the engine's own, so those of several engines pass at the same time."""
 
     num_steps: int = 0
     num_steps_with_drafts: int = 0
     num_request_steps: int = 0
-    """Requests, summed over steps: what plain decoding would emit in as many steps."""
+    """Requests, summed over steps: the tokens that plain decoding would emit in as many steps."""
     num_rows: int = 0
-    """Rows sampled from: requests and draft tokens."""
+    """Rows sampled from: one for each request and one for each draft token."""
     host_s: float = 0.0
-    """Our own time on the host within steps, without a drafter with weights."""
+    """Seconds of our own host work within steps, without a drafter with weights."""
     draft_s: float = 0.0
-    """Time of a drafter with weights."""
+    """Seconds of a drafter with weights."""
     other_s: float = 0.0
-    """Steps that also computed prompts: speculation does not change them."""
+    """Seconds of steps that also computed prompts, which speculation does not change."""
     decode_s: float = 0.0
-    """Pure decode steps."""
+    """Seconds of pure decode steps."""
     estimated_s: float = 0.0
-    """Those of the pure decode steps whose time without drafts is known."""
+    """Seconds of those pure decode steps whose time without drafts is known."""
     plain_s: float = 0.0
-    """What the tokens of those steps would have taken one a step."""
+    """Seconds that the tokens of those steps would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
     """Requests without a seed of their own, see `nemo_rl/request_seeds.py`."""
-    proposed: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Draft tokens verified, by drafter and position."""
-    accepted: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Those of them that were accepted."""
+    proposed: DraftCounts = ()
+    """Draft tokens that were verified."""
+    accepted: DraftCounts = ()
+    """Draft tokens that were accepted."""
 
     def wire(self) -> dict[str, Any]:
-        """As plain numbers, strings and lists, for any transport."""
+        """Returns the fields as plain numbers, strings and tuples, for any transport."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> "EngineTotals":
-        """The inverse of `wire`."""
+        """Builds the record from `wire`, whose tuples may have become lists."""
         counts = {k: tuple((name, tuple(row)) for name, row in wire[k]) for k in ("proposed", "accepted")}
         return cls(**{**wire, **counts})
 
@@ -68,8 +71,8 @@ class EngineTotals:
         )
 
 
-def _combine_counts(left: Any, right: Any, sign: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """By name and position; what one side lacks counts as zero."""
+def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
+    """Adds by name and position. A count that one side lacks is zero."""
     rows, others = dict(left), dict(right)
     return tuple(
         (name, tuple(a + sign * b for a, b in zip_longest(rows.get(name, ()), others.get(name, ()), fillvalue=0)))
@@ -78,7 +81,7 @@ def _combine_counts(left: Any, right: Any, sign: int) -> tuple[tuple[str, tuple[
 
 
 class EngineAccount:
-    """Adds an engine's steps up. Owns the sums and which steps are in them; each step is counted once."""
+    """Sums an engine's steps. Owns the sums, and counts each step of the trace once."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
@@ -86,34 +89,34 @@ class EngineAccount:
         self._totals = EngineTotals()
 
     def read(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
-        """The sums so far; `known` are fields that the caller counts itself.
+        """Returns the sums so far.
 
-        `plain_step_s[b]` is the time of a step of b requests without drafts, None where nothing was learned yet.
+        Args:
+            plain_step_s: Seconds of a step without drafts, by number of requests; None while unknown.
+            known: Fields that the caller counts itself.
         """
         self._totals += totals_of(self._trace.since(self._counted), plain_step_s)
         self._counted = self._trace.num_steps
         return EngineTotals(**{**self._totals.wire(), **known})
 
 
-def totals_of(trace: dict[str, Any], plain_step_s: np.ndarray | None) -> EngineTotals:
-    """Sums over the steps of a trace (`StepTrace.since`); `plain_step_s` as in `EngineAccount.read`."""
-    steps = np.array(trace["rows"], float).reshape(-1, len(trace["columns"]))
-    columns = dict(zip(trace["columns"], steps.T, strict=True))
-    requests_S, rows_S, seconds_S = columns["num_requests"], columns["num_rows"], columns["seconds"]
-    is_decode_S = columns["is_decode"] > 0
+def totals_of(steps: StepRows, plain_step_s: np.ndarray | None) -> EngineTotals:
+    """Sums steps of a trace; `plain_step_s` as in `EngineAccount.read`."""
+    requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
+    is_decode_S = steps.column("is_decode") > 0
     totals = {
-        "num_steps": len(steps),
+        "num_steps": len(requests_S),
         "num_steps_with_drafts": int((rows_S > requests_S).sum()),
         "num_request_steps": int(requests_S.sum()),
         "num_rows": int(rows_S.sum()),
-        "host_s": float(columns["host_s"].sum()),
-        "draft_s": float(columns["draft_s"].sum()),
+        "host_s": float(steps.column("host_s").sum()),
+        "draft_s": float(steps.column("draft_s").sum()),
         "other_s": float(seconds_S[~is_decode_S].sum()),
         "decode_s": float(seconds_S[is_decode_S].sum()),
     }
     if plain_step_s is not None:
-        accepted_S = sum((c for name, c in columns.items() if name.startswith("accepted_")), np.zeros(len(steps)))
-        tokens_S = 1 + accepted_S / np.maximum(requests_S, 1)
+        accepted = [steps.column(name) for name in steps.columns if name.startswith("accepted_")]
+        tokens_S = 1 + np.sum(accepted, axis=0) / np.maximum(requests_S, 1)
         plain_S = tokens_S * plain_step_s[requests_S.astype(np.int64)]
         totals |= {"estimated_s": totals["decode_s"], "plain_s": float(plain_S[is_decode_S].sum())}
     return EngineTotals(**totals)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values and times that the host reads from the device one step later, without waiting for the device."""
+
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_UNDER_WAY = 8
+"""Measurements that a `StageTimer` keeps; the oldest are dropped."""
+
+
+class HostCopy:
+    """The values of a device tensor as of an earlier step. Owns two host buffers: one is read while the other is written.
+
+    Call `refresh()` in each step. On a GPU, `values` then holds what the tensor held at the refresh before. On a CPU, `values`
+    holds what the tensor holds now. A refresh waits for the copy of the refresh before, which has long arrived.
+    """
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source = source
+        self._is_cuda = source.is_cuda
+        self._buffers = [torch.zeros_like(source, device="cpu", pin_memory=self._is_cuda) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []
+        self._readable = 0
+
+    @property
+    def values(self) -> np.ndarray:
+        """The values as a read-only view, valid until the next refresh."""
+        return self._buffers[self._readable].numpy()
+
+    def forget(self, row: int) -> None:
+        """Sets a row to zero in both buffers. A copy that is under way may still overwrite it."""
+        for buffer in self._buffers:
+            buffer[row] = 0
+
+    def refresh(self) -> None:
+        """Starts a copy, and makes the values of the copy before it readable."""
+        if not self._is_cuda:
+            self._buffers[0].copy_(self._source)
+            return
+        self._readable = 1 - self._readable
+        self._events[self._readable].synchronize()
+        free = 1 - self._readable
+        self._buffers[free].copy_(self._source, non_blocking=True)
+        self._events[free].record()
+
+
+class StageTimer:
+    """Times a stage of a step by CUDA events, or by the clock on a CPU. Owns the measurements that are under way.
+
+    Example: `timer.start()`, the stage, `timer.stop(tag)`; later `for tag, seconds in timer.finished()`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._started: Any = None
+        self._under_way: deque[tuple[Any, Any, Any]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._finished: list[tuple[Any, float]] = []
+
+    def start(self) -> None:
+        """Begins a stage."""
+        self._started = self._event() if self._is_cuda else time.perf_counter()
+
+    def stop(self, tag: Any) -> None:
+        """Ends the stage. `finished` returns `tag` with its seconds."""
+        if self._is_cuda:
+            self._under_way.append((tag, self._started, self._event()))
+        else:
+            self._finished.append((tag, time.perf_counter() - self._started))
+
+    def finished(self) -> list[tuple[Any, float]]:
+        """Returns tag and seconds of each stage that the device has completed since the last call."""
+        while self._under_way and self._under_way[0][2].query():
+            tag, started, stopped = self._under_way.popleft()
+            self._finished.append((tag, started.elapsed_time(stopped) / 1000.0))
+        finished, self._finished = self._finished, []
+        return finished
+
+    @staticmethod
+    def _event() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

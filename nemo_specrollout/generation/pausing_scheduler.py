@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with drafting pauses: steps without drafts, exactly those of an engine without speculation.
+
+The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. vLLM
+finds the scheduler by its argument `scheduler_cls`.
+"""
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+_PAUSED = "specrollout_paused"
+"""Attribute of a step's output that says whether drafting is paused."""
+
+
+def mark_paused(output: Any) -> None:
+    """Tells the scheduler, in a step's output, to schedule no drafts for the next steps."""
+    setattr(getattr(output, "model_runner_output", output), _PAUSED, True)
+
+
+class _PausingMixin:
+    """Schedules no drafts if the output that arrived last has the mark."""
+
+    _is_paused = False
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        # vLLM reserves room in the next step for as many drafts as this output names.
+        if self._is_paused:
+            scheduler_output.num_spec_tokens_to_schedule = 0
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Reads the mark, then does vLLM's work."""
+        self._is_paused = getattr(model_runner_output, _PAUSED, False)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+
+class PausingScheduler(_PausingMixin, Scheduler):
+    """Scheduler of an engine whose host waits for each step."""
+
+
+class PausingAsyncScheduler(_PausingMixin, AsyncScheduler):
+    """Scheduler of an engine that schedules a step while the previous one runs. A pause begins and ends one step later."""
+
+
+def build_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
+    """Builds the scheduler that an engine's configuration asks for; `options` are those of vLLM's schedulers."""
+    is_asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (PausingAsyncScheduler if is_asynchronous else PausingScheduler)(vllm_config=vllm_config, **options)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollout requests, their identities and seeds, and their results. Plain data: vLLM is not imported."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
+
+EXTRA_ARGS_KEY = "specrollout"
+"""Key of `SamplingParams.extra_args` under which a request carries its identity."""
+_KNOWN_KEYS = ("seed", "prompt_index", "sample_index", "policy_version", "speculate", "prompt_length", "engine_seed")
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One sample of one prompt. Its `prompt_index`, `sample_index` and `policy_version` determine its noise."""
+
+    prompt_token_ids: Sequence[int]
+    prompt_index: int
+    sample_index: int
+    policy_version: int = 0
+    speculate: bool = True
+    """False for a request that must be decoded without drafts, as in an equality check."""
+    exact_length: int | None = None
+    """Number of tokens of the response, whatever is sampled; None: until a stop token. For timing steps."""
+    prefix_token_ids: Sequence[int] = ()
+    """Beginning of the response, sampled in another engine; this engine continues after it."""
+
+
+@dataclass(frozen=True)
+class ShardRequest:
+    """A request that another engine handed over, with sampling parameters of its own."""
+
+    prompt_token_ids: Sequence[int]
+    prompt_index: int
+    """Equal for all samples of one prompt."""
+    home: tuple[int, int]
+    """Number of the engine that received the request from NeMo-RL, and number of the request there."""
+    params: bytes
+    """vLLM's `SamplingParams`, seed included, as msgpack: the process that forwards it need not import vLLM."""
+    prefix_token_ids: Sequence[int] = ()
+    """Beginning of the response, sampled in another engine."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A response.
+
+    The log-probs are those of the distribution that was sampled from. Greedy tokens have log-probs at temperature 1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop` or `length`."""
+
+    @classmethod
+    def from_vllm(cls, finished: Any) -> "Rollout":
+        """Returns the response in vLLM's finished `RequestOutput`."""
+        output = finished.outputs[0]
+        token_ids = list(output.token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, token_ids, strict=True)]
+        return cls(token_ids, logprobs, output.finish_reason)
+
+
+@dataclass(frozen=True)
+class RequestIdentity:
+    """What a vLLM worker knows about a request besides its text."""
+
+    seed: int
+    """Key of the request's noise."""
+    group: int
+    """Equal for all samples of one prompt."""
+    speculate: bool = True
+    """False for a request that must be decoded without drafts."""
+
+
+def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bool]]:
+    """Returns `extra_args` for a rollout request; the vLLM worker derives the seed from them and the engine's seed."""
+    identity: dict[str, int | bool] = {
+        "prompt_index": request.prompt_index,
+        "sample_index": request.sample_index,
+        "policy_version": request.policy_version,
+        "speculate": request.speculate,
+    }
+    if request.prefix_token_ids:
+        identity["prompt_length"] = len(request.prompt_token_ids)
+    return {EXTRA_ARGS_KEY: identity}
+
+
+def resolve_identity(request_id: str, params: Any, prompt_token_ids: list[int], engine_seed: int) -> RequestIdentity:
+    """Returns the identity of a request, from the first of these sources that it has:
+
+    1. `extra_args["specrollout"]["seed"]`;
+    2. `extra_args["specrollout"]` with prompt_index, sample_index (default 0) and policy_version (default 0);
+    3. `SamplingParams.seed` (vLLM gives the children of `n > 1` seed + index);
+    4. greedy sampling, which needs no seed.
+
+    An `engine_seed` in `extra_args["specrollout"]` replaces the engine's own seed, so that all engines sample alike.
+
+    Raises ValueError if the request has none of them: a seed of the arrival order would make rollouts depend on scheduling.
+    """
+    given: dict[str, Any] = (params.extra_args or {}).get(EXTRA_ARGS_KEY, {})
+    for key in given:
+        if key not in _KNOWN_KEYS:
+            raise ValueError(
+                f'request {request_id}: extra_args["{EXTRA_ARGS_KEY}"] has no key {key!r}; known: {", ".join(_KNOWN_KEYS)}'
+            )
+    engine_seed = int(given.get("engine_seed", engine_seed))
+    group = content_hash(prompt_token_ids[: given.get("prompt_length")])
+    speculate = bool(given.get("speculate", True))
+    if "seed" in given:
+        return RequestIdentity(int(given["seed"]) & (2**63 - 1), group, speculate)
+    if "prompt_index" in given:
+        indices = (given["prompt_index"], given.get("sample_index", 0), given.get("policy_version", 0))
+        return RequestIdentity(request_seed(engine_seed, *map(int, indices)), group, speculate)
+    if params.seed is not None:
+        return RequestIdentity(combine(engine_seed, params.seed) >> 1, group, speculate)
+    if params.temperature < 1e-5:
+        return RequestIdentity(0, group, speculate)
+    raise ValueError(
+        f"request {request_id}: sampling at temperature {params.temperature} needs a seed that does not depend on arrival "
+        f'order; set SamplingParams.seed, or extra_args={{"{EXTRA_ARGS_KEY}": {{"prompt_index": ..., "sample_index": ...}}}}'
+    )

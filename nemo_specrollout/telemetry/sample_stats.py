@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of each sample: the policies that made it, the head that drafted for it, and the outcome of its drafts.
+
+Shapes: S request slots; a slot is vLLM's own number for a request.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+MOST_KEPT = 1 << 16
+"""Ended requests whose statistics are kept until they are taken; the oldest are dropped."""
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """Statistics of one sample."""
+
+    policy_spans: tuple[tuple[int, int], ...]
+    """Version of each policy that sampled, and the first position that it sampled.
+
+    Positions count from the start of the prompt. There is one span, unless weights were updated while the request ran.
+    """
+    head_versions: tuple[int, int]
+    """Versions of the head in service when the request began and when it ended."""
+    num_drafted: int
+    """Draft tokens that were verified."""
+    num_accepted: int
+    """Draft tokens that were accepted."""
+
+    def wire(self) -> dict[str, Any]:
+        """Returns the fields as plain numbers and tuples, for any transport."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
+        """Builds the record from `wire`, whose tuples may have become lists."""
+        spans = tuple((version, first) for version, first in wire["policy_spans"])
+        began, ended = wire["head_versions"]
+        return cls(spans, (began, ended), wire["num_drafted"], wire["num_accepted"])
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A request as the log knows it."""
+
+    seed: int
+    policy_spans: tuple[tuple[int, int], ...]
+    head_at_start: int
+    row: int = -1
+    """Row of the archive with the counts of a request that has left its slot."""
+    is_taken: bool = False
+    """Whether its statistics were taken while it had a slot."""
+
+
+class SampleStatsLog:
+    """Collects the statistics of running and ended requests, by seed, until they are taken.
+
+    Counts stay on the device until they are asked for, which costs one copy for all requests together.
+    """
+
+    def __init__(self, counts_S2: torch.Tensor) -> None:
+        """`counts_S2`: draft tokens verified and accepted of the request in each slot, int32, on the device."""
+        self.policy_version = 0
+        """Weight updates of the engine."""
+        self.head_version = 0
+        """Version of the policy whose features the head in service was trained on."""
+        self._counts_S2 = counts_S2
+        self._archive = torch.zeros(MOST_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
+        self._num_archived = 0
+        self._running: dict[int, _Record] = {}
+        self._ended: OrderedDict[int, _Record] = OrderedDict()
+
+    def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
+        """Starts the record of a request of `num_tokens` in `slot`. A preempted request continues its record.
+
+        The slot's counts must be zero. Those of a preempted request are restored.
+        """
+        earlier = self._ended.pop(seed, None)
+        spans = ((self.policy_version, prompt_length),) if earlier is None else earlier.policy_spans
+        if spans[-1][0] != self.policy_version:
+            spans = (*spans, (self.policy_version, num_tokens))
+        if earlier is None:
+            self._running[slot] = _Record(seed, spans, self.head_version)
+        else:
+            self._counts_S2[slot] = self._archive[earlier.row]
+            self._running[slot] = replace(earlier, policy_spans=spans, row=-1)
+
+    def close(self, slots: list[int]) -> None:
+        """Archives the requests in `slots`, which have ended or are preempted."""
+        for slot in [slot for slot in slots if slot in self._running]:
+            record = self._running.pop(slot)
+            if record.is_taken:
+                continue
+            row = self._num_archived % MOST_KEPT
+            self._archive[row] = self._counts_S2[slot]
+            self._ended[record.seed] = replace(record, row=row)
+            self._num_archived += 1
+        while len(self._ended) > MOST_KEPT:
+            self._ended.popitem(last=False)
+
+    def policy_updated(self, version: int, total_len_S: torch.Tensor) -> None:
+        """Begins a span of the policy `version` in each running request, which has `total_len_S` tokens."""
+        self.policy_version = version
+        lengths_S = total_len_S.cpu()
+        for slot, record in self._running.items():
+            spans = (*record.policy_spans, (version, int(lengths_S[slot])))
+            self._running[slot] = replace(record, policy_spans=spans)
+
+    def take(self, seeds: list[int]) -> list[SampleStats | None]:
+        """Returns the statistics of requests, running or ended, by seed; None for an unknown seed.
+
+        vLLM frees the slot of a request one step after its last, so an ended request may still have a slot. It is not archived
+        when the slot is freed.
+        """
+        archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
+        slot_of = {record.seed: slot for slot, record in self._running.items()}
+        found: list[SampleStats | None] = []
+        for seed in seeds:
+            slot = slot_of.get(seed)
+            if slot is not None:
+                record = self._running[slot]
+                self._running[slot] = replace(record, is_taken=True)
+                found.append(self._stats(record, counts_S2[slot]))
+            else:
+                ended = self._ended.pop(seed, None)
+                found.append(None if ended is None else self._stats(ended, archive[ended.row]))
+        return found
+
+    def take_ended(self) -> list[tuple[int, SampleStats]]:
+        """Returns seed and statistics of each request that ended since the last call."""
+        ended, self._ended = self._ended, OrderedDict()
+        archive = self._archive.cpu()
+        return [(seed, self._stats(record, archive[record.row])) for seed, record in ended.items()]
+
+    def _stats(self, record: _Record, counts: torch.Tensor) -> SampleStats:
+        versions = (record.head_at_start, self.head_version)
+        return SampleStats(record.policy_spans, versions, int(counts[0]), int(counts[1]))
