@@ -153,7 +153,7 @@ def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:
     import torch
 
     from nemo_specrollout.training.features.features import SequenceFeatures
-    from nemo_specrollout.training.refresh.refresh_round import num_prompts
+    from nemo_specrollout.training.refresh.candidate import num_prompts
 
     def sequence(prompt: list[int], response: int, cached: int = 0) -> SequenceFeatures:
         ids = torch.tensor([*prompt, *range(response)][cached:], dtype=torch.int32)

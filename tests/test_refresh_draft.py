@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`refresh-draft` from the command line: a head is made, refreshed, refused, killed and gone on with."""
+"""The command `refresh-draft`: heads made, refreshed and refused, interruptions, and bad input."""
 
 import json
 import os
@@ -17,14 +17,19 @@ from conftest import QUICKSTART, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.refresh_draft_rollouts import task_prompts
+from nemo_specrollout.local.prompt_rollouts import task_prompts
+from nemo_specrollout.training.features.features import is_held_out
 from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
+from nemo_specrollout.training.head import head as head_module
+from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.refresh import offline_data, offline_refresh
+from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 pytestmark = pytest.mark.integration
 
 Refused = Callable[..., str]
 SMALL = ["--batch-tokens", "128", "--ttt-steps", "2", "--num-drafts", "2", "--max-length", "64"]
-"""Quick to train; the texts are cut, which costs a head nothing."""
+"""Flags for a quick training, on texts that are cut."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,7 +39,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def examples() -> list[tuple[list[int], int]]:
-    """Texts as the shipped policy writes them: (ids, length of the prompt)."""
+    """Texts as the shipped policy writes them, as token ids with the length of the prompt."""
     from benchmarks.policies.warm_start_data import _make_examples
     from nemo_specrollout.local.step_rollout import load_tokenizer
 
@@ -50,7 +55,7 @@ def rollouts(examples: list[tuple[list[int], int]], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def head(rollouts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head that the command made from scratch."""
+    """Head that the command made from scratch."""
     out = tmp_path_factory.mktemp("heads") / "head"
     assert refresh(out, rollouts, "--steps", "45") == 0
     return out
@@ -83,12 +88,10 @@ def card_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "head_card.json").read_text())
 
 
-# What the command makes
+# Heads that the command makes
 
 
-def test_a_head_from_scratch(head: Path) -> None:
-    from nemo_specrollout.training.head.head_checks import check_head
-
+def test_a_head_from_scratch_is_published_with_a_card(head: Path) -> None:
     check_head(head, STEP_ADDER)
     card = card_of(head)
     assert card["gate"]["published"] and card["held_out"]["before"] is None
@@ -98,7 +101,7 @@ def test_a_head_from_scratch(head: Path) -> None:
     assert [p.name for p in head.parent.iterdir()] == ["head"]
 
 
-def test_a_refresh_in_place_begins_with_the_head(
+def test_a_refresh_in_place_improves_the_head(
     head: Path, rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(head, tmp_path / "head"))
@@ -109,7 +112,7 @@ def test_a_refresh_in_place_begins_with_the_head(
     printed = capsys.readouterr().out
     assert "before" in printed and "at confidence 0.95" in printed
     assert {p.name for p in tmp_path.iterdir()} == {"head", "head.features"}
-    # The features serve as rollouts, and a smaller vocabulary drafts the commonest tokens.
+    # The features replace rollouts. A smaller vocabulary has the most frequent tokens.
     small = tmp_path / "small"
     flags = ["--draft-vocab", "40", "--steps", "1", "--dtype", "bfloat16", "--tv-after", "0.5"]
     assert refresh(small, tmp_path / "head.features", *flags) in (0, 3)
@@ -117,7 +120,7 @@ def test_a_refresh_in_place_begins_with_the_head(
     assert card_of(made)["layout"]["draft_vocab_size"] == 40
     tensors = load_file(made / "model.safetensors")
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
-    assert "embed_tokens.weight" not in tensors, "vLLM drafts with the policy's own"
+    assert "embed_tokens.weight" not in tensors, "vLLM drafts with the policy's embedding"
 
 
 def test_a_worse_head_is_refused_and_the_old_one_stays(
@@ -133,14 +136,16 @@ def test_a_worse_head_is_refused_and_the_old_one_stays(
     assert {p.name for p in tmp_path.iterdir()} == {"head", "head.refused", "head.features"}
 
 
-# Killed, and gone on with
+# Interruptions
 
 KILLED = """
 import os, signal, sys
-from nemo_specrollout.training.refresh import offline_refresh as work
+from nemo_specrollout.cli.main import main
 from nemo_specrollout.training.head.trainer import HeadTrainer
+from nemo_specrollout.training.refresh import offline_data, offline_refresh
 
-work.SAVE_EVERY_S, work.CHUNK_TEXTS, step = 0.0, 16, HeadTrainer._step
+offline_refresh.SAVE_EVERY_S, offline_data.FLUSH_EVERY_S, offline_data.CHUNK_TEXTS = 0.0, 0.0, 16
+step = HeadTrainer._step
 
 def killed(trainer, *args):
     if trainer.num_steps == 3:
@@ -148,34 +153,31 @@ def killed(trainer, *args):
     return step(trainer, *args)
 
 HeadTrainer._step = killed
-from nemo_specrollout.cli.main import main
-from nemo_specrollout.cli.refresh_draft_rollouts import task_prompts
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_an_interrupted_and_killed_refresh_goes_on_and_ends_the_same(
+def test_an_interrupted_and_killed_refresh_ends_like_a_whole_one(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training.refresh import offline_refresh as work
-
-    monkeypatch.setattr(work, "CHUNK_TEXTS", 16)
-    monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(offline_data, "CHUNK_TEXTS", 16)
+    monkeypatch.setattr(offline_data, "FLUSH_EVERY_S", 0.0)
+    monkeypatch.setattr(offline_refresh, "SAVE_EVERY_S", 0.0)
     command = arguments(tmp_path / "killed", rollouts, "--steps", "6")
-    # Ctrl-C while features are computed
+    # Ctrl-C during the computation of features
     with monkeypatch.context() as patched:
-        chunks = iter([work.hf_features, work.hf_features])
+        chunks = iter([offline_data.hf_features, offline_data.hf_features])
 
         def interrupted(*given: Any) -> Any:
             compute = next(chunks, None)
             return compute(*given) if compute else signal.raise_signal(signal.SIGINT)
 
-        patched.setattr(work, "hf_features", interrupted)
+        patched.setattr(offline_data, "hf_features", interrupted)
         assert main(command) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["killed.partial"]
     assert len(list((tmp_path / "killed.partial" / "features").glob("shard-*"))) == 2
-    # SIGKILL while the head is trained
+    # SIGKILL during the training
     code = [sys.executable, "-c", KILLED, *command]
     killed = subprocess.run(
         code, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -193,9 +195,9 @@ def test_an_interrupted_and_killed_refresh_goes_on_and_ends_the_same(
     assert card_of(ours)["held_out"] == card_of(theirs)["held_out"]
 
 
-def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from nemo_specrollout.training.refresh.refresh_state import RefreshState
-
+def test_restart_ignores_an_unfinished_refresh(
+    rollouts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = RefreshState(tmp_path / "head", replace=False)
     state.open({"steps": 1}, [], restart=False)
     (tmp_path / "head.partial" / "trainer.pt").write_bytes(b"of another head")
@@ -204,29 +206,25 @@ def test_restart_begins_anew(rollouts: Path, tmp_path: Path, capsys: pytest.Capt
     assert "going on" not in capsys.readouterr().out
 
 
-def test_a_full_disk_is_a_sentence_and_the_command_can_be_repeated(
+def test_a_full_disk_is_reported_and_the_command_can_be_repeated(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training.head import head as module
-
     def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed")
 
-    out, save = tmp_path / "head", module.save_file
-    monkeypatch.setattr(module, "save_file", full)
+    out, save = tmp_path / "head", head_module.save_file
+    monkeypatch.setattr(head_module, "save_file", full)
     assert refresh(out, rollouts, "--steps", "1") == 2
     error = capsys.readouterr().err
     assert "No space left on device; free some and repeat the command" in error and error.count("\n") == 1
     assert not out.exists()
-    monkeypatch.setattr(module, "save_file", save)
+    monkeypatch.setattr(head_module, "save_file", save)
     assert refresh(out, rollouts, "--steps", "1") in (0, 3)
 
 
-def test_a_kill_after_the_head_is_in_its_place_leaves_only_the_cleaning(
+def test_a_kill_after_publication_leaves_only_the_clean_up(
     head: Path, rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nemo_specrollout.training.refresh.refresh_state import RefreshState
-
     command = arguments(tmp_path / "head", rollouts, "--draft", str(head), "--steps", "12", "--tolerance", "9")
     with monkeypatch.context() as patched:
         patched.setattr(RefreshState, "close", lambda *_, **__: signal.raise_signal(signal.SIGINT))
@@ -239,9 +237,7 @@ def test_a_kill_after_the_head_is_in_its_place_leaves_only_the_cleaning(
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_head_that_stepped_aside_comes_back(head: Path, tmp_path: Path) -> None:
-    from nemo_specrollout.training.refresh.refresh_state import RefreshState
-
+def test_a_replaced_head_comes_back_after_a_crash(head: Path, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     shutil.copytree(head, folder)
     state = RefreshState(folder, replace=True)
@@ -262,14 +258,14 @@ def test_a_head_that_stepped_aside_comes_back(head: Path, tmp_path: Path) -> Non
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs the command, which must fail; returns its sentence, after checking that it is all that happened."""
+    """Runs the command, which must fail without writing anything, and returns its error message."""
 
     def refused(*given: str) -> str:
         before = contents(tmp_path)
         assert main(["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), *given]) == 2
         error = capsys.readouterr().err
         assert error.startswith("nemo-specrollout: ") and error.count("\n") == 1 and "Traceback" not in error
-        assert contents(tmp_path) == before, "something was written"
+        assert contents(tmp_path) == before, "the command wrote something"
         return error
 
     return refused
@@ -297,15 +293,15 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
         (["--rollouts", "{rollouts}", "--out", "{rollouts}"], "exists and is not a draft head"),
         (["--rollouts", "{rollouts}", "--out", "{rollouts}/x"], "cannot be written to"),
         (["--rollouts", "{rollouts}", "--out", "{head}"], "give --replace"),
-        (["--rollouts", "{rollouts}", "--device", "tpu"], "choose auto, cpu or cuda"),
-        (["--rollouts", "{rollouts}", "--dtype", "int8"], "choose float32 or bfloat16"),
+        (["--rollouts", "{rollouts}", "--device", "tpu"], "--device: 'tpu' is not available; did you mean 'cpu'?"),
+        (["--rollouts", "{rollouts}", "--dtype", "int8"], "--dtype: 'int8' is not available; known: bfloat16, float32"),
         (["--rollouts", "{rollouts}", "--rollout-dtype", "fp8"], "--rollout-dtype: 'fp8' is not available"),
         (["--rollouts", "{rollouts}", "--tv-after", "2"], "--tv-after: 2.0 is out of range"),
         (["--rollouts", "{rollouts}", "--max-length", "8"], "prompts fill the context of 8 tokens"),
         (["--rollouts", "{rollouts}", "--store-gb", "0.0001"], "are too few to train and judge a head"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_impossible_options_are_refused(
     refused: Refused, rollouts: Path, head: Path, flags: list[str], words: str
 ) -> None:
     assert words in refused(*(flag.format(rollouts=rollouts, head=head) for flag in flags))
@@ -329,12 +325,12 @@ def test_what_cannot_be_done_is_refused(
         ('{"token_ids": [[1, 2]], "token_loss_mask": [[0]], "input_lengths": [2]}', "differ in length"),
     ],
 )
-def test_lines_that_are_not_rollouts_are_refused(refused: Refused, tmp_path: Path, lines: str, words: str) -> None:
+def test_invalid_lines_of_rollouts_are_refused(refused: Refused, tmp_path: Path, lines: str, words: str) -> None:
     (tmp_path / "rollouts.jsonl").write_text(lines + "\n")
     assert words in refused("--rollouts", str(tmp_path))
 
 
-def test_a_file_that_is_not_text_and_a_folder_without_files_are_refused(refused: Refused, tmp_path: Path) -> None:
+def test_binary_files_and_empty_folders_are_refused(refused: Refused, tmp_path: Path) -> None:
     assert "holds no *.jsonl file" in refused("--rollouts", str(tmp_path))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read (it is not UTF-8 text)" in refused("--rollouts", str(tmp_path))
@@ -389,7 +385,7 @@ def edit_layer(folder: Path, **changes: int) -> None:
 # Files
 
 
-def test_all_forms_of_rollouts_say_the_same(examples: list[tuple[list[int], int]], tmp_path: Path) -> None:
+def test_all_forms_of_rollouts_are_read_alike(examples: list[tuple[list[int], int]], tmp_path: Path) -> None:
     from nemo_specrollout.local.step_rollout import load_tokenizer
 
     ids, given = examples[0]
@@ -419,7 +415,7 @@ def test_a_conversation_is_a_text_for_each_turn(tmp_path: Path) -> None:
     assert {tuple(t.first_prompt) for t in read.texts} == {(1,)}
 
 
-def test_long_texts_are_cut_and_prompts_without_room_skipped(tmp_path: Path) -> None:
+def test_long_texts_are_cut_and_long_prompts_skipped(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "r.jsonl", [as_ids([1] * 10, given) for given in (2, 6, 8)])
     read = read_rollouts([file], STEP_ADDER, 96, 6)
     assert [len(t.token_ids) for t in read.texts] == [6]
@@ -435,20 +431,18 @@ def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
         read_prompts(write_lines(tmp_path / "q.jsonl", [{"text": "x"}]), STEP_ADDER, 96)
 
 
-def test_a_config_s_tasks_make_prompts(tmp_path: Path) -> None:
+def test_the_tasks_of_a_config_make_prompts(tmp_path: Path) -> None:
     workloads = "[{name: sums, data: {dataset_name: step_addition}}, {name: short, data: {max_terms: 3}}]"
     config = f"defaults: {QUICKSTART}\nbench: {{workloads: {workloads}}}\n"
     (tmp_path / "two.yaml").write_text(config)
     alone, both = task_prompts(QUICKSTART, 20, 0), task_prompts(tmp_path / "two.yaml", 21, 0)
     assert len(alone) == 20 and len(both) == 21 and all(both)
-    assert both[::2] == task_prompts(QUICKSTART, 11, 0), "the first workload's are every second"
+    assert both[::2] == task_prompts(QUICKSTART, 11, 0), "every second prompt is of the first workload"
     assert max(map(len, both[1::2])) < max(map(len, both[::2]))
     assert alone != task_prompts(QUICKSTART, 20, 1)
 
 
 def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> None:
-    from nemo_specrollout.training.features.features import is_held_out
-
     prompts = [[i, i + 1, i + 2] for i in range(20)]
     share = held_out_share(prompts, 0.1)
     assert 8 <= sum(is_held_out(p, share) for p in prompts) < 16
@@ -457,7 +451,7 @@ def test_enough_prompts_are_held_out(examples: list[tuple[list[int], int]]) -> N
         held_out_share(prompts[:15] * 9, 0.1)
 
 
-def test_the_tokenizer_hash_is_of_its_content(tmp_path: Path) -> None:
+def test_the_tokenizer_hash_depends_on_the_vocabulary_alone(tmp_path: Path) -> None:
     shutil.copy(STEP_ADDER / "tokenizer.json", tmp_path)
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {"padding": None}, indent=7))
@@ -473,7 +467,7 @@ def test_the_tokenizer_hash_is_of_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_policy_answers_prompts_and_the_engine_accepts_what_the_head_drafts(
+def test_the_engine_accepts_drafts_of_a_head_made_from_prompts(
     start_engine: Callable[..., Any], tmp_path: Path
 ) -> None:
     from test_equality import requests

@@ -39,7 +39,8 @@ from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from nemo_specrollout.training.head.trainer import Budget
-from nemo_specrollout.training.refresh.head_in_service import HeadInService, RefreshData
+from nemo_specrollout.training.refresh.candidate import RefreshData
+from nemo_specrollout.training.refresh.online_refresh import HeadInService
 
 TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 5_000
 TRIGGERS: dict[str, DraftRefreshConfig] = {
@@ -92,7 +93,7 @@ def replay(
     for step in recording.steps:
         version = step["step"]
         held_out = recording.sequences(version, held_out=True)
-        service.teach(recording.teacher(version))
+        service.set_policy_weights(recording.teacher(version))
         length = measure_acceptance(service.head, held_out, num_drafts).expected_length if held_out else float("nan")
         line = {"step": version, "acceptance_length": length, "refreshed": False, "published": False}
         if held_out:

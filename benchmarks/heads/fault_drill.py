@@ -32,7 +32,7 @@ from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_checks import check_head
 from nemo_specrollout.training.head.trainer import Budget, TrainingSettings
-from nemo_specrollout.training.refresh.refresh_round import judge, refresh_head
+from nemo_specrollout.training.refresh.candidate import Judge, RefreshData, refresh_head
 
 NUM_DRAFTS = 3
 TRAINING_TOKENS, HELD_OUT_TOKENS, TRUTH_TOKENS = 10_000, 6_000, 20_000
@@ -120,15 +120,13 @@ def drill_refresh(
         learning_rate=30.0 if fault == DIVERGED else 1e-3, schedule="constant", warmup_steps=0, ttt_steps=NUM_DRAFTS,
         batch_tokens=256, max_grad_norm=1e9 if fault == DIVERGED else 1.0, seed=seed,
     )  # fmt: skip
-    gate = PublishGate()
-    refresh = refresh_head(
-        head, head, [damage(f) for f in material.training], material.held_out, settings, Budget(steps=8), gate,
-        num_drafts=NUM_DRAFTS,
-    )  # fmt: skip
+    judge = Judge(PublishGate(), NUM_DRAFTS)
+    data = RefreshData([damage(f) for f in material.training], material.held_out)
+    refresh = refresh_head(head, head, data, settings, Budget(steps=8), judge)
     published, reason = refresh.published, refresh.reason
     if fault in HEAD_FAULTS:
         HEAD_FAULTS[fault](refresh.candidate)
-        judgement = judge(refresh.candidate, head, material.held_out, gate, NUM_DRAFTS)
+        judgement = judge.compare(refresh.candidate, head, material.held_out)
         published, reason = judgement.decision.published, judgement.decision.reason
     if published:
         save_head(refresh.candidate, out)

@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout refresh-draft`: trains a draft head for a policy, or refreshes one. Torch is loaded by the work only."""
+"""`nemo-specrollout refresh-draft`: trains a draft head for a policy, or refreshes one."""
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.refresh_draft_options import options_of
+from nemo_specrollout.cli.refresh_draft_view import TerminalView
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_REFUSED = 3
+"""Exit code if the gate refused the new head."""
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
-    """Makes the head; 0 if it is at --out, 3 if the gate refused it. Raises ConfigError, and KeyboardInterrupt."""
+    """Makes the head. Returns 0 if it is at --out, 3 if the gate refused it. Raises ConfigError, and KeyboardInterrupt."""
     options = options_of(parsed)
-    # An offline command has the machine to itself.
-    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from nemo_specrollout.cli.refresh_draft_run import DraftRefresh
+        from nemo_specrollout.local.prompt_rollouts import answer_prompts
+        from nemo_specrollout.training.refresh.offline_refresh import OfflineRefresh
         from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
-        state = RefreshState(options.out_path, options.replace)
+        state = RefreshState(Path(options.out), options.replace)
         with Interrupts() as interrupts:
-            published = DraftRefresh(options, state, interrupts.check).run()
+            published = OfflineRefresh(options, state, TerminalView(), answer_prompts, interrupts.check).run()
     except KeyboardInterrupt:
-        partial = f"{options.out_path}.partial"
+        partial = f"{options.out}.partial"
         print(f"nemo-specrollout: the same command goes on from what is in {partial}", file=sys.stderr)
         raise
     except ConfigError:

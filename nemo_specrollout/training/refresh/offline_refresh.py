@@ -1,238 +1,257 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft head made offline, from stored rollouts: features, training, judgement; each can be killed and gone on with.
-
-Shapes: H hidden size, V vocabulary.
-"""
+"""Offline refresh: a draft head from stored rollouts or from prompts, in one command that can be killed and repeated."""
 
 import errno
-import hashlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.features.feature_index import FeatureSource
-from nemo_specrollout.training.features.feature_reader import FeatureReader
-from nemo_specrollout.training.features.feature_store import SEQUENCE_OVERHEAD_BYTES, SHARD_OVERHEAD_BYTES, FeatureStore
-from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
-from nemo_specrollout.training.features.hf_features import hf_features, load_policy
-from nemo_specrollout.training.features.rollout_checks import check_surprise, measure_surprise
-from nemo_specrollout.training.features.rollout_files import RolloutText
+from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
+from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
+from nemo_specrollout.training.features.rollout_files import is_feature_store, rollout_files
+from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult
-from nemo_specrollout.training.refresh.head_card import CARD, write_card
-from nemo_specrollout.training.refresh.refresh_round import Refresh
+from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.head_facts import read_policy_facts
+from nemo_specrollout.training.head.trainer import (
+    BATCH_TOKENS,
+    Budget,
+    HeadTrainer,
+    OnStep,
+    TrainingResult,
+    TrainingSettings,
+    default_learning_rate,
+)
+from nemo_specrollout.training.refresh.candidate import Judge, Refresh, write_card
+from nemo_specrollout.training.refresh.offline_data import AnswerPrompts, OfflineData, first_tokens, load_data
+from nemo_specrollout.training.refresh.refresh_job import RefreshJob, RefreshView
+from nemo_specrollout.training.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
-OnTrained = Callable[[int, int, float, int], None]
-"""Told the step, the (estimated) total of steps, the loss, and the tokens trained on so far."""
 SAVE_EVERY_S = 15.0
-CHUNK_TEXTS = 64
-"""Texts whose features are computed together. A text is always in the same chunk, so that a run that was killed ends with
-the same features, bit for bit, as one that was not."""
-CHECKED_SEQUENCES = 64
-"""Of the first chunks, by which it is judged whether the rollouts are the policy's own."""
+"""Seconds between two writes of the trainer's state."""
+MEASURE_EVERY_S = 20.0
+"""Fewest seconds between two measurements of acceptance while training."""
+LIVE_TOKENS = 1_000
+"""Most tokens of held-out sequences by which acceptance is measured while training."""
 
 
-def feature_dtype(device: torch.device) -> torch.dtype:
-    """Of the policy's forward pass and of the features."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+class OfflineRefresh:
+    """One offline refresh. All that took time is in `state`, and nothing else is written before the gate has decided."""
+
+    def __init__(
+        self,
+        options: RefreshOptions,
+        state: RefreshState,
+        view: RefreshView,
+        answer_prompts: AnswerPrompts,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepares a refresh.
+
+        Args:
+            options: Options of the user.
+            state: Folder of what is done so far.
+            view: Output for the user.
+            answer_prompts: Generates rollouts from prompts; called only for `--prompts`.
+            check: Raises KeyboardInterrupt if the user asked to stop. Called between steps.
+        """
+        self._options, self._state, self._view = options, state, view
+        self._answer_prompts, self._check = answer_prompts, check
+
+    def run(self) -> bool:
+        """Makes the head; returns whether it was published.
+
+        Raises ValueError for bad input and OSError for a full disk. A folder that this run started is removed again if
+        it holds nothing to continue from.
+        """
+        try:
+            self._state.recover()
+            return self._start_or_continue()
+        finally:
+            self._state.release()
+
+    def _start_or_continue(self) -> bool:
+        options, state = self._options, self._state
+        continues = state.open(options.recorded, _named_files(options), options.restart)
+        if (verdict := state.verdict()) is not None:
+            self._close(*verdict, state.out if verdict[0] else state.refused)
+            return verdict[0]
+        if continues:
+            self._view.say(f"going on with {state.folder}")
+        try:
+            return self._run()
+        except (ValueError, OSError):
+            if not continues and not state.rollouts.exists() and not any(state.features.glob("shard-*")):
+                state.discard()
+            raise
+
+    def _run(self) -> bool:
+        # transformers reports every load with a bar, and the unused LM head as unexpected.
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        job = self._job()
+        if job.options.draft_folder is not None:
+            check_head(job.options.draft_folder, job.policy)
+        settings = _training_settings(job)
+        data, head = load_data(job, self._answer_prompts)
+        refresh = _judged(job, self._trained(job, head, data, settings), data)
+        with disk_errors(self._state.folder):
+            policy = {"folder": str(Path(self._options.policy)), "version": self._options.policy_version}
+            write_card(self._state.candidate, job.policy, refresh, settings, policy, data.facts)
+        place = self._state.put(refresh.published, refresh.reason)
+        self._close(refresh.published, refresh.reason, place)
+        return refresh.published
+
+    def _job(self) -> RefreshJob:
+        """Finds device and policy. A policy that is no Hugging Face folder is converted, once."""
+        options, state = self._options, self._state
+        device = _device(options.device)
+        checkpoint, policy = Path(options.policy), state.policy
+        if not policy.is_dir():
+            is_converted = find_policy(checkpoint).kind != "hugging_face"
+            with self._view.phase(f"{'converting' if is_converted else 'reading'} {checkpoint}"):
+                policy = policy_folder(checkpoint, state.policy, options.hf_config)
+        return RefreshJob(options, state, self._view, self._check, policy, read_policy_facts(policy), device)
+
+    def _trained(self, job: RefreshJob, head: DraftHead, data: OfflineData, settings: TrainingSettings) -> Refresh:
+        """Trains `head` and saves the candidate, unless an earlier process has done that; returns it without a judgement."""
+        state = self._state
+        if state.trained.is_file() and state.candidate.is_dir():
+            result = TrainingResult(**json.loads(state.trained.read_text()))
+            return Refresh(load_eagle3_head(state.candidate, job.policy, job.device), None, result, "", result.seconds)
+        trainer, started = HeadTrainer(head, settings), time.perf_counter()
+        if state.trainer.is_file():
+            trainer.load(state.trainer)
+        try:
+            with self._view.bar("training") as move:
+                result = trainer.train(data.training, _budget(job.options), self._on_step(job, trainer, data, move))
+        except FloatingPointError as error:
+            _save_candidate(job, trainer.head)
+            reason = f"refused: training failed, {error}"
+            return Refresh(trainer.head, None, None, reason, time.perf_counter() - started)
+        _save_candidate(job, trainer.head)
+        write_atomically(state.trained, json.dumps(asdict(result)) + "\n")
+        self._view.say(f"trained {result.steps} steps, {result.tokens} tokens, in {result.seconds:.0f} s")
+        return Refresh(trainer.head, None, result, "", result.seconds)
+
+    def _on_step(self, job: RefreshJob, trainer: HeadTrainer, data: OfflineData, move: Callable[..., None]) -> OnStep:
+        """Returns the function that saves the trainer, measures acceptance and moves the bar, each when it is due."""
+        sample, acceptance = first_tokens(data.held_out, LIVE_TOKENS), ""
+        saved = time.monotonic()
+        measure_at = saved + MEASURE_EVERY_S
+
+        def on_step(step: int, total: int, loss: float) -> None:
+            nonlocal saved, measure_at, acceptance
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                with disk_errors(job.state.folder):
+                    trainer.save(job.state.trainer)
+                saved = time.monotonic()
+            job.check()
+            figures = f"{trainer.tokens_so_far} tokens, loss {loss:.3f}"
+            if (started := time.monotonic()) >= measure_at:
+                measured = measure_acceptance(trainer.head, sample, job.options.num_drafts, job.options.temperature)
+                acceptance = f", held-out acceptance length {measured.expected_length:.2f}"
+                measure_at = time.monotonic() + max(MEASURE_EVERY_S, 10 * (time.monotonic() - started))
+                job.view.say(f"step {step} of {total}: {figures}{acceptance}")
+            move(step, total=total, description=f"{figures}{acceptance}")
+
+        return on_step
+
+    def _close(self, published: bool, reason: str, place: Path) -> None:
+        """Removes what is no longer needed, and tells the user how the refresh ended."""
+        state, say = self._state, self._view.say
+        keeps_features = (self._options.keep_features or not published) and state.features.is_dir()
+        state.close(keeps_features)
+        say(reason)
+        say(f"{'the head is in' if published else 'not published; the new head is kept in'} {place}")
+        if keeps_features:
+            say(f"features {state.kept_features}; use them again by --rollouts {state.kept_features}")
 
 
-def stored_bytes(num_tokens: int, num_texts: int, hidden_size: int, num_layers: int, dtype: torch.dtype) -> int:
-    """The most disk space that features of `num_tokens` tokens in `num_texts` texts take."""
-    per_token = 4 + (num_layers + 1) * hidden_size * dtype.itemsize
-    return num_tokens * per_token + num_texts * (SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES)
-
-
-def newest_within(
-    texts: Sequence[RolloutText], max_bytes: int, size_of: Callable[[int, int], int]
-) -> list[RolloutText]:
-    """The last texts that `size_of` (tokens, texts) finds to be at most `max_bytes`, in their order."""
-    num_tokens = kept = 0
-    for text in reversed(texts):
-        num_tokens += len(text.token_ids)
-        if size_of(num_tokens, kept + 1) > max_bytes:
-            break
-        kept += 1
-    return list(texts[len(texts) - kept :])
-
-
-def without_later_turns(texts: Sequence[RolloutText], share: float) -> list[RolloutText]:
-    """Of conversations that are held out only the first turn: the samples of a prompt must count as one to the gate."""
-    return [t for t in texts if t.is_first_turn or not is_held_out(t.first_prompt, share)]
-
-
-def most_frequent_tokens(sequences: Sequence[tuple[Sequence[int], int]], count: int, vocab_size: int) -> list[int]:
-    """The `count` token ids that were generated most often, of (ids, length of the prompt); filled up with the lowest."""
-    counts: Counter[int] = Counter()
-    for ids, prompt_length in sequences:
-        counts.update(ids[prompt_length:])
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return [*ranked, *(i for i in range(vocab_size) if i not in counts)][:count]
-
-
-def capture_features(
-    policy_folder: Path,
-    texts: Sequence[RolloutText],
-    store: FeatureStore,
-    lm_head_VH: torch.Tensor,
-    device: torch.device,
-    on_progress: Callable[[int], None],
-    temperature: float = 1.0,
-    max_tokens: int = 8192,
-) -> str | None:
-    """Stores the features of `texts` that the store has not yet; returns a warning about the rollouts, or None.
-
-    `on_progress` is told the number of texts that are done. Raises ValueError if the rollouts cannot be the policy's own.
-    """
-    done = sum(s.num_training + s.num_held_out for s in store.shards())
-    if done >= len(texts):
-        return None
-    policy = load_policy(policy_folder, device, feature_dtype(device))
-    layer_ids, vocab_size, warning = store.source.layer_ids, store.source.vocab_size, None
-    flushed = time.monotonic()
-    for start in range(done - done % CHUNK_TEXTS, len(texts), CHUNK_TEXTS):
-        chunk = texts[start : start + CHUNK_TEXTS]
-        found = hf_features(policy, [t.text for t in chunk], layer_ids, max_tokens)
-        if start == 0:
-            warning = check_surprise(measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES], temperature), vocab_size)
-        with _no_room_for_features(store):
-            for i, features in enumerate(found, start):
-                if i >= done:
-                    store.append(features, texts[i].first_prompt)
-            if time.monotonic() - flushed > SAVE_EVERY_S or start + len(chunk) == len(texts):
-                store.flush()
-                flushed = time.monotonic()
-        on_progress(start + len(chunk))
-    return warning
-
-
-def stored_sequences(reader: FeatureReader, held_out: bool, max_tokens: int | None = None) -> list[SequenceFeatures]:
-    """Half of a store, in a random order that does not depend on how it was cut into shards; at most `max_tokens`."""
-    found = sorted(reader.sequences(held_out), key=_shuffling_key)
-    total = 0
-    kept: list[SequenceFeatures] = []
-    for features in found:
-        total += features.num_tokens
-        if max_tokens is not None and total > max_tokens and kept:
-            break
-        kept.append(features)
-    return kept
-
-
-def _shuffling_key(features: SequenceFeatures) -> tuple[bytes, int]:
-    ids = features.token_ids_T.numpy().tobytes()
-    return hashlib.blake2b(ids, digest_size=16).digest(), features.prompt_length
-
-
-def train(
-    trainer: HeadTrainer,
-    sequences: Sequence[SequenceFeatures],
-    budget: Budget,
-    state: RefreshState,
-    on_step: OnTrained,
-    verifier: str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> TrainingResult:
-    """Trains and saves the candidate in `state`, going on from what is there; the trainer is saved every 15 s.
-
-    `verifier`: the policy that the saved config names. `dtype`: of the saved tensors; the head is rounded to it, so that what
-    is judged is what is saved. Raises FloatingPointError as the trainer does, OSError for a full disk.
-    """
-    if state.trainer.is_file():
-        trainer.load(state.trainer)
-    saved = time.monotonic()
-
-    def stepped(step: int, total: int, loss: float) -> None:
-        nonlocal saved
-        if time.monotonic() - saved > SAVE_EVERY_S:
-            with disk_errors(state.folder):
-                trainer.save(state.trainer)
-            saved = time.monotonic()
-        on_step(step, total, loss, trainer.tokens_so_far)
-
-    result = trainer.train(sequences, budget, stepped)
-    save_candidate(trainer.head, state, verifier, dtype)
-    write_atomically(state.trained, json.dumps(asdict(result)) + "\n")
-    return result
+def _judged(job: RefreshJob, refresh: Refresh, data: OfflineData) -> Refresh:
+    """Returns the refresh with the gate's judgement; unchanged if training failed."""
+    if refresh.training is None:
+        return refresh
+    options, draft = job.options, job.options.draft_folder
+    with job.view.phase("measuring held-out acceptance"):
+        current = None if draft is None else load_eagle3_head(draft, job.policy, job.device)
+        judge = Judge(PublishGate(options.confidence, options.tolerance), options.num_drafts, options.temperature)
+        judgement = judge.compare(refresh.candidate, current, data.held_out)
+    job.view.judged(judgement)
+    return replace(refresh, judgement=judgement, reason=judgement.decision.reason)
 
 
 @torch.no_grad()
-def save_candidate(head: DraftHead, state: RefreshState, verifier: str | None, dtype: torch.dtype) -> None:
+def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
+    """Saves the head, after rounding it to the saved type, so that the judged head is the saved one."""
+    dtype = getattr(torch, job.options.dtype)
     for parameter in head.learned().values():
         parameter.copy_(parameter.to(dtype))
-    head.model.config.speculators_config.verifier.name_or_path = verifier
-    with disk_errors(state.folder):
-        save_head(head, state.candidate, dtype)
-
-
-def trained_already(
-    state: RefreshState, policy_folder: Path, device: torch.device
-) -> tuple[DraftHead, TrainingResult] | None:
-    """The candidate, if an earlier process finished its training."""
-    if not state.trained.is_file() or not state.candidate.is_dir():
-        return None
-    return load_eagle3_head(state.candidate, policy_folder, device), TrainingResult(
-        **json.loads(state.trained.read_text())
-    )
-
-
-def conclude(
-    refresh: Refresh,
-    state: RefreshState,
-    policy_folder: Path,
-    trainer: HeadTrainer,
-    *,
-    policy: Path,
-    policy_version: int,
-    data: dict[str, Any],
-) -> Path:
-    """Writes the candidate's card and moves it to DIR or DIR.refused, which is returned. `policy`: as named by the user."""
-    with disk_errors(state.folder):
-        card = write_card(
-            state.candidate, policy_folder, refresh, trainer.settings, policy_version=policy_version, data=data
-        )
-    card["policy"]["folder"] = str(policy)
-    write_atomically(state.candidate / CARD, json.dumps(card, indent=1) + "\n")
-    return state.put(refresh.published, refresh.reason)
-
-
-def source_of(head: DraftHead, policy: Path, tokenizer: str) -> FeatureSource:
-    """What the features of a head's policy must be."""
-    model = head.model
-    return FeatureSource(str(policy), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)
-
-
-@contextmanager
-def _no_room_for_features(store: FeatureStore) -> Iterator[None]:
-    """The store's own sentence names a config key that this command has not."""
-    try:
-        yield
-    except OSError as error:
-        fix = "free some space and repeat the command, or lower --store-gb"
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {fix}", str(store.folder)) from error
+    is_temporary = job.policy == job.state.policy
+    head.model.config.speculators_config.verifier.name_or_path = None if is_temporary else str(job.policy)
+    with disk_errors(job.state.folder):
+        save_head(head, job.state.candidate, dtype)
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """torch.save and safetensors have errors of their own for a disk that is full; here it is OSError."""
+    """Raises OSError where torch.save and safetensors have errors of their own for a full disk."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        if not any(
-            part in text for part in ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")
-        ):
+        signs = ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")
+        if not any(sign in text for sign in signs):
             raise
         reason = f"{os.strerror(errno.ENOSPC)}; free some and repeat the command"
         raise OSError(errno.ENOSPC, reason, str(folder)) from error
+
+
+def _training_settings(job: RefreshJob) -> TrainingSettings:
+    """Returns the trainer's settings. Raises ValueError for an unknown loss."""
+    options = job.options
+    return TrainingSettings(
+        loss=options.loss,
+        learning_rate=options.lr or default_learning_rate(job.facts.hidden_size),
+        batch_tokens=options.batch_tokens or BATCH_TOKENS[job.device.type],
+        ttt_steps=options.ttt_steps,
+        tv_after=options.tv_after,
+        seed=options.seed,
+    )
+
+
+def _budget(options: RefreshOptions) -> Budget:
+    if options.steps is not None:
+        return Budget(steps=options.steps)
+    return Budget(seconds=60.0 * (options.minutes or DEFAULT_MINUTES))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device; leave it out")
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _named_files(options: RefreshOptions) -> list[Path]:
+    """Returns the files and folders that must not change while a refresh is unfinished. Raises ValueError for missing ones."""
+    policy, draft, prompts = Path(options.policy), options.draft_folder, options.prompts
+    if not policy.is_dir():
+        raise ValueError(f"--policy {policy} is not a folder; name a Hugging Face folder or a checkpoint")
+    if draft is not None and not draft.is_dir():
+        raise ValueError(f"--draft {draft} is not a folder; name a head's, or leave it out to begin from scratch")
+    if prompts is not None and not Path(prompts).is_file():
+        raise ValueError(f"--prompts {prompts}: no such file; give one prompt a line, or JSONL")
+    named = [policy, *(Path(path) for path in (draft, prompts) if path is not None)]
+    for path in options.rollout_paths:
+        named += [path] if is_feature_store(path) else rollout_files([path])
+    return named

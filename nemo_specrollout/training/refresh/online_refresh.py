@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online refresh: a head that learns while the policy does. What a local run and NeMo-RL share."""
+"""Online refresh: a head that is trained while the policy is. Local runs and NeMo-RL share this module."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,103 @@ from pathlib import Path
 import torch
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
+from nemo_specrollout.config.draft_refresh import MIXED_LOSS, DraftRefreshConfig
+from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
+from nemo_specrollout.scheduling.heads.refresh_rate import RefreshRate
+from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
 from nemo_specrollout.training.features.feature_index import FeatureSource
 from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.rollout_files import tokenizer_hash
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
-from nemo_specrollout.training.refresh.head_card import write_card
-from nemo_specrollout.training.refresh.head_in_service import HeadInService, RefreshData
-from nemo_specrollout.training.refresh.offline_refresh import source_of
-from nemo_specrollout.training.refresh.refresh_round import Refresh
+from nemo_specrollout.training.head.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
+from nemo_specrollout.training.refresh.candidate import Judge, Refresh, RefreshData, refresh_head, write_card
 
-# Tokens of the newest features that a refresh learns from, and those that judge it, at most.
-TRAINING_TOKENS, HELD_OUT_TOKENS = 60_000, 6_000
+TRAINING_TOKENS = 60_000
+"""Most tokens of features that a refresh learns from."""
+HELD_OUT_TOKENS = 6_000
+"""Most tokens of held-out features by which a refresh is judged."""
+
+
+class HeadInService:
+    """Owns the head in service, with the trigger, the learning rate and the gate of its refreshes.
+
+    Uses no files and no engines. Example: `decision = service.decide(facts)`; if it says refresh,
+    `service.set_policy_weights(tensors)`, then `service.refresh(data, service.settings())`. A candidate that passed the
+    gate is `service.head` from then on.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        config: DraftRefreshConfig,
+        *,
+        num_drafts: int,
+        temperature: float = 1.0,
+        in_background: bool = False,
+    ) -> None:
+        """Puts a head into service.
+
+        Args:
+            head: The head.
+            config: The block `draft_refresh`.
+            num_drafts: Drafts per step for which heads are judged.
+            temperature: Sampling temperature of the rollouts.
+            in_background: Whether the run goes on while a refresh trains.
+        """
+        self.head = head
+        self._promising: DraftHead | None = None
+        """Candidate that was refused although it seemed better. The next refresh starts from it."""
+        self._config = config
+        self._judge = Judge(PublishGate(config.confidence, config.tolerance), num_drafts, temperature)
+        self._schedule, self._rate = RefreshSchedule(config, in_background), RefreshRate()
+
+    def decide(self, facts: StepFacts) -> RefreshDecision:
+        """Returns whether to refresh, and why. To be called once in each RL step."""
+        return self._schedule.after_step(facts)
+
+    def set_policy_weights(self, policy_tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets the policy's LM head and embedding, by which heads learn and are judged."""
+        for head in (self.head, self._promising):
+            if head is not None:
+                head.set_policy_weights(policy_tensors)
+
+    def settings(self) -> TrainingSettings:
+        """Returns the trainer's settings for the next refresh. A third of a new head's learning rate is the base."""
+        base = default_learning_rate(self.head.model.hidden_size) / 3
+        return TrainingSettings(
+            loss=MIXED_LOSS if self._config.loss == "tv+kl_div" else self._config.loss,
+            learning_rate=self._config.learning_rate or base * self._rate.share,
+            schedule="constant",
+            warmup_steps=4,
+            ttt_steps=self._config.ttt_steps,
+            batch_tokens=self._config.tokens_per_batch or BATCH_TOKENS[self.head.device.type],
+        )
+
+    def refresh(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
+        """Trains a candidate and judges it; adapts the schedule and the learning rate to the result.
+
+        Args:
+            data: Complete data (`RefreshData.lacking` is None).
+            settings: Settings of the trainer, from `settings()`.
+            budget: Limits of the training; by default the seconds that the schedule allows.
+        """
+        budget = budget or Budget(seconds=self._schedule.budget_s())
+        refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
+        self._schedule.refreshed(refresh.seconds, refresh.gain)
+        self._rate.judged(refresh.difference, refresh.published)
+        self._promising = refresh.candidate if refresh.is_promising else None
+        if refresh.published:
+            self.head = refresh.candidate
+        return refresh
 
 
 class OnlineRefresh:
-    """Owns the head in service and makes its successors in `folder`, where it publishes those that pass the gate.
+    """Owns the head in service, and writes its successors that pass the gate into `folder`.
 
-    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains, judges, and says what
-    became of it. Loading a published head into engines is the caller's.
+    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains and judges a candidate.
+    The caller loads a published head into the engines.
     """
 
     def __init__(
@@ -42,7 +118,7 @@ class OnlineRefresh:
         device: torch.device | str = "cpu",
         in_background: bool = False,
     ) -> None:
-        """Begins with the head that `folder` names, or else the configured one. Raises ValueError if it does not fit."""
+        """Starts with the head that `folder` names, or else the configured one. Raises ValueError if it does not fit."""
         assert block.draft_refresh is not None
         self._policy_folder, self._folder = policy_folder, folder
         published = folder.published()
@@ -53,17 +129,12 @@ class OnlineRefresh:
         )  # fmt: skip
 
     @property
-    def head(self) -> DraftHead:
-        """The head in service."""
-        return self._service.head
-
-    @property
     def source(self) -> FeatureSource:
-        """Whose features the head learns from."""
-        return source_of(self.head, self._policy_folder, tokenizer_hash(self._policy_folder))
+        """Policy and layers whose features the head learns from."""
+        return source_of(self._service.head, self._policy_folder)
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
-        """Whether to refresh; asked once an RL step."""
+        """Returns whether to refresh, and why. To be called once in each RL step."""
         return self._service.decide(facts)
 
     def refresh(
@@ -74,23 +145,31 @@ class OnlineRefresh:
         policy_version: int,
         policy_tensors: Mapping[str, torch.Tensor],
     ) -> RefreshRecord:
-        """Trains a head on the newest features and publishes it if it passes the gate. `policy_tensors`: LM head and embedding
-        of the policy of `policy_version`, which is what the head is made for."""
+        """Trains a head on the newest features, and publishes it if it passes the gate.
+
+        Args:
+            decision: Why the head is refreshed.
+            step: RL step that has ended.
+            stores: Feature stores of all engines.
+            policy_version: Version of the policy that the head is trained for.
+            policy_tensors: LM head and embedding of that policy.
+        """
         data = RefreshData(
             newest_sequences(stores, held_out=False, max_tokens=TRAINING_TOKENS),
             newest_sequences(stores, held_out=True, max_tokens=HELD_OUT_TOKENS),
         )
         if (lacking := data.lacking) is not None:
             return RefreshRecord(f"skipped: {lacking}", decision.gain_s, published=False)
-        self._service.teach(policy_tensors)
+        self._service.set_policy_weights(policy_tensors)
         settings = self._service.settings()
         refresh = self._service.refresh(data, settings)
         folder = self._folder.candidate(step, refresh.published)
         save_head(refresh.candidate, folder)
+        policy = {"folder": str(self._policy_folder), "version": policy_version}
         counts = {"hash": _hash_of(stores), "sequences": len(data.training), "held_out": len(data.held_out)}
-        write_card(folder, self._policy_folder, refresh, settings, policy_version=policy_version, data=counts)
+        write_card(folder, self._policy_folder, refresh, settings, policy, counts)
         if refresh.published:
-            self._folder.publish(PublishedHead(folder, policy_version, _length_of(refresh)))
+            self._folder.publish(PublishedHead(folder, policy_version, refresh.expected_length))
         return RefreshRecord(
             decision=decision.reason,
             gain_s=decision.gain_s,
@@ -99,15 +178,19 @@ class OnlineRefresh:
             refresh_s=refresh.seconds,
             head=folder.name if refresh.published else None,
             policy_version=policy_version,
-            expected_length=_length_of(refresh),
+            expected_length=refresh.expected_length,
         )
 
 
-def _length_of(refresh: Refresh) -> float | None:
-    return None if refresh.judgement is None else refresh.judgement.after.expected_length
+def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
+    """Returns the policy and layers whose features a head learns from."""
+    model = head.model
+    return FeatureSource(
+        str(policy_folder), tokenizer_hash(policy_folder), model.verifier_vocab_size, model.hidden_size, head.layer_ids
+    )
 
 
 def _hash_of(stores: Sequence[FeatureReader]) -> str:
-    """A store's own hash; of several, one of all."""
+    """Returns the hash of the only store, or one of the hashes of all."""
     hashes = [store.data_hash() for store in stores]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder DIR.partial beside the head that is being made: what a killed refresh goes on from. Torch-free."""
+"""Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued. Does not load torch."""
 
 import fcntl
 import json
@@ -12,41 +12,47 @@ from typing import Any, TextIO
 from nemo_specrollout.config.files import write_atomically
 
 _FORMAT = 1
-_HEAD_MARKS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
+"""Number of the format of `arguments.json`."""
+_HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
+"""Keys of a config.json by which a folder is taken for a head."""
 
 
 class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
-    Holds `arguments.json` (what was asked, and the sizes and times of the files that were named), `policy/` (where it was
-    converted), `rollouts.jsonl` (what the policy generated), `features/`, `trainer.pt`, `candidate/`, `trained.json` and
-    `verdict.json`, in the order in which they appear. Each is whole or not there. Example:
+    The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
+    (if converted), `rollouts.jsonl` (if generated), `features/`, `trainer.pt`, `candidate/`, `trained.json` and
+    `verdict.json`. Each is complete or missing. Example:
 
         state = RefreshState(Path("head"), replace=False)
-        went_on = state.open({"steps": 500}, [policy], restart=False)
+        continues = state.open({"steps": 500}, [policy], restart=False)
         state.put(True, "published: ...")
         state.close(keep_features=False)
     """
 
     def __init__(self, out: Path, replace: bool) -> None:
-        """Looks, and writes nothing. Raises ValueError where the head must not go."""
+        """Checks the place of the new head, and writes nothing. Raises ValueError if the head must not go there."""
         self.out = out
+        if not out.name:
+            raise ValueError(f"--out {out}: name a folder that does not exist")
         self.folder, self.refused, self.kept_features = (
             out.with_name(f"{out.name}.{end}") for end in ("partial", "refused", "features")
         )
-        self.arguments, self.policy = self.folder / "arguments.json", self.folder / "policy"
-        self.rollouts, self.features = self.folder / "rollouts.jsonl", self.folder / "features"
-        self.trainer, self.candidate = self.folder / "trainer.pt", self.folder / "candidate"
-        self.trained, self.replaced = self.folder / "trained.json", self.folder / "replaced"
+        self.policy = self.folder / "policy"
+        self.rollouts = self.folder / "rollouts.jsonl"
+        self.features = self.folder / "features"
+        self.trainer = self.folder / "trainer.pt"
+        self.candidate = self.folder / "candidate"
+        self.trained = self.folder / "trained.json"
+        self.replaced = self.folder / "replaced"
+        self._arguments = self.folder / "arguments.json"
         self._verdict = self.folder / "verdict.json"
         self._lock: TextIO | None = None
-        if not out.name:
-            raise ValueError(f"--out {out}: name a folder that does not exist")
         self._check_out(replace)
 
     def _check_out(self, replace: bool) -> None:
         out = self.out
-        above = next(p for p in (out.absolute().parent, *out.absolute().parents) if p.exists())
+        above = next(p for p in out.absolute().parents if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise ValueError(f"--out {out}: {above} cannot be written to; name another folder")
         if out.exists() and not is_head(out):
@@ -61,46 +67,55 @@ class RefreshState:
             raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
 
     def recover(self) -> None:
-        """First of all: if an earlier process died while it exchanged two heads, puts the old one back. Raises ValueError if
-        another process works in the folder."""
+        """Restores the old head if an earlier process died while it exchanged heads. To be called before anything else.
+
+        Raises ValueError if another process works in the folder.
+        """
         if self.folder.is_dir():
             self._take_lock()
-            self._put_back()
+            self._restore_replaced()
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
-        """Begins, or goes on with what an earlier process left; True for the latter.
+        """Starts a refresh, or continues one; returns whether it continues one.
 
-        Raises ValueError if that was asked for something else, or its input files changed since; `restart` throws it away.
+        Args:
+            arguments: Options that must be the same to continue.
+            inputs: Files and folders that must not have changed.
+            restart: Whether to throw away what an earlier process left.
+
+        Raises ValueError if the earlier process had other arguments or inputs.
         """
         wanted = {"format": _FORMAT, "arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}
         wanted = json.loads(json.dumps(wanted))
-        was_there = self.folder.exists()
-        if was_there and not self.arguments.is_file() and any(p.name != ".lock" for p in self.folder.iterdir()):
+        contents = list(self.folder.iterdir()) if self.folder.exists() else []
+        if not self._arguments.is_file() and any(p.name != ".lock" for p in contents):
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        self._put_back()
+        self._restore_replaced()
         if restart:
             for path in self.folder.iterdir():
                 if path.name != ".lock":
                     _remove(path)
-        goes_on = self.arguments.is_file()
-        if goes_on:
+        if self._arguments.is_file():
             self._check_same(wanted)
-        else:
-            write_atomically(self.arguments, json.dumps(wanted, indent=1) + "\n")
-        return goes_on
+            return True
+        write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
+        return False
 
     def verdict(self) -> tuple[bool, str] | None:
-        """Whether the candidate was published and why, if it is in its place and only the folder is left to be removed."""
+        """Returns whether the candidate was published, and why; None if it has not been moved into its place yet."""
         if self.candidate.exists() or not self._verdict.is_file():
             return None
         published, reason = json.loads(self._verdict.read_text())
         return bool(published), str(reason)
 
     def put(self, published: bool, reason: str) -> Path:
-        """Moves the candidate to `out`, or to `refused`, which is returned; the head that is there goes. At any moment a whole
-        head is at `out`, or, for the time of one rename, in `replaced/`, from where the next `open` takes it back."""
+        """Moves the candidate to `out` or to `refused`, instead of the head that is there; returns the new place.
+
+        At any moment `out` has a complete head, except between two renames. If the process dies there, `recover` moves the
+        old head back from `replaced/`.
+        """
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")
         _remove(self.replaced)
@@ -113,7 +128,7 @@ class RefreshState:
         return place
 
     def close(self, keep_features: bool) -> None:
-        """All is done: removes the folder; the features may be kept beside the head, for another refresh."""
+        """Removes the folder of a finished refresh. The features may be kept beside the head, for another refresh."""
         if keep_features and self.features.is_dir():
             _remove(self.kept_features)
             os.rename(self.features, self.kept_features)
@@ -125,27 +140,28 @@ class RefreshState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def release(self) -> None:
-        """Lets another process go on with the folder."""
+        """Lets another process use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
-    def _put_back(self) -> None:
+    def _restore_replaced(self) -> None:
         if self.replaced.is_dir() and not self.out.exists():
             os.rename(self.replaced, self.out)
 
     def _check_same(self, wanted: dict[str, Any]) -> None:
+        """Raises ValueError if the unfinished refresh has other arguments or inputs."""
         try:
-            found = json.loads(self.arguments.read_text())
+            found = json.loads(self._arguments.read_text())
             before, inputs = dict(found["arguments"]), dict(found["inputs"])
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self.arguments} cannot be read; give --restart to begin again") from error
+            raise ValueError(f"{self._arguments} cannot be read; give --restart to begin again") from error
         names = [n for n in {**before, **wanted["arguments"]} if before.get(n) != wanted["arguments"].get(n)]
-        fix = "repeat the same command, name another --out, or give --restart to begin again"
         if names:
-            old = ", ".join(_flag(n, before.get(n)) for n in names)
+            old = ", ".join(_as_flag(n, before.get(n)) for n in names)
+            fix = "repeat the same command, name another --out, or give --restart to begin again"
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
-        if self.verdict() is not None:  # all is done, and the head that it began with may be the one that it replaced
+        if self.verdict() is not None:  # the new head may have replaced one of the inputs
             return
         changed = sorted(n for n in {**inputs, **wanted["inputs"]} if inputs.get(n) != wanted["inputs"].get(n))
         if changed:
@@ -160,24 +176,24 @@ class RefreshState:
         except BlockingIOError as error:
             file.close()
             raise ValueError(f"another process works in {self.folder}; wait for it, or name another --out") from error
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         self._lock = file
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder looks like a draft head, whole or not."""
+    """Returns whether a folder looks like a draft head, complete or not."""
     if (folder / "head_card.json").is_file():
         return True
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and any(mark in config for mark in _HEAD_MARKS)
+    return isinstance(config, dict) and any(key in config for key in _HEAD_KEYS)
 
 
-def _flag(name: str, value: Any) -> str:
-    """As it was given on the command line."""
+def _as_flag(name: str, value: Any) -> str:
+    """Returns an option as it was given on the command line."""
     flag = f"--{name.replace('_', '-')}"
     if value is None or value == []:
         return f"no {flag}"
@@ -185,7 +201,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _fingerprint(inputs: Iterable[Path], out: Path) -> dict[str, list[int]]:
-    """Size and time of every file named, or in a folder named; not of what this refresh writes there."""
+    """Returns size and time of every file in `inputs`, without the files that this refresh writes."""
     files = [f for path in inputs for f in ([path] if path.is_file() else sorted(path.rglob("*"))) if f.is_file()]
     own = f"{out}.partial{os.sep}"
     named = [f for f in files if f.name != ".lock" and not str(f).startswith(own)]

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates: heads that were trained in a refresh, judged against the head in service, and described by a card."""
+
+import copy
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.sampling.seeds import content_hash
+from nemo_specrollout.scheduling.heads.publish_gate import MIN_SAMPLES, GateDecision, PublishGate
+from nemo_specrollout.training.features.features import SequenceFeatures
+from nemo_specrollout.training.head.acceptance import Acceptance, measure_acceptance
+from nemo_specrollout.training.head.head import DraftHead
+from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult, TrainingSettings
+
+CARD = "head_card.json"
+"""Name of the card in a head's folder."""
+SMALLEST_GAIN = 0.05
+"""Fewest accepted drafts per step that a head in service is assumed to bring, so that ratios stay finite."""
+
+
+@dataclass(frozen=True)
+class RefreshData:
+    """Features for one refresh."""
+
+    training: Sequence[SequenceFeatures]
+    """Sequences to learn from."""
+    held_out: Sequence[SequenceFeatures]
+    """Sequences of other prompts, to judge by."""
+
+    @property
+    def lacking(self) -> str | None:
+        """What is still missing for a refresh, as text for the log; None if nothing is.
+
+        A refresh waits until there are as many held-out prompts as the gate needs.
+        """
+        if not self.training:
+            return "no sequence to learn from was captured so far"
+        if (count := num_prompts(self.held_out)) < MIN_SAMPLES:
+            return f"{count} held-out prompts were captured so far; {MIN_SAMPLES} are needed to judge a head"
+        return None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Decision of the gate, with the held-out acceptance that it is based on."""
+
+    decision: GateDecision
+    """Verdict of the publish gate."""
+    after: Acceptance
+    """Acceptance of the candidate."""
+    before: Acceptance | None
+    """Acceptance of the head in service; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Candidate with its training and its judgement."""
+
+    candidate: DraftHead
+    """The trained head."""
+    judgement: Judgement | None
+    """Comparison with the head in service; None if training failed."""
+    training: TrainingResult | None
+    """Totals of the training; None if it failed."""
+    reason: str
+    """Verdict of the gate, or why training failed."""
+    seconds: float
+    """Seconds of training, and of judging in an online refresh."""
+
+    @property
+    def published(self) -> bool:
+        """Whether the gate let the candidate pass."""
+        return self.judgement is not None and self.judgement.decision.published
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether a refused candidate seems better than the head in service, so that training it further may pay."""
+        return not self.published and self.difference > 0.0
+
+    @property
+    def difference(self) -> float:
+        """Held-out acceptance length of the candidate minus that length of the head in service.
+
+        NaN if the gate could not compare them, minus infinity if training failed.
+        """
+        return -math.inf if self.judgement is None else self.judgement.decision.difference
+
+    @property
+    def expected_length(self) -> float | None:
+        """Held-out acceptance length of the candidate; None if training failed."""
+        return None if self.judgement is None else self.judgement.after.expected_length
+
+    @property
+    def gain(self) -> float | None:
+        """Ratio of accepted drafts per step, published head to the head before; None for a refused candidate."""
+        judgement = self.judgement
+        if not self.published or judgement is None:
+            return None
+        before = 1.0 if judgement.before is None else judgement.before.expected_length
+        return (judgement.after.expected_length - 1.0) / max(before - 1.0, SMALLEST_GAIN)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares a candidate with the head in service."""
+
+    gate: PublishGate
+    """Test that the candidate must pass."""
+    num_drafts: int
+    """Drafts per step for which acceptance is measured."""
+    temperature: float = 1.0
+    """Sampling temperature of the rollouts."""
+
+    def compare(
+        self, candidate: DraftHead, current: DraftHead | None, held_out: Sequence[SequenceFeatures]
+    ) -> Judgement:
+        """Compares two heads sequence by sequence. All samples of a prompt count as one."""
+        after = measure_acceptance(candidate, held_out, self.num_drafts, self.temperature)
+        before = None if current is None else measure_acceptance(current, held_out, self.num_drafts, self.temperature)
+        counted = [i for i, s in enumerate(after.sequences) if s.count_K[0] > 0]
+
+        def lengths(acceptance: Acceptance) -> np.ndarray:
+            return np.array([acceptance.sequences[i].expected_length for i in counted])
+
+        decision = self.gate.decide(
+            lengths(after),
+            None if before is None else lengths(before),
+            np.array([after.sequences[i].count_K[0] for i in counted], float),
+            np.array([_prompt_hash(held_out[i]) for i in counted], np.uint64),
+        )
+        return Judgement(decision, after, before)
+
+
+def refresh_head(
+    current: DraftHead,
+    start: DraftHead,
+    data: RefreshData,
+    settings: TrainingSettings,
+    budget: Budget,
+    judge: Judge,
+) -> Refresh:
+    """Trains a copy of a head and judges it. A training that fails gives a refused candidate, not an error.
+
+    Args:
+        current: The head in service.
+        start: The head to copy: `current`, or a promising candidate.
+        data: Sequences to learn from and to judge by.
+        settings: Settings of the trainer.
+        budget: Limits of the training.
+        judge: Comparison that the candidate must pass.
+    """
+    started = time.perf_counter()
+    trainer = HeadTrainer(copy.deepcopy(start), settings)
+    try:
+        trained = trainer.train(data.training, budget)
+    except (FloatingPointError, ValueError) as error:
+        reason = f"refused: training failed, {error}"
+        return Refresh(trainer.head, None, None, reason, time.perf_counter() - started)
+    judgement = judge.compare(trainer.head, current, data.held_out)
+    return Refresh(trainer.head, judgement, trained, judgement.decision.reason, time.perf_counter() - started)
+
+
+def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
+    """Returns the number of different prompts whose sequences have a token to draft."""
+    return len({_prompt_hash(s) for s in held_out if s.num_draftable})
+
+
+def write_card(
+    folder: Path,
+    policy_folder: Path,
+    refresh: Refresh,
+    settings: TrainingSettings,
+    policy: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> None:
+    """Checks the head in `folder` and writes its card.
+
+    Args:
+        folder: Folder of the head.
+        policy_folder: Folder of the policy that the head must fit.
+        refresh: Training and judgement of the head.
+        settings: Settings of the trainer.
+        policy: Entries of the card about the policy: folder and version.
+        data: Entries of the card about the features: hash and counts.
+
+    Raises ValueError if the head does not fit the policy.
+    """
+    facts = check_head(folder, policy_folder)
+    training, judgement = refresh.training, refresh.judgement
+    card = {
+        "policy": dict(policy),
+        "data": dict(data),
+        "training": {
+            **asdict(settings),
+            "steps": training.steps if training else 0,
+            "tokens_seen": training.tokens if training else 0,
+            "seconds": refresh.seconds,
+        },
+        "held_out": {
+            "before": _card_figures(judgement.before) if judgement else None,
+            "after": _card_figures(judgement.after) if judgement else None,
+            "sequences": len(judgement.after.sequences) if judgement else 0,
+        },
+        "gate": {"published": refresh.published, "reason": refresh.reason},
+        "layout": {
+            "format": "speculators",
+            "layer_ids": list(facts.layer_ids),
+            "hidden_size": facts.hidden_size,
+            "vocab_size": facts.vocab_size,
+            "draft_vocab_size": facts.draft_vocab_size,
+            "max_position_embeddings": facts.max_position_embeddings,
+            "checked": "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy",
+        },
+        "versions": installed_versions(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_atomically(folder / CARD, json.dumps(card, indent=1) + "\n")
+
+
+def _card_figures(acceptance: Acceptance | None) -> dict[str, Any] | None:
+    if acceptance is None:
+        return None
+    return {
+        "acceptance_length": round(acceptance.expected_length, 4),
+        "acceptance_by_position": [round(r, 4) for r in acceptance.acceptance_rate_K],
+    }
+
+
+def _prompt_hash(features: SequenceFeatures) -> int:
+    return content_hash(features.whole_prompt_P.tolist())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of an offline refresh. The flags of `nemo-specrollout refresh-draft` have their names, bounds and help texts."""
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.draft_refresh import MIXED_LOSS
+from nemo_specrollout.config.strict import bounded
+
+DEFAULT_MINUTES = 10.0
+"""Minutes of training if neither steps nor minutes are given."""
+MAY_DIFFER = ("device", "replace", "restart", "keep_features")
+"""Options that may change between an interrupted command and the one that continues it."""
+DTYPES = ("float32", "bfloat16")
+
+
+def _flag(text: str, metavar: str, default: Any = dataclasses.MISSING, **bounds: float) -> Any:
+    """Returns a field for the flag of the same name, with bounds as in `bounded`."""
+    metadata = {**bounded(default, **bounds).metadata, "help": text, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _choice(text: str, default: str, options: tuple[str, ...]) -> Any:
+    """Returns a field for a flag that has one of `options`."""
+    return dataclasses.field(default=default, metadata={"options": options, "help": text, "metavar": "NAME"})
+
+
+@dataclass(frozen=True)
+class RefreshOptions:
+    """Values of all flags. None means that the flag was not given; its help text says what that does."""
+
+    policy: str = _flag("policy: a Hugging Face folder, Megatron checkpoint, or NeMo-RL step folder", "CKPT")
+    out: str = _flag("folder of the new head, which vLLM serves without conversion", "DIR")
+    draft: str | None = _flag(
+        "start from this head, and replace it only if the new one is better; else from scratch", "DIR", None
+    )
+    rollouts: tuple[str, ...] = _flag(
+        "JSONL files, folders of them (also NeMo-RL's logs), or a feature store", "PATH", ()
+    )
+    prompts: str | None = _flag(
+        "instead of --rollouts: file of prompts, which the policy answers, or a config of the local runner, whose tasks "
+        "make the prompts",
+        "FILE",
+        None,
+    )
+    num_prompts: int = _flag("prompts from --prompts CONFIG, of its bench.workloads or else its data", "N", 256, low=16)
+    samples_per_prompt: int = _flag("responses to each of --prompts", "N", 4, low=1)
+    max_new_tokens: int = _flag("longest response to --prompts, tokens", "N", 512, low=1)
+    rollout_dtype: str = _choice("dtype of the engine for --prompts: float32 or bfloat16", "float32", DTYPES)
+    hf_config: str | None = _flag(
+        "folder with config and tokenizer, for a Megatron checkpoint that does not name its model", "DIR", None
+    )
+    layer_ids: tuple[int, ...] = _flag(
+        "policy layers whose inputs a new head reads, e.g. 2,18,33; else an early, a middle and a late one", "IDS", ()
+    )
+    draft_vocab: int | None = _flag("a new head drafts only the N most frequent tokens; else all", "N", None, low=1)
+    steps: int | None = _flag("optimizer steps; makes the result repeatable", "N", None, low=1)
+    minutes: float | None = _flag(
+        f"minutes of training; {DEFAULT_MINUTES:g} if --steps is not given", "M", None, above=0.0
+    )
+    loss: str = _flag(
+        "loss of speculators: nla, kl_div, tv, lk_hybrid, or JSON of several with weights", "NAME", MIXED_LOSS
+    )
+    tv_after: float = _flag(
+        "share of the training after which the loss is total variation alone; 1 is never", "X", 1.0, low=0.0, high=1.0
+    )
+    lr: float | None = _flag(
+        "learning rate; else 3e-3 up to hidden size 256, falling to 1e-4 at 4096", "X", None, above=0.0
+    )
+    batch_tokens: int | None = _flag("tokens of an optimizer step; else 256 on a CPU, 4096 on a GPU", "N", None, low=8)
+    ttt_steps: int = _flag("draft positions that are trained", "N", 5, low=1, high=16)
+    temperature: float = _flag("sampling temperature of the rollouts that the head is for", "T", 1.0, low=0.0)
+    num_drafts: int = _flag("draft tokens of a step, for which heads are judged", "K", 3, low=1, high=16)
+    confidence: float = _flag("confidence that the new head is not worse, for the gate", "C", 0.95, low=0.5, below=1.0)
+    tolerance: float = _flag("by how much acceptance length may be worse and still pass", "X", 0.0, low=0.0)
+    held_out_share: float = _flag(
+        "share of prompts to judge by instead of training on them; at least 8 prompts", "X", 0.1, above=0.0, below=1.0
+    )
+    max_length: int | None = _flag("longest text in tokens; else the policy's context", "N", None, low=8)
+    store_gb: float = _flag(
+        "most disk space, and memory, of features; beyond it the first rollouts are left out", "G", 8.0, above=0.0
+    )
+    dtype: str = _choice("dtype of the saved head: float32 or bfloat16", "float32", DTYPES)
+    seed: int = _flag(
+        "seed of a new head, of the order of its data, and of the rollouts of --prompts", "N", 0, low=0, high=2**32 - 1
+    )
+    policy_version: int = _flag("step of the policy, for the head's card", "N", 0, low=0)
+    device: str = _choice("auto, cpu or cuda", "auto", ("auto", "cpu", "cuda"))
+    replace: bool = _flag("replace a head that is at --out", "", False)
+    restart: bool = _flag("throw away what an earlier, unfinished command left in DIR.partial", "", False)
+    keep_features: bool = _flag("keep the features in DIR.features, for --rollouts of another refresh", "", False)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Options that must be the same for a command to continue an interrupted one."""
+        return {name: value for name, value in asdict(self).items() if name not in MAY_DIFFER}
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """Folder of the head to start from; None to start from scratch."""
+        return None if self.draft is None else Path(self.draft)
+
+    @property
+    def rollout_paths(self) -> list[Path]:
+        """Files and folders of `rollouts`."""
+        return [Path(path) for path in self.rollouts]
