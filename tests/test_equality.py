@@ -18,8 +18,8 @@ from nemo_specrollout.generation.compat import scheduler_of
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
+from nemo_specrollout.local.step_addition import encode_prompt, make_problems
 from nemo_specrollout.local.step_rollout import load_tokenizer
-from nemo_specrollout.local.task import encode_prompt, make_problems
 
 pytestmark = pytest.mark.integration
 

@@ -474,7 +474,7 @@ def test_the_engine_accepts_drafts_of_a_head_made_from_prompts(
 
     from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-    from nemo_specrollout.local.task import make_problems
+    from nemo_specrollout.local.step_addition import make_problems
 
     (tmp_path / "prompts.txt").write_text("\n".join(p.prompt for p in make_problems(3, 64, 0, 5)))
     command = ["refresh-draft", "--policy", str(STEP_ADDER), "--out", str(tmp_path / "head"), "--steps", "150"]

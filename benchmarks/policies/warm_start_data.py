@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_specrollout.local.task import MAX_TERMS, demonstration, encode_prompt, make_problems
+from nemo_specrollout.local.step_addition import MAX_TERMS, demonstration, encode_prompt, make_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_specrollout.local.task import encode_prompt, make_problems, reward_of_ids
+from nemo_specrollout.local.step_addition import encode_prompt, make_problems, reward_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

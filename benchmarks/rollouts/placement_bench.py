@@ -270,8 +270,8 @@ def random_prompts(batch: int) -> Prompts:
 
 def task_prompts(policy: Path, batch: int) -> Prompts:
     """Long problems of the demo's task."""
+    from nemo_specrollout.local.step_addition import encode_prompt, make_problems
     from nemo_specrollout.local.step_rollout import load_tokenizer
-    from nemo_specrollout.local.task import encode_prompt, make_problems
 
     tokenizer = load_tokenizer(policy)
     problems = [p for p in make_problems(0, 64 * batch) if len(p.terms) >= LONG_PROBLEM]

@@ -270,7 +270,7 @@ def _check_prompts(config: RunConfig) -> None:
         return
     from tokenizers import Tokenizer
 
-    from nemo_specrollout.local.task import make_problems
+    from nemo_specrollout.local.step_addition import make_problems
 
     tokenizer = Tokenizer.from_file(str(Path(config.policy.model_name) / "tokenizer.json"))
     problems = make_problems(config.grpo.seed, config.grpo.num_prompts_per_step, 0, config.data.max_terms)

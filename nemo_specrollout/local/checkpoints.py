@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run directory: `checkpoints/step_N`, each with checksums, the newest two of them."""
+"""Checkpoints of a run directory: `checkpoints/step_N`, each with checksums. The newest two are kept."""
 
 import os
 import re
@@ -11,36 +11,38 @@ from nemo_specrollout.config.files import DamagedFolder, check_seal
 from nemo_specrollout.config.strict import ConfigError
 
 NUM_KEPT = 2
+"""Checkpoints that are kept."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint that is not whole, and the sentence that says why."""
+    """A checkpoint whose files are not what was written."""
 
     folder: Path
     reason: str
+    """Sentence that names the damage."""
 
 
 class Checkpoints:
-    """Owns `checkpoints/` of a run directory. Only names `step_N` count; anything else in the folder is the user's."""
+    """Owns `checkpoints/` of a run directory. Only names `step_N` count; other files in the folder belong to the user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, in order; whether they are whole is not known. Raises OSError."""
+        """Returns the steps that have a folder, in order; the folders may be damaged. Raises OSError."""
         try:
-            entries = list(os.scandir(self.folder))  # unlike `glob`, it tells of a folder that cannot be read
+            entries = list(os.scandir(self.folder))  # `glob` would ignore a folder that cannot be read
         except FileNotFoundError:
             return []
         found = (_STEP.fullmatch(entry.name) for entry in entries if entry.is_dir())
         return sorted(int(match[1]) for match in found if match is not None)
 
     def newest_whole(self) -> tuple[int | None, list[Damaged]]:
-        """The newest step whose checkpoint is whole, None if there is none, and the damaged ones above it.
+        """Returns the newest step whose checkpoint is undamaged, or None, and the damaged checkpoints above it.
 
-        Reads all files of each checkpoint that it looks at. Raises ConfigError where there are checkpoints, all damaged.
+        Reads all files of the checkpoints that it looks at. Raises ConfigError if all checkpoints are damaged.
         """
         damaged: list[Damaged] = []
         for step in reversed(self.steps()):
@@ -52,32 +54,32 @@ class Checkpoints:
             return step, damaged
         if damaged:
             raise ConfigError(
-                f"logger.log_dir: no checkpoint in {self.folder} is whole ({damaged[0].reason}); bring one back from a copy, "
+                f"logger.log_dir: no checkpoint in {self.folder} is whole ({damaged[0].reason}); restore one from a copy, "
                 f"remove {self.folder} to begin the run again, or choose another folder"
             )
         return None, []
 
     def of(self, step: int) -> Path:
-        """Returns the folder of the checkpoint after `step`. A checkpoint must appear there by one rename."""
+        """Returns the folder of the checkpoint after `step`. Make it appear there by one rename."""
         return self.folder / f"step_{step}"
 
     def set_aside(self, damaged: Damaged) -> Path:
-        """Renames a damaged checkpoint, so that it is no longer looked at; returns its new path."""
+        """Renames a damaged checkpoint, so that it is ignored from now on; returns its new path."""
         aside = next(p for i in range(10_000) if not (p := _aside(damaged.folder, i)).exists())
         os.rename(damaged.folder, aside)
         return aside
 
     def forget_old(self) -> None:
-        """Removes all but the newest two."""
+        """Removes all but the newest `NUM_KEPT`."""
         for step in self.steps()[:-NUM_KEPT]:
             folder = self.of(step)
-            if folder.is_symlink():  # the user has moved it
+            if folder.is_symlink():  # the user has moved the checkpoint
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
 
     def clear_leftovers(self) -> None:
-        """Removes what a process that died was writing."""
+        """Removes checkpoints that a killed process left unfinished."""
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 

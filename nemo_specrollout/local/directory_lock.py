@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run for each directory: a lock that the kernel lets go of when its process dies, however it dies."""
+"""The lock of a run directory. The kernel releases it when its process dies."""
 
 import errno
 import fcntl
@@ -13,19 +13,19 @@ from typing import IO
 from nemo_specrollout.config.strict import ConfigError
 
 LOCK = "run.lock"
-# What a file system without locks answers, e.g. Lustre where it is mounted without `flock`.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of a file system without locks, e.g. Lustre mounted without `flock`."""
 _FIX = "wait for it to end, stop it, or choose another folder"
 
 
 class DirectoryLock:
-    """Holds `run.lock` of a folder, which names its holder. States: held, then released.
+    """Holds `run.lock` of a folder, a file that names its holder. States: held, then released.
 
-    `works` is false where the file system has no locks: then two runs are not kept apart.
+    `works` is false if the file system has no locks. Then two runs can use the folder at once.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock, and makes the folder if need be. Raises ConfigError if another run holds it, OSError."""
+        """Takes the lock; makes the folder if it is missing. Raises ConfigError if another run holds the lock, OSError."""
         self._made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK
@@ -36,10 +36,10 @@ class DirectoryLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Lets go of the lock; a folder that was made for it, and in which nothing else is, goes with it."""
+        """Releases the lock, and removes the folder if it was made for the lock and is empty."""
         if self._file.closed:
             return
-        # The lock is held still: a process that opened the file before finds it gone.
+        # The lock is still held, so a process that opened the file before will see that it is gone.
         self._path.unlink(missing_ok=True)
         if self._made and not any(self._path.parent.iterdir()):
             self._path.parent.rmdir()
@@ -47,7 +47,7 @@ class DirectoryLock:
 
 
 def _locked(path: Path) -> tuple[IO[str], bool]:
-    """The lock file, open and still the one at `path`, and whether it could be locked. Raises ConfigError if it is held."""
+    """Opens and locks the file; returns it and whether locks work. Raises ConfigError if another process holds the lock."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -60,14 +60,14 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
             return file, False
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file, True
-        file.close()  # its holder removed it between the two lines above
+        file.close()  # its holder removed it between `open` and `flock`
 
 
 def _holder(file: IO[str]) -> str:
     file.seek(0)
     try:
         holder = json.loads(file.read())
-        return f"process {holder['pid']} on {holder['host']}, which runs since {holder['started']}"
+        return f"process {holder['pid']} on {holder['host']}, which has run since {holder['started']}"
     except (ValueError, LookupError, TypeError):
         return "another process"
     finally:

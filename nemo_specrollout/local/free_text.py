@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that ask for free text: stories, letters, explanations. There is no reward, so they are for the bench and for the
-training of draft heads, not for GRPO."""
+"""The task `free_text`: prompts for stories, letters and explanations.
+
+There is no reward. So the task serves the bench and the training of draft heads, not GRPO.
+"""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_specrollout.local.chat import encode_chat
 from nemo_specrollout.local.grammar import Grammar, Writer
+from nemo_specrollout.local.tasks import encode_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,26 +54,26 @@ PROMPTS: Grammar = {
 
 @dataclass(frozen=True)
 class FreeTextProblem:
-    """A request for text."""
+    """A prompt for a text."""
 
     prompt: str
 
 
 class FreeText:
-    """An endless list of prompts for each seed."""
+    """The task of a run (`tasks.Task`): an endless list of prompts for each seed."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[FreeTextProblem]:
-        """Prompts `start` to `start + num - 1` of the seed's list; the same in every process."""
+        """Returns prompts `start` to `start + num - 1` of the seed's list; the same in every process."""
         writers = (Writer(PROMPTS, random.Random(f"{seed}-{i}"), habit=0.0) for i in range(start, start + num))
         return [FreeTextProblem(writer.write("prompt")) for writer in writers]
 
     def encode(self, problem: FreeTextProblem) -> list[int]:
-        """The prompt's token ids, chat template applied."""
+        """Returns the prompt's token ids by the chat template."""
         return encode_chat(self._tokenizer, problem.prompt)
 
     def reward(self, problem: FreeTextProblem, response_ids: Sequence[int]) -> float:
-        """Raises NotImplementedError: nothing here says what a text is worth."""
+        """Raises NotImplementedError: there is no rule for the worth of a free text."""
         raise NotImplementedError("free_text has no reward; train on another data.dataset_name")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sees while a run goes on: the present phase, the rollout's progress, a line for every finished step."""
+"""Terminal output of a run: the current phase, the rollout's progress, a line for every finished step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,24 +20,24 @@ _HEADER = " ".join(f"{name:>{width}}" for name, width in _COLUMNS.items())
 
 
 class Progress:
-    """Prints to the terminal; owns nothing but the console."""
+    """Prints to the terminal. Owns the console."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self._has_header = False
 
     def warn(self, sentence: str) -> None:
-        """Prints a sentence that the user should notice, in a line of its own."""
+        """Prints a warning in a line of its own."""
         self.console.print(sentence, style="yellow", markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Shows that `text` is going on."""
+        """Shows `text` while the block runs."""
         with self.console.status(text):
             yield
 
     def engine_started(self, facts: Mapping[str, Any]) -> None:
-        """What is in force in the engine."""
+        """Prints what is in force in the engine."""
         scheduling = "asynchronous" if facts["async_scheduling"] else "synchronous"
         self.console.print(
             f"engine: vLLM {facts['vllm']}, {facts['model_runner']} model runner, {scheduling} scheduling, CUDA graphs "
@@ -47,14 +47,14 @@ class Progress:
 
     @contextmanager
     def rollout(self, step: int, num_requests: int) -> Iterator[Callable[[int], None]]:
-        """A bar of finished requests; yields the function that moves it."""
+        """Shows a bar of finished requests; yields the function that moves it."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with RichProgress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(f"step {step}: rollout", total=num_requests)
             yield lambda done: bar.update(task, completed=done)
 
     def step_done(self, record: dict[str, Any]) -> None:
-        """The line of a finished step, and its alarms."""
+        """Prints the line of a finished step, and its alarms."""
         if not self._has_header:
             self.console.print(_HEADER, style="bold")
             self._has_header = True
@@ -73,7 +73,7 @@ class Progress:
             self._note(f"ALARM: {alarm}", "bold red")
 
     def summary(self, summary: dict[str, Any], run_dir: str) -> None:
-        """The closing table."""
+        """Prints the closing table."""
         table = Table(
             title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left"
         )
@@ -85,7 +85,7 @@ class Progress:
         )
 
     def _note(self, text: str, style: str) -> None:
-        """Prints `text` below the line of a step. Brackets in it stay, and are not read as markup."""
+        """Prints `text` below the line of a step. Brackets are not read as markup."""
         self.console.print(f"      {text}", style=style, markup=False, soft_wrap=True)
 
 

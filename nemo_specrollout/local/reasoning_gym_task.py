@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of `reasoning-gym` as a data source: its problems through the model's chat template, its scorers as the reward."""
+"""The task `reasoning_gym`: problems of `reasoning-gym` in the model's chat template, with its scorers as the reward."""
 
 import hashlib
 import random
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.config.strict import ConfigError, nearest
-from nemo_specrollout.local.chat import encode_chat
+from nemo_specrollout.local.tasks import encode_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from nemo_specrollout.config.run_sections import TaskConfig
 
 ENDLESS = 2**31
-"""The size that datasets are made with; problems are made one by one when they are asked for."""
+"""Size of the datasets. A problem is made only when it is asked for."""
 
 
 def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
-    """Makes one problem of each task. Raises ConfigError for an unknown task or option, and if the package is missing."""
+    """Makes one problem of each task. Raises ConfigError if a task or option is unknown, or if the package is missing."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -44,11 +44,14 @@ def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
 
 @dataclass(frozen=True)
 class GymProblem:
-    """One problem: the name of its task, the dataset that scores it, and `reasoning-gym`'s own entry."""
+    """One problem of one task."""
 
     task: str
+    """Name of the task."""
     dataset: Any
+    """Dataset that scores the problem."""
     entry: Mapping[str, Any]
+    """The problem's entry in the dataset."""
 
     @property
     def prompt(self) -> str:
@@ -56,12 +59,12 @@ class GymProblem:
 
 
 class ReasoningGymTask:
-    """Problems of one or several `reasoning-gym` tasks, mixed by weight, in an endless list for each seed."""
+    """The task of a run (`tasks.Task`): problems of `reasoning-gym` tasks, mixed by weight, in an endless list for each seed."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", tasks: "Sequence[TaskConfig]", system_prompt: str | None = None
     ) -> None:
-        """`system_prompt` is a text, the name of one of `reasoning-gym`'s, or None for the chat template's own."""
+        """`system_prompt` is a text, the name of a prompt of `reasoning-gym`, or None for the chat template's own."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         self._tokenizer = tokenizer
@@ -70,7 +73,7 @@ class ReasoningGymTask:
         self._datasets: dict[tuple[int, str], Any] = {}
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
-        """Problems `start` to `start + num - 1` of the seed's list; the same in every process."""
+        """Returns problems `start` to `start + num - 1` of the seed's list; the same in every process."""
         names, weights = [t.name for t in self._tasks], [t.weight for t in self._tasks]
         found = []
         for index in range(start, start + num):
@@ -80,11 +83,11 @@ class ReasoningGymTask:
         return found
 
     def encode(self, problem: GymProblem) -> list[int]:
-        """The prompt's token ids, chat template applied; a response's first token follows the last."""
+        """Returns the prompt's token ids by the chat template. The first token of a response follows the last of them."""
         return encode_chat(self._tokenizer, problem.prompt, self._system_prompt)
 
     def reward(self, problem: GymProblem, response_ids: Sequence[int]) -> float:
-        """The task's own score, 0 to 1, of what stands in the last `<answer>...</answer>`; 0 without one."""
+        """Returns the task's own score, 0 to 1, of the text in the last `<answer>...</answer>`; 0 without one."""
         from reasoning_gym.utils import extract_answer
 
         text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
@@ -94,7 +97,7 @@ class ReasoningGymTask:
         if (seed, name) not in self._datasets:
             import reasoning_gym
 
-            # A dataset seeds problem i with seed + i, so that lists of close seeds would overlap.
+            # A dataset makes problem i from seed + i. So the lists of close seeds would overlap.
             far = int.from_bytes(hashlib.sha256(f"{seed}-{name}".encode()).digest()[:5], "big")
             options = next(t.options for t in self._tasks if t.name == name)
             self._datasets[seed, name] = reasoning_gym.create_dataset(name, size=ENDLESS, seed=far, **options)

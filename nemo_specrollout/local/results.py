@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of a run, made from its finished steps: `summary.json`, `report.html` and `picture.png`."""
+"""Results of a run, made from its finished steps: `summary.json`, `report.html` and `picture.png`."""
 
 import json
 import math
@@ -22,10 +22,10 @@ _RECORDS = "metrics.jsonl, trace.jsonl or timeline.jsonl"
 
 
 def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """Writes all three; returns the summary. `wall_s`: seconds of the command, None where they are not known.
+    """Writes all three and returns the summary. `wall_s` is the command's seconds, None if unknown.
 
-    Old pages are removed before the summary is written, so that all three are of the same steps where all are there.
-    Raises OSError, ConfigError for records that are damaged.
+    The old pages are removed before the summary is written: if all three files are there, they describe the same steps.
+    Raises OSError, and ConfigError if records are damaged.
     """
     with naming_damage(run_dir, _RECORDS):
         summary = summary_of(read_lines(run_dir / "metrics.jsonl"), wall_s, completed)
@@ -37,7 +37,7 @@ def write_results(run_dir: Path, wall_s: float | None, completed: bool) -> dict[
 
 
 def results_are_of(run_dir: Path, num_steps: int) -> bool:
-    """Returns whether summary, report and picture exist and describe a run that completed `num_steps` steps."""
+    """Returns whether all three exist and describe a run that completed `num_steps` steps."""
     try:
         summary = read_object(run_dir / SUMMARY)
     except ValueError:
@@ -47,7 +47,10 @@ def results_are_of(run_dir: Path, num_steps: int) -> bool:
 
 
 def write_pages(run_dir: Path) -> tuple[Path, Path]:
-    """Writes report and picture; their paths. Raises ConfigError as above, and where `run_dir` is no folder."""
+    """Writes report and picture, and returns their paths.
+
+    Raises ConfigError if records are damaged or `run_dir` is not a folder.
+    """
     picture = run_dir / "picture.png"
     with naming_damage(run_dir, _RECORDS):
         report = write_report(run_dir)
@@ -56,32 +59,31 @@ def write_pages(run_dir: Path) -> tuple[Path, Path]:
 
 
 def summary_of(metrics: Sequence[Mapping[str, Any]], wall_s: float | None, completed: bool) -> dict[str, Any]:
-    """The content of `summary.json`, from the lines of `metrics.jsonl`; docs/reference/metrics.md names every key."""
+    """Returns the content of `summary.json` from the lines of `metrics.jsonl`; docs/reference/metrics.md names every key."""
     summary: dict[str, Any] = {"steps": len(metrics), "wall_s": wall_s, "completed": completed}
     if not metrics:
         return summary
     window = reward_window(len(metrics))
     rewards = series(metrics, "reward")
+    totals = {
+        key: int(np.nansum(series(metrics, key)))
+        for key in ("tokens_checked", "tokens_equal", "num_tokens", "request_steps", "deaths")
+    }
     return summary | {
-        "rollout_speedup_vs_plain_estimate": _known(overall_speedup(metrics)),
-        "tokens_checked": _total(metrics, "tokens_checked"),
-        "tokens_equal": _total(metrics, "tokens_equal"),
-        "reward_first": _known(rewards[:window].mean()),
-        "reward_last": _known(rewards[-window:].mean()),
+        "rollout_speedup_vs_plain_estimate": _finite(overall_speedup(metrics)),
+        "tokens_checked": totals["tokens_checked"],
+        "tokens_equal": totals["tokens_equal"],
+        "reward_first": _finite(rewards[:window].mean()),
+        "reward_last": _finite(rewards[-window:].mean()),
         "reward_averaged_over_steps": window,
-        "acceptance_length": _total(metrics, "num_tokens") / max(_total(metrics, "request_steps"), 1),
+        "acceptance_length": totals["num_tokens"] / max(totals["request_steps"], 1),
         "alarms": sum(len(m.get("alarms") or ()) for m in metrics),
-        "deaths": _total(metrics, "deaths"),
+        "deaths": totals["deaths"],
         **head_summary(metrics),
         **tail_summary(metrics),
     }
 
 
-def _total(metrics: Sequence[Mapping[str, Any]], key: str) -> int:
-    """The sum over the steps that have it."""
-    return int(np.nansum(series(metrics, key)))
-
-
-def _known(value: float) -> float | None:
-    """None for NaN, which JSON does not have."""
+def _finite(value: float) -> float | None:
+    """Returns None for NaN, which JSON does not have."""
     return float(value) if math.isfinite(value) else None

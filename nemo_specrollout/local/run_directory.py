@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what was asked, what happened, and where to go on. Nothing in it is ever half-written."""
+"""The folder of a run: its config, records and checkpoints. Every write is atomic."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from nemo_specrollout.reports.records import read_lines
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 LADDER = "ladder.json"
-# What may change when a run goes on: how far it goes, and the name of its folder.
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
+"""Keys of the config that may change when a run is resumed."""
 LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
 SUMMARY = "summary.json"
 PAGES = ("report.html", "picture.png")
@@ -29,7 +29,7 @@ _TEMPORARY = temporary_names(("config.yaml", "run.json", LADDER, *LINES, SUMMARY
 
 
 class CompleteRun(ConfigError):
-    """The folder holds this run, and all of its `num_steps` steps are done."""
+    """The folder holds this run, complete with `num_steps` steps."""
 
     def __init__(self, message: str, num_steps: int) -> None:
         super().__init__(message)
@@ -40,19 +40,20 @@ class RunDirectory:
     """`config.yaml`, `run.json`, `metrics.jsonl`, `samples.jsonl`, `trace.jsonl`, `summary.json`, `report.html`,
     `ladder.json`, `checkpoints/step_N`.
 
-    Invariant: metrics and traces are those of the steps before `next_step`, which is where a resumed run goes on; lines
-    of a step whose checkpoint was never finished are dropped on resume. States: opened (nothing but the lock is written),
-    begun, closed. While it is open, no other run can open the folder.
+    States: opened (only the lock is written), begun, closed. While it is open, no other run can open the folder.
+
+    Invariant: from `begin` on, metrics and traces are about the steps before `next_step`, where a resumed run goes on.
+    `begin` drops the lines of a step whose checkpoint was never finished.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        """Locks the folder. Raises ConfigError if another run has it, or if none of its checkpoints is whole."""
+        """Locks the folder. Raises ConfigError if another run has it, or if all of its checkpoints are damaged."""
         self.path = path
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.damaged: list[Damaged] = []
-        """Checkpoints that are newer than the one to go on from, and not whole; `begin` sets them aside."""
+        """Damaged checkpoints above the one to go on from; `begin` sets them aside."""
         self.engine_facts: Mapping[str, Any] = {}
-        """What `run.json` says of the engine that is in force (`RolloutEngine.facts`)."""
+        """Facts on the engine for `run.json` (`RolloutEngine.facts`)."""
         self._config = config
         self._lock = DirectoryLock(path)
         try:
@@ -63,11 +64,11 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
-        """A new run, or the one in the folder if its config is the same but for the number of steps.
+        """Opens a new run, or the one in the folder if its config differs at most in the number of steps.
 
-        A run without a finished step has nothing to lose: it starts from the beginning, whatever its config was.
+        A run without a finished step starts from the beginning, whatever its config was.
 
-        Raises ConfigError where the folder holds something else, or a run that is complete or keeps no checkpoints.
+        Raises ConfigError if the folder holds something else, or a run that is complete or keeps no checkpoints.
         """
         run = cls(path, config)
         try:
@@ -88,9 +89,7 @@ class RunDirectory:
             return
         earlier = _read_yaml(path / "config.yaml")
         if earlier is None:
-            raise ConfigError(
-                f"logger.log_dir: {path / 'config.yaml'} is missing or damaged; bring it back from a copy"
-            )
+            raise ConfigError(f"logger.log_dir: {path / 'config.yaml'} is missing or damaged; restore it from a copy")
         if keys := sorted(differences(earlier, dict(self._config)) - _MAY_CHANGE):
             raise ConfigError(
                 f"logger.log_dir: {path} holds a run of another config (it differs in {', '.join(keys[:4])}); choose another"
@@ -100,7 +99,7 @@ class RunDirectory:
         if self.next_step == 0 and saves and max(steps) >= checkpointing.get("save_period", 1):
             raise ConfigError(
                 f"logger.log_dir: {path} holds {len(steps)} steps, but {self.checkpoints.folder} holds no checkpoint of them; "
-                "bring it back from a copy, or choose another folder"
+                "restore one from a copy, or choose another folder"
             )
         if self.next_step >= max_num_steps:
             raise CompleteRun(
@@ -115,27 +114,27 @@ class RunDirectory:
             )
 
     def begin(self) -> list[str]:
-        """Writes what is known before the first step; called when the run is sure to start.
+        """Writes config and `run.json`, when engines and policy have started; drops leftovers of an earlier process.
 
         Returns:
-            What the user should know, in sentences: of damaged checkpoints, which are set aside, and of a missing lock.
+            Warnings for the user, about damaged checkpoints, which are set aside, and about a missing lock.
         """
         self.checkpoints.clear_leftovers()
         for path in list(self.path.iterdir()):
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
-        if self.next_step == 0:  # first: it marks the folder as a run's
+        if self.next_step == 0:  # written first, because it marks the folder as a run directory
             write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
         self._drop_unfinished_lines()
-        unlocked = f"the file system of {self.path} has no locks: see to it that no other run uses the folder"
+        unlocked = f"the file system of {self.path} has no locks: make sure that no other run uses the folder"
         return ([] if self._lock.works else [unlocked]) + [
             f"checkpoint {d.folder.name} is damaged ({d.reason}); it is kept as {self.checkpoints.set_aside(d).name}"
             for d in self.damaged
         ]
 
     def close(self) -> None:
-        """Lets other runs have the folder."""
+        """Releases the folder for other runs."""
         self._lock.release()
 
     @property
@@ -145,15 +144,15 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint to go on from: the newest whole one."""
+        """The checkpoint to go on from: the newest undamaged one. None in a new run."""
         return None if self._last is None else self.checkpoints.of(self._last)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`."""
+        """Returns the lines of `metrics.jsonl`."""
         return read_lines(self.path / "metrics.jsonl")
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """One more line of `name`, on disk when this returns."""
+        """Appends a line to the file `name`; it is on disk when this returns."""
         is_new = not (self.path / name).exists()
         with (self.path / name).open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -163,18 +162,19 @@ class RunDirectory:
             sync_folder(self.path)
 
     def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
-        """Has `save` write the checkpoint after `step`, then forgets old ones; it must appear there by one rename."""
+        """Lets `save` write the checkpoint after `step`, by one rename, then removes old checkpoints."""
         self.checkpoints.folder.mkdir(exist_ok=True)
         save(self.checkpoints.of(step))
         self.checkpoints.forget_old()
 
     @property
     def ladder(self) -> LadderFile | None:
-        """What a run that goes on knows of draft methods; None of one that begins, or that has one worker."""
+        """Draft ladder of a resumed run; None in a new run or with one engine."""
         file = self.path / LADDER
         return LadderFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
 
     def write_ladder(self, ladder: LadderFile) -> None:
+        """Writes `ladder.json`. Raises OSError."""
         write_atomically(self.path / LADDER, ladder.to_json())
 
     def _drop_unfinished_lines(self) -> None:
@@ -186,7 +186,7 @@ class RunDirectory:
 
 
 def _read_yaml(file: Path) -> dict[str, Any] | None:
-    """The mapping in a YAML file; None where there is no such file, or it holds something else."""
+    """Returns the mapping in a YAML file; None if the file is missing or holds something else."""
     try:
         read = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -195,7 +195,7 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
 
 
 def _is_provenance(file: Path) -> bool:
-    """Returns whether a run wrote `file`, its `run.json`."""
+    """Returns whether `file` is the `run.json` of a run."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -204,7 +204,7 @@ def _is_provenance(file: Path) -> bool:
 
 
 def _provenance() -> dict[str, Any]:
-    """The content of `run.json`: who started the run, on what."""
+    """Returns the content of `run.json`: the command, versions, commit and time of the start."""
     return {
         "command": " ".join(sys.argv),
         "versions": installed_versions(),

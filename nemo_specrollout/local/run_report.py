@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html` of a run: one file without script or outside resource, made from the run directory's records alone."""
+"""`report.html` of a run: one file without scripts or outside resources, made from the records in the run directory."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,6 @@ import numpy as np
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.run_report_page import HOW_TO_READ, ROLLOUT_COLUMNS, TAIL_COLUMNS, TRAINING_COLUMNS
 from nemo_specrollout.reports import charts
 from nemo_specrollout.reports.head_panels import head_summary, refreshes
 from nemo_specrollout.reports.page import (
@@ -31,21 +30,95 @@ from nemo_specrollout.reports.page import (
 from nemo_specrollout.reports.records import Record, number, overall_speedup, read_lines, read_object_or_nothing, series
 from nemo_specrollout.reports.tail_panels import tail_summary
 
+ROLLOUT_COLUMNS = {
+    "step": ("step", "d"),
+    "tokens": ("num_tokens", ",d"),
+    "length<br>mean": ("response_length.mean", ".1f"),
+    "<br>max": ("response_length.max", "d"),
+    "rollout<br>s": ("rollout_s", ".2f"),
+    "plain<br>est. s": ("plain_estimate_s", ".2f"),
+    "speedup<br>x": ("rollout_speedup", ".2f"),
+    "engine<br>steps": ("target_steps", ",d"),
+    "tokens a<br>step": ("acceptance_length", ".2f"),
+    "draft<br>tokens": ("num_draft_tokens", ",d"),
+    "steps with<br>drafts": ("share_of_steps_with_drafts", ".0%"),
+    "our host<br>time": ("host_share", ".1%"),
+    "tokens<br>checked": ("tokens_checked", ",d"),
+    "<br>equal": ("tokens_equal", ",d"),
+}
+"""Columns of the table of rollouts: heading (HTML) to key of the step and format."""
+TAIL_COLUMNS = {
+    "step": ("step", "d"),
+    "rollout<br>s": ("rollout_s", ".2f"),
+    "saved<br>est. s": ("tail.saved_s", "+.2f"),
+    "workers<br>idle": ("tail.idle_share", ".0%"),
+    "moves": ("tail.moves", "d"),
+    "races": ("tail.races", "d"),
+    "won by<br>the racer": ("tail.won_by_racer", "d"),
+    "workers<br>died": ("tail.deaths", "d"),
+    "attempts that<br>diverged": ("tail.diverged", "d"),
+}
+"""Columns of the table of moves and races."""
+TRAINING_COLUMNS = {
+    "step": ("step", "d"),
+    "reward": ("reward", ".3f"),
+    "loss": ("loss", ".4f"),
+    "KL": ("approx_kl", ".4f"),
+    "entropy": ("approx_entropy", ".3f"),
+    "gradient<br>norm": ("grad_norm", ".2f"),
+    "learning<br>rate": ("lr", ".1e"),
+    "log-prob gap<br>mean": ("logprob_gap.mean", ".1e"),
+    "<br>max": ("logprob_gap.max", ".1e"),
+    "log-prob<br>s": ("logprob_s", ".2f"),
+    "train<br>s": ("train_s", ".2f"),
+    "refit<br>s": ("refit_s", ".2f"),
+    "verify<br>s": ("verify_s", ".2f"),
+}
+"""Columns of the training table."""
+
+HOW_TO_READ = {
+    "Rollout time": "Blue is the measured time. Grey is what the same tokens would have taken one at a time, by the step times "
+    "that the engine measured in this run. The area between them is the time saved; above 1x is faster.",
+    "How a batch drains": "Short responses finish first, and few requests are left for much of the time. Drafts pay there, because an "
+    "engine step has room for them. Pale tokens were rejected.",
+    "The tail": "The rollout in which moves and races saved most, by estimate. Above: the requests of each worker. Below: a bar for "
+    "each attempt at a request, with the worker's number and colour and a mark at its end. Bars side by side are a race: all "
+    "racers make the same tokens, so the first to end has made the response. The solid line is the end of the rollout. The "
+    "dashed line is its estimated end without moves and races.",
+    "Where a step's time goes": "Each bar is one step, and the labels are means. The black mark is the estimated end of the rollout part "
+    "without speculation.",
+    "Acceptance by position": "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts "
+    "are noisy.",
+    "Draft head": "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. A "
+    "head that is not better than the one in service is refused. On the right: the share of the run's time spent on refreshes.",
+    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the "
+    "bold line.",
+    "Engine against trainer": "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a "
+    "refit went wrong.",
+}
+"""Explanation of each chart, by its title."""
+
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run directory holds. Every part may be empty: the run may have been interrupted anywhere."""
+    """Records of a run directory. Every part may be empty, because a run may be interrupted anywhere."""
 
     steps: Sequence[Record]
+    """Lines of `metrics.jsonl`."""
     traces: Sequence[Record]
+    """Lines of `trace.jsonl`."""
     timelines: Sequence[Record]
+    """Lines of `timeline.jsonl`."""
     summary: Record
+    """Content of `summary.json`."""
     about: Record
+    """Content of `run.json`."""
     config: str
+    """Text of `config.yaml`."""
 
     @classmethod
     def read(cls, run_dir: Path) -> "RunRecords":
-        """Read `run_dir`. Raises ConfigError if it is not a folder."""
+        """Reads `run_dir`. Raises ConfigError if it is not a folder."""
         if not run_dir.is_dir():
             raise ConfigError(f"run directory {str(run_dir)!r} is not a folder: name the `logger.log_dir` of a run")
         config = run_dir / "config.yaml"
@@ -64,13 +137,13 @@ class RunRecords:
         return [(s["step"], str(alarm)) for s in self.steps for alarm in s.get("alarms") or ()]
 
     def figure(self, key: str, from_steps: float) -> float:
-        """The summary's `key`; a run without a summary gets what its finished steps say. NaN where neither knows."""
+        """Returns a number of the summary, or `from_steps` if there is no summary yet; NaN if both are unknown."""
         value = number(self.summary, key)
         return value if math.isfinite(value) else from_steps
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into `run_dir` and return its path; a reader never sees half a file."""
+    """Writes `report.html` into `run_dir` and returns its path. The write is atomic."""
     target = run_dir / "report.html"
     write_atomically(target, _page(RunRecords.read(run_dir), run_dir.resolve().name))
     return target
@@ -128,7 +201,7 @@ def _equality_card(run: RunRecords) -> str:
 
 
 def _acceptance_length(steps: Sequence[Record]) -> float:
-    """Tokens over request steps, summed over the run's steps; a step's request steps follow from its own ratio."""
+    """Returns the run's tokens over its request steps. The latter follow from each step's acceptance length."""
     tokens, lengths = series(steps, "num_tokens"), series(steps, "acceptance_length")
     known = np.isfinite(tokens) & (lengths > 0)
     return float(tokens[known].sum() / (tokens[known] / lengths[known]).sum()) if tokens[known].sum() else math.nan
@@ -149,13 +222,13 @@ def _charts(run: RunRecords) -> str:
 
 
 def _tail(run: RunRecords) -> str:
-    """The chart of workers and requests; nothing for a run with one worker."""
+    """Returns the chart of engines and requests; an empty string for a run with one engine."""
     svg = charts.tail_chart(run.timelines)
     return _chart("The tail", svg) if svg else ""
 
 
 def _head(run: RunRecords) -> str:
-    """The draft head's chart, and what was decided at each refresh; nothing for a run without."""
+    """Returns the draft head's chart and the decision of each refresh; an empty string for a run without refreshes."""
     svg = charts.head_chart(run.steps)
     last = str(run.steps[-1].get("draft_refresh", {}).get("decision", NONE))
     return head_section(_chart("Draft head", svg), refreshes(run.steps), last) if svg else ""

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of a local run: where problems come from, how they become prompts, and what a response is worth."""
+"""The task of a local run: its interface, and the task that a config names."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_specrollout.config.run_sections import DataConfig
-from nemo_specrollout.local.free_text import FreeText
-from nemo_specrollout.local.task import encode_prompt, make_problems, reward_of_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,44 +20,43 @@ class Problem(Protocol):
 
 
 class Task(Protocol):
-    """A source of problems with its reward. Problems depend on the seed and their index only."""
+    """A source of problems with its reward. A problem depends on the seed and its index only."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
-        """Problems `start` to `start + num - 1` of the seed's endless list; the same in every process."""
+        """Returns problems `start` to `start + num - 1` of the seed's endless list; the same in every process."""
         ...
 
     def encode(self, problem: Any) -> list[int]:
-        """The prompt's token ids; a response's first token follows the last."""
+        """Returns the prompt's token ids. The first token of a response follows the last of them."""
         ...
 
     def reward(self, problem: Any, response_ids: Sequence[int]) -> float:
-        """What the response is worth, 0 to 1; any token ids have a reward."""
+        """Returns the reward of a response, 0 to 1. Any token ids have one."""
         ...
-
-
-class StepAddition:
-    """The demo's task (`local/task.py`)."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", max_terms: int) -> None:
-        self._tokenizer = tokenizer
-        self._max_terms = max_terms
-
-    def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
-        return list(make_problems(seed, num, start, self._max_terms))
-
-    def encode(self, problem: Any) -> list[int]:
-        return encode_prompt(problem, self._tokenizer)
-
-    def reward(self, problem: Any, response_ids: Sequence[int]) -> float:
-        return reward_of_ids(problem, response_ids, self._tokenizer)
 
 
 def build_task(data: DataConfig, tokenizer: "PreTrainedTokenizerFast") -> Task:
-    """The task that `data` names."""
+    """Returns the task that `data` names."""
     if data.dataset_name == "reasoning_gym":
         from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
 
         return ReasoningGymTask(tokenizer, data.tasks, data.system_prompt)
     if data.dataset_name == "free_text":
+        from nemo_specrollout.local.free_text import FreeText
+
         return FreeText(tokenizer)
+    from nemo_specrollout.local.step_addition import StepAddition
+
     return StepAddition(tokenizer, data.max_terms)
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | None = None) -> list[int]:
+    """Returns the token ids of one user message by the model's chat template, ready for a response.
+
+    `system` is the system prompt. With None the template uses its own, if it has one.
+    """
+    messages = [{"role": "user", "content": user}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -118,9 +118,7 @@ def test_damaged_checkpoints_of_one_step_do_not_replace_each_other(run: Path) ->
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(run: Path) -> None:
     for step in (3, 4):
         truncate(run / "checkpoints" / f"step_{step}" / WEIGHTS)
-    with pytest.raises(
-        ConfigError, match=r"no checkpoint in .* is whole .*has 150000 bytes of 300000.*; bring one back"
-    ):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole .*has 150000 bytes of 300000.*; restore one"):
         opened(run)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
 
@@ -172,7 +170,7 @@ def test_torn_and_foreign_lines_are_dropped_when_a_run_goes_on(run: Path) -> Non
 @pytest.mark.parametrize("content", ["{", "- a list", "\x00", "a: [b", "!!python/object:os.system {}"])
 def test_a_run_whose_config_is_damaged_is_refused(run: Path, content: str) -> None:
     (run / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml is missing or damaged; bring it back"):
+    with pytest.raises(ConfigError, match=r"config\.yaml is missing or damaged; restore it"):
         opened(run)
 
 
@@ -209,9 +207,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run: Path, how: str
     (run / "checkpoints").rename(run.with_name("elsewhere"))
     if how == "a link to nowhere":
         (run / "checkpoints").symlink_to("unmounted")
-    with pytest.raises(
-        ConfigError, match=r"holds 5 steps, but .*checkpoints holds no checkpoint of them; bring it back"
-    ):
+    with pytest.raises(ConfigError, match=r"holds 5 steps, but .*checkpoints holds no checkpoint of them; restore one"):
         opened(run)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
 
@@ -266,7 +262,7 @@ def test_a_complete_run_is_told_apart(run: Path) -> None:
 def test_a_second_run_is_refused_with_the_holder_s_pid_and_start(run: Path) -> None:
     first = opened(run)
     with pytest.raises(
-        ConfigError, match=rf"in use by process {os.getpid()} on .*, which runs since 20\d\d-.*; wait for"
+        ConfigError, match=rf"in use by process {os.getpid()} on .*, which has run since 20\d\d-.*; wait for"
     ):
         opened(run)
     first.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's task: add 2 to 16 numbers step by step, made from a seed, with a reward by rule.
+"""The demo's task: add 2 to 16 numbers step by step. Problems are made from a seed, and the reward is by rule.
 
-A worked response is written left to right by a small random grammar. It repeats itself no more than an LLM's text does:
+A small random grammar writes worked responses from left to right. They repeat themselves no more than an LLM's text does:
 n-gram drafting gains less here than papers report (docs/reference/tasks.md). So the task does not favour drafters.
-Nothing here imports torch; transformers is imported only by `build_tokenizer`.
+This module does not import torch, and imports transformers only in `build_tokenizer`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ from nemo_specrollout.local.grammar import Writer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MIN_TERMS, MAX_TERMS, MAX_TERM = 2, 16, 30
-MEDIAN_TERMS, TERMS_SPREAD = 5.0, 0.6
-"""Median and log-standard-deviation of the log-normal number of terms."""
-
+MIN_TERMS = 2
+"""Fewest terms of a sum."""
+MAX_TERMS = 16
+"""Most terms of a sum."""
+MAX_TERM = 30
+"""Largest term."""
+MEDIAN_TERMS = 5.0
+"""Median of the log-normal number of terms."""
+TERMS_SPREAD = 0.6
+"""Standard deviation of the logarithm of the number of terms."""
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+"""Step between the quantiles of neighbouring problems."""
 VOCAB_MULTIPLE = 32
+"""The vocabulary is padded to a multiple of this size."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 
 # `{a}` is the sum so far, `{t}` the term, `{s}` the new sum, `{rest}` the terms that are left.
-# Two numbers are never neighbours, because a tokenizer with one token per digit could not tell them apart. The odds are
+# Two numbers are never neighbours, because a tokenizer with one token for each digit could not tell them apart. The odds are
 # uneven on purpose: most tokens of an LLM are nearly certain, and a few are forks.
 GRAMMAR: dict[str, dict[str, float]] = {
     "opening": {
@@ -63,9 +71,9 @@ GRAMMAR: dict[str, dict[str, float]] = {
     "closing": {"": 5, " that was the last one .": 2, " all done .": 2, " nothing is left , so the total is {s} .": 1},
 }  # fmt: skip
 HABIT = 0.75
-"""How often a writer says a thing as it said it before in the same response."""
+"""Probability that a writer expands a symbol as it did before in the same response."""
 SLIP_RATE = 0.25
-"""How often a quick writer gets a sum wrong."""
+"""Probability that a quick writer gets a sum wrong."""
 PROMPT = "please add {terms} . work step by step ."
 ANSWER = "answer : {s}"
 
@@ -74,7 +82,7 @@ _ANSWER = re.compile(r"answer\s*:\s*([0-9](?:\s*[0-9])*)")
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum to do. `Problem((12, 5)).prompt` is "please add 12 + 5 . work step by step .", and its `answer` 17."""
+    """A sum. `Problem((12, 5)).prompt` is "please add 12 + 5 . work step by step ." and its `answer` is 17."""
 
     terms: tuple[int, ...]
 
@@ -88,7 +96,7 @@ class Problem:
 
 
 def make_problem(seed: int, index: int, max_terms: int = MAX_TERMS) -> Problem:
-    """Problem `index` of the endless list that `seed` names: log-normal in its number of terms, uniform in each term.
+    """Returns problem `index` of the seed's endless list. The number of terms is log-normal, each term uniform.
 
     Neighbours in the list are spread evenly over the difficulties (a golden-ratio sequence of quantiles), so that the
     rewards of two steps can be compared.
@@ -101,7 +109,7 @@ def make_problem(seed: int, index: int, max_terms: int = MAX_TERMS) -> Problem:
 
 
 def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERMS) -> list[Problem]:
-    """Problems `start` to `start + num - 1` of `seed`'s list; the same in every process, and whatever `num` is.
+    """Returns problems `start` to `start + num - 1` of the seed's list; the same in every process and for every `num`.
 
     Raises ValueError if `max_terms` is outside 2..16.
     """
@@ -111,10 +119,10 @@ def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERM
 
 
 def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) -> str:
-    """A worked response: partial sums left to right in random wording.
+    """Returns a worked response: partial sums from left to right in random wording.
 
-    A careful writer always ends in the right answer. A quick one opens in another way and slips now and then, goes on
-    from the wrong sum, and never checks.
+    A careful writer always ends with the right answer. A quick writer opens in another way, makes a mistake now and then,
+    and goes on from the wrong sum.
     """
     sums = _sums(problem.terms, rng, SLIP_RATE if is_quick else 0.0)
     writer = Writer(GRAMMAR, rng, HABIT)
@@ -127,7 +135,7 @@ def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) 
 
 
 def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[int]:
-    """The sum after each term; where the writer slips, a little beside the right one."""
+    """Returns the sum after each term; a mistake makes it slightly too large or too small."""
     sums = [terms[0]]
     for term in terms[1:]:
         slip = rng.choice((-10, -2, -1, 1, 2, 10)) if rng.random() < slip_rate else 0
@@ -136,9 +144,9 @@ def _sums(terms: Sequence[int], rng: random.Random, slip_rate: float) -> list[in
 
 
 def reward(problem: Problem, response: str) -> float:
-    """1.0 if the last answer that `response` states is the right one, else 0.0; any text is allowed around it.
+    """Returns 1.0 if the last answer in `response` is right, else 0.0. Any text may surround the answer.
 
-    Digits may be apart ("answer : 4 4"), as a decoder that knows nothing of numbers leaves them.
+    Blanks between digits are allowed ("answer : 4 4"), because a decoder may leave them there.
     """
     stated = _ANSWER.findall(response)
     if not stated:
@@ -148,7 +156,7 @@ def reward(problem: Problem, response: str) -> float:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, one a digit; the vocabulary is exactly the grammar's words, padded to a multiple of 32."""
+    """Returns a tokenizer with one token for each word and digit. The vocabulary is the grammar's, padded to a multiple of 32."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -158,7 +166,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     )
     core.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
-    # A blank on both sides of every word and none around digits, then blanks are merged: so digits join into numbers.
+    # Puts blanks around every word and none around digits, then merges blanks: so digits join into numbers.
     blanks = [decoders.Replace(Regex(edge), " ") for edge in (r"^(?=[^0-9])", r"(?<=[^0-9 ])$")]
     core.decoder = decoders.Sequence(
         [*blanks, decoders.Fuse(), decoders.Replace(Regex(" {2,}"), " "), decoders.Strip(" ", 1, 1)]
@@ -170,19 +178,36 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_prompt(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The prompt's token ids, begin-of-sequence first; a response's first token follows the last."""
+    """Returns the prompt's token ids, which start with begin-of-sequence."""
     return list(tokenizer(problem.prompt)["input_ids"])
 
 
 def reward_of_ids(problem: Problem, response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> float:
-    """`reward` of a response given as token ids; end-of-sequence and padding may be among them."""
+    """Returns the `reward` of token ids, which may include end-of-sequence and padding."""
     return reward(problem, str(tokenizer.decode(list(response_ids), skip_special_tokens=True)))
 
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Every token in order of its id: special tokens, digits, words by alphabet, unused ones up to a multiple of 32."""
+    """Returns every token in the order of ids: special tokens, digits, words in alphabetical order, unused tokens."""
     texts = [PROMPT, ANSWER, "+", *(text for expansions in GRAMMAR.values() for text in expansions)]
     words = sorted({word for text in texts for word in re.sub(r"<\w+>|\{\w+\}", " ", text).split()})
     known = [PAD, BOS, EOS, UNK, *"0123456789", *words]
     return (*known, *(f"<unused_{i}>" for i in range(-len(known) % VOCAB_MULTIPLE)))
+
+
+class StepAddition:
+    """The task of a run (`tasks.Task`)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_terms: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_terms = max_terms
+
+    def problems(self, seed: int, num: int, start: int = 0) -> list[Problem]:
+        return make_problems(seed, num, start, self._max_terms)
+
+    def encode(self, problem: Problem) -> list[int]:
+        return encode_prompt(problem, self._tokenizer)
+
+    def reward(self, problem: Problem, response_ids: Sequence[int]) -> float:
+        return reward_of_ids(problem, response_ids, self._tokenizer)
