@@ -219,7 +219,11 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
         ),
         ("dflash", {"speculators_model_type": "eagle3"}, r"it is eagle3; name the checkpoint of a dflash"),
         ("dflash", {"architectures": None}, r"it is of no architecture"),
-        ("dflash", {"hidden_size": 32}, r"it reads states of size 32, the policy's are of 64; name a dflash made for "),
+        (
+            "dflash",
+            {"hidden_size": 32},
+            r"it reads states of size 32, but the policy's have size 64; name a dflash made for ",
+        ),
         ("dflash", {"vocab_size": 95}, r"it knows 95 tokens, the policy 96"),
         ("dflash", {"dflash_config": {"target_layer_ids": [0]}}, r"no mask_token_id"),
         (

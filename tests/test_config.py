@@ -114,7 +114,7 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("policy.generation.specrollout.drafters[0].type=ngram", "cannot be changed by itself; give the whole list"),
+        ("policy.generation.specrollout.drafters[0].type=ngram", "cannot be changed alone; give the whole list"),
         ("policy=[1]", r"override 'policy=\[1\]': policy is a list here, but a block below it; write a block"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where drafters listen, and the secret that both ends share where others could reach them."""
+"""Network addresses of drafters, and the secret that verifiers and drafters share."""
 
 import os
 import re
@@ -9,28 +9,30 @@ from collections.abc import Iterable
 from nemo_specrollout.config.strict import ConfigError
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
+"""Environment variable with the shared secret."""
 SHORTEST_SECRET = 16
+"""Characters that a secret must have."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_address(path: str, address: str, *, any_port: bool = True) -> None:
-    """Raises ConfigError unless `address` is tcp://HOST:PORT. Port 0, any that is free, only where `any_port` allows it."""
+    """Raises ConfigError unless `address` is tcp://HOST:PORT. Port 0, any free port, is valid only with `any_port`."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match[2]) > 65535 or (int(match[2]) == 0 and not any_port):
-        raise ConfigError(f"{path}: {address!r} is no address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
+        raise ConfigError(f"{path}: {address!r} is not an address; write tcp://HOST:PORT, e.g. tcp://127.0.0.1:5570")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Returns whether only this machine can reach `address`."""
     match = _ADDRESS.fullmatch(address)
     return match is not None and match[1] in _LOOPBACK
 
 
 def shared_secret(addresses: Iterable[str]) -> bytes:
-    """What both ends prove to know, from the environment. May be empty on the loopback only.
+    """Returns the key from the environment for drafters at `addresses`; it may be empty if all are on the loopback.
 
-    Raises ConfigError if it is missing or short and an address is not a loopback.
+    Raises ConfigError if other machines can reach an address, and the secret is missing or short.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < SHORTEST_SECRET and not all(map(is_loopback, addresses)):
@@ -42,24 +44,24 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
 
 
 def as_key(secret: str) -> bytes:
-    """A secret as the transport takes it."""
+    """Returns a secret as a key of the transport, at most 64 bytes."""
     return secret.encode()[:64]
 
 
 def secret_of_run() -> str:
-    """The secret of drafters that a run places itself: that of the environment, or one that only the run knows.
+    """Returns the secret of drafters that a run starts itself: from the environment, else a new random one.
 
-    Raises ConfigError for one that is too short.
+    Raises ConfigError if the secret in the environment is too short.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
     if secret and len(secret) < SHORTEST_SECRET:
         raise ConfigError(
             f"{SECRET_VARIABLE}: too short; give it at least {SHORTEST_SECRET} characters, or remove it: drafters that "
-            "the run places then get one of their own"
+            "the run starts then get a secret of their own"
         )
     return secret or secrets.token_hex(32)
 
 
 def any_port(host: str) -> str:
-    """The address of a socket that takes a free port of `host`, an IP address of this machine."""
+    """Returns the address by which a socket takes any free port of `host`, an IP address of this machine."""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"

@@ -58,10 +58,10 @@ class SpecrolloutConfig:
     hence the same tokens."""
 
     budget: BudgetConfig = BudgetConfig()
-    """How much is drafted."""
+    """Number of draft tokens."""
 
     verify: VerifyConfig = VerifyConfig()
-    """How much is decoded twice to show that the tokens are equal."""
+    """Check that drafts do not change tokens."""
 
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; null is off."""

@@ -130,7 +130,7 @@ class RemoteDrafterConfig(DrafterConfig):
     """Folder of the small model."""
 
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
-    """As for the other drafters with weights."""
+    """`shared_noise` or `greedy`, as for the other drafters with weights."""
 
     workers: int = bounded(0, low=0, high=64)
     """Drafter processes that the run starts and supervises, in NeMo-RL through Ray; 0 with `addresses`."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What will be in force in an engine, told by its arguments: model runner, scheduling, CUDA graphs.
+"""Describes an engine in words, by its arguments: model runner, scheduling, CUDA graphs.
 
-vLLM's own config would tell too, but to import it takes longer than all else that `check` does. A test compares the two.
+vLLM's own config also knows this, but importing vLLM takes longer than the whole command `check`. A test compares the two.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any
 from nemo_specrollout.config.versions import vllm_version
 
 _HOST_METHODS = ("ngram", "[ngram]")
-"""Methods of vLLM's own that draft on the host, which a next step cannot be scheduled ahead of."""
+"""Draft methods of vLLM that run on the host, so that a step cannot be scheduled before the previous one has ended."""
 
 
 def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
-    """Whether vLLM schedules a step before the one before has ended."""
+    """Returns whether vLLM schedules a step before the previous one has ended."""
     given = vllm_kwargs.get("async_scheduling")
     native = vllm_kwargs.get("speculative_config")
     method = native.get("method") if isinstance(native, Mapping) else None
@@ -22,7 +22,7 @@ def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
 
 
 def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: bool) -> str:
-    """One line, as a run says it when its engine has started, with what cannot be told from here."""
+    """Returns a line like the one that a run prints at its start; it says what only the run can tell."""
     version = vllm_version()
     vllm = f"vLLM {version}" if version else "vLLM (not installed here)"
     return f"{vllm}, V2 model runner, {_scheduling(vllm_kwargs)}, {_graphs(vllm_kwargs, on_gpu, is_eager)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that are never half-written, and checksums that tell whether a folder is still whole."""
+"""Writes files atomically, and seals folders with checksums that detect damage."""
 
 import errno
 import hashlib
@@ -15,13 +15,13 @@ CHECKSUMS = "checksums.json"
 
 
 class DamagedFolder(ValueError):
-    """A folder whose files are not those that were written; the message names the file and the fault."""
+    """A folder whose files differ from what was written; the message names the file and the fault."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file at `path` by `content`, text as UTF-8; it is on disk when this returns.
 
-    Raises OSError, and leaves what was there. A process that dies meanwhile may leave a temporary file beside it, which
+    On an OSError the old file stays. A process that dies meanwhile may leave a temporary file beside it, which
     `temporary_names` matches.
     """
     with replacing_file(path) as temporary:
@@ -30,9 +30,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a file beside `path`, which takes its place, on disk, when the block ends well.
+    """Yields the path of a temporary file, which replaces the file at `path`, on disk, if the block succeeds.
 
-    A block that fails leaves what was there.
+    If the block fails, the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -46,30 +46,30 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def temporary_names(names: Iterable[str]) -> re.Pattern[str]:
-    """Returns a pattern of the temporary files that a process that died may have left beside files called `names`."""
+    """Returns a pattern of the temporary files that a dead process may have left beside files called `names`."""
     return re.compile(rf"\.({'|'.join(map(re.escape, names))})\.[0-9]+")
 
 
 def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
-    """Returns the content of a file that the user named, at most `most_bytes` of it.
+    """Returns the content of a file that the user named, at most the first `most_bytes` bytes.
 
-    Raises OSError, also for what is no regular file: a pipe without a writer would block for ever.
+    Raises OSError, also for a path that is not a regular file: reading a pipe without a writer would never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return file.read(-1 if most_bytes is None else most_bytes)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut, where its file system can; some on a network cannot."""
+    """Makes the names in `folder` survive a power cut, if its file system supports that; some network ones do not."""
     with suppress(OSError):
         _sync(folder)
 
 
 def seal_folder(folder: Path) -> None:
-    """Writes `checksums.json`, the size and SHA-256 of each file in `folder`; all of it is on disk when this returns."""
+    """Writes `checksums.json` with the size and SHA-256 of each file in `folder`; all is on disk when this returns."""
     sums = {}
     for file in sorted(folder.iterdir()):
         _sync(file)
@@ -78,14 +78,14 @@ def seal_folder(folder: Path) -> None:
 
 
 def check_seal(folder: Path) -> None:
-    """Raises DamagedFolder unless every file that `seal_folder` saw is there and as it was; reads all of them."""
+    """Raises DamagedFolder unless every file that `seal_folder` saw still has the same content; reads all files."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in sums.items()}
         if any(Path(name).name != name or "\0" in name or not name.isprintable() for name in expected):
-            raise ValueError("a name in it is that of no file of the folder")
+            raise ValueError("a name in it is not a plain file name")
     except OSError as error:
-        raise DamagedFolder(f"{folder} has no {CHECKSUMS} that can be read ({error.strerror})") from error
+        raise DamagedFolder(f"{folder} has no readable {CHECKSUMS} ({error.strerror})") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise DamagedFolder(f"{folder / CHECKSUMS} is damaged") from error
     if not expected:

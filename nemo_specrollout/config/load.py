@@ -15,24 +15,27 @@ from yaml import YAMLError
 from nemo_specrollout.config.strict import ConfigError, join
 from nemo_specrollout.config.yaml_text import DEEPEST, check_depth, problem_of, read_yaml
 
-# A block with this key, set to true, replaces that of its parents and is not merged with it. Top of a file only.
 _REPLACES = "_override_"
+"""A block at the top of a file with this key set to true replaces its parents' block instead of merging with it."""
 NEMO_RL_DIR = "NEMO_RL_DIR"
+"""Environment variable with the folder of NeMo-RL, which the shipped recipes use in `defaults`."""
 
 
-def _larger(a: Any, b: Any) -> Any:
+def _larger(a: Any, b: Any) -> Any:  # OmegaConf cannot inspect the signature of `max`
     return max(a, b)
 
 
-# NeMo-RL's, e.g. ${mul:${policy.max_total_sequence_length}, 2}.
 _RESOLVERS = {"add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": _larger}
+"""NeMo-RL's functions for values such as ${mul:${policy.max_total_sequence_length}, 2}."""
+_KEY = re.compile(r"[^\s.=\[\]{}:,'\"$#&*!|>%@`]+(\.[^\s.=\[\]{}:,'\"$#&*!|>%@`]+)*")
+"""Dotted names of keys, without characters that have a meaning in YAML or OmegaConf."""
 
 
 def load_config(path: Path, overrides: list[str] = ()) -> dict[str, Any]:  # type: ignore[assignment]
-    """The resolved tree of the file at `path`, with its `defaults` beneath and `overrides` on top.
+    """Returns the resolved tree of the file at `path`, on top of its `defaults`, with `overrides` applied.
 
-    `defaults` names a file, or a list of them, relative to the file that has it; later ones win. A leading `+` of an
-    override, which NeMo-RL asks for with new keys, is accepted. Raises ConfigError, which names the file or the override.
+    `defaults` names one or several files relative to the file that has it; later ones win. An override may begin with `+`,
+    which NeMo-RL requires for new keys. Raises ConfigError, which names the file or the override.
     """
     _register_resolvers()
     tree = _load_with_defaults(path, ())
@@ -43,7 +46,7 @@ def load_config(path: Path, overrides: list[str] = ()) -> dict[str, Any]:  # typ
     except OmegaConfBaseException as error:
         raise ConfigError(f"{_origin(error, path, overrides)}: {problem_of(error)}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: a value is made of itself, by ${{...}}; write one of them out") from error
+        raise ConfigError(f"{path}: a value refers to itself by ${{...}}; write the value itself") from error
     assert isinstance(resolved, dict)
     return resolved  # type: ignore[return-value]
 
@@ -57,29 +60,25 @@ def _register_resolvers() -> None:
                 OmegaConf.register_new_resolver(name, function)
 
 
-# A key: anything but what YAML and OmegaConf read otherwise.
-_KEY = re.compile(r"[^\s.=\[\]{}:,'\"$#&*!|>%@`]+(\.[^\s.=\[\]{}:,'\"$#&*!|>%@`]+)*")
-
-
 def _origin(error: OmegaConfBaseException, path: Path, overrides: list[str]) -> str:
-    """The override that has the key of an error, else the file."""
+    """Returns the override that has the key of an error, else the file."""
     key = str(error.full_key or "")
     own = [o for o in overrides if f"{key}.".startswith(f"{o.partition('=')[0].lstrip('+')}.")]
     return f"override {own[-1]!r}" if own else str(path)
 
 
 def _override(tree: DictConfig, override: str) -> DictConfig:
-    """`tree` with one `key=value` on top. Raises ConfigError, which names it."""
+    """Returns `tree` with one `key=value` applied. Raises ConfigError, which names the override."""
     shown = repr(override if len(override) <= 200 else f"{override[:200]}...")
     key, equals, value = override.partition("=")
     key = key.removeprefix("++").removeprefix("+")
     if not key.strip() or not equals:
         raise ConfigError(f"override {shown}: expected key=value, e.g. grpo.max_num_steps=3")
     if "[" in key:
-        raise ConfigError(f"override {shown}: an entry of a list cannot be changed by itself; give the whole list")
+        raise ConfigError(f"override {shown}: an entry of a list cannot be changed alone; give the whole list")
     if _KEY.fullmatch(key) is None or not key.isprintable() or key.count(".") >= DEEPEST:
         raise ConfigError(
-            f"override {shown}: {key[:80]!r} is no key; write names with a dot between, e.g. grpo.max_num_steps"
+            f"override {shown}: {key[:80]!r} is not a key; write names separated by dots, e.g. grpo.max_num_steps"
         )
     if key.split(".")[0] in ("defaults", _REPLACES):
         raise ConfigError(f"override {shown}: {key!r} belongs at the top of a file; write a config that has it")
@@ -98,7 +97,7 @@ def _override(tree: DictConfig, override: str) -> DictConfig:
 
 
 def _clash(below: Any, above: Any, path: str = "") -> str:
-    """Returns a sentence about the first key that is a block in one tree and a list in the other; empty if there is none."""
+    """Returns a sentence about the first key that is a block in one tree and a list in the other; empty if none is."""
     if isinstance(below, DictConfig) and isinstance(above, DictConfig):
         for key in above:
             if (
@@ -130,7 +129,7 @@ def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
 
 
 def _parents(path: Path, tree: DictConfig) -> list[Path]:
-    """The files that `defaults` of `tree`, read from `path`, names; takes the key out of `tree`."""
+    """Returns the files that `defaults` of `tree`, read from `path`, names. Removes the key from `tree`."""
     written = str(OmegaConf.to_container(tree, resolve=False).get("defaults"))  # type: ignore[union-attr]
     hint = f"; set {NEMO_RL_DIR} to the folder of your copy of NeMo-RL" if NEMO_RL_DIR in written else ""
     try:
@@ -151,15 +150,15 @@ def _parents(path: Path, tree: DictConfig) -> list[Path]:
 
 
 def _merge(below: DictConfig, above: DictConfig, path: Path) -> DictConfig:
-    """`above` over `below`, except for blocks that replace what is below. Raises ConfigError about the file at `path`."""
+    """Returns `below` merged with `above`, read from `path`, or replaced by its marked blocks. Raises ConfigError."""
     for key in list(above):
-        # Mandatory values (`???`) may come from a child; interpolations are resolved when all is merged.
+        # A child may set a mandatory value (`???`). Interpolations are resolved after all merges.
         if OmegaConf.is_missing(above, key) or OmegaConf.is_interpolation(above, str(key)):
             continue
         block = above[key]
         mark: Any = block._get_node(_REPLACES) if isinstance(block, DictConfig) else None
         if mark is not None:
-            written = mark._value()  # neither a missing value nor an interpolation can be read otherwise
+            written = mark._value()  # reading a missing value or an interpolation would raise
             if not isinstance(written, bool):
                 raise ConfigError(f"{path}: {key}.{_REPLACES}: {written!r}; it must be true or false")
             if block.pop(_REPLACES):

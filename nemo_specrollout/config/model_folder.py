@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a Hugging Face folder say of a model, read without transformers; of a hub's name, nothing."""
+"""Reads facts about a model from the files of its Hugging Face folder, without transformers."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ Tensor = TypeVar("Tensor")
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError with the file and what is wrong with it."""
+    """Returns the object in a JSON file. Raises ValueError, which names the file and its fault."""
     try:
         read = json.loads(read_regular(file).decode("utf-8"))
     except OSError as error:
@@ -31,7 +31,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def size_in(config: Mapping[str, Any], name: str, where: object, default: int | None = None) -> int:
     """Returns the whole number, at least 1, at `name` of a config; `default`, if given, for null or an absent key.
 
-    Raises ValueError, which begins with `where`, the file that the config is from.
+    Raises ValueError, which begins with `where`, the file of the config.
     """
     value = config.get(name)
     if value is None and default is not None:
@@ -42,8 +42,10 @@ def size_in(config: Mapping[str, Any], name: str, where: object, default: int | 
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """A hash of the tokenizer's vocabulary, tokens and ids; empty where there is none. What else differs between tokenizers
-    of one family, e.g. the chat template, does not count."""
+    """Returns a hash of the tokenizer's tokens and their ids; empty if the folder has no vocabulary.
+
+    Other differences between tokenizers of one family, e.g. the chat template, do not matter.
+    """
     tokenizer = _read(folder / "tokenizer.json")
     vocabulary = tokenizer.get("model", {}).get("vocab")
     if not vocabulary:
@@ -54,7 +56,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def stop_token_ids(folder: Path) -> list[int]:
-    """The ids that end a text, of generation_config.json where there is one. Raises ValueError for what are no ids."""
+    """Returns the ids that end a text, from generation_config.json if it exists. Raises ValueError if they are not ids."""
     file = folder / "generation_config.json"
     file = file if file.is_file() else folder / "config.json"
     found = _read(file).get("eos_token_id")
@@ -65,12 +67,12 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 
 def longest_text(folder: Path) -> int | None:
-    """Tokens of the longest text that the model was made for."""
+    """Returns the length in tokens of the longest text that the model was made for, if its config says so."""
     return _read(folder / "config.json").get("max_position_embeddings")
 
 
 def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The tensors for a reload of the model of `folder`; the embedding also goes by the LM head's name where it is both.
+    """Returns the tensors, with the embedding also under the LM head's name if the model of `folder` ties the two.
 
     vLLM >= 0.29 reloads each layer by itself: without the second name, the LM head would keep its old weights.
     """
@@ -82,7 +84,7 @@ def with_tied_lm_head(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> li
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors in safetensors files, by name, from their headers. Raises ValueError for a torn file."""
+    """Returns the shapes of all tensors in safetensors files, by name. Raises ValueError for an incomplete file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

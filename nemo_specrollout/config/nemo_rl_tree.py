@@ -81,7 +81,7 @@ def native_drafts(tree: Tree) -> int:
 
 
 def drafter_types(tree: Tree) -> list[str]:
-    """Returns the types of the drafters in effect: vLLM's own, else those of the block, else the block's defaults."""
+    """Returns the types of the drafters in effect: vLLM's own, else the block's, else the block's defaults."""
     if native_drafts(tree):
         return [str(at(tree, f"{SPECULATIVE_CONFIG}.method"))]
     drafters = at(tree, f"{BLOCK_PATH}.drafters", [{"type": d.type} for d in SpecrolloutConfig().drafters])

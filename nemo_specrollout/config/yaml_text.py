@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files as OmegaConf trees, and what is wrong with one in a sentence: file, line, column, the usual fix."""
+"""Reads YAML files as OmegaConf trees; an error names file, line, column and the usual fix."""
 
 import errno
 import io
@@ -13,9 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError
 
-MOST_BYTES, DEEPEST = 16 << 20, 100
+MOST_BYTES = 16 << 20
+"""Largest config file, in bytes."""
+DEEPEST = 100
+"""Deepest nesting of blocks."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# By what the parser says, the usual mistake.
 _FIXES = {
     "cannot start any token": "indent with spaces, not tabs; quote a value that begins with @, ` or %",
     "mapping values are not allowed": "indent keys of one block alike; quote a value that has ': ' in it",
@@ -29,12 +31,13 @@ _FIXES = {
     "single document": "remove the '---' between them",
     "not allowed": "remove that character",
 }
-# Characters of a path that a sentence shows.
+"""Usual fix of a mistake, by words of the parser's message."""
 _LONGEST_NAME = 120
+"""Characters of a path that a message shows."""
 
 
 def read_yaml(path: Path) -> Any:
-    """The OmegaConf tree of the file at `path`. Raises ConfigError, whatever is there."""
+    """Returns the OmegaConf tree of the file at `path`. Raises ConfigError for any content that it cannot read."""
     text = _read_text(path)
     try:
         check_depth(text, str(path))
@@ -45,7 +48,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{_place(error)}: {problem_of(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {problem_of(error)}") from error
-    except OSError as error:  # OmegaConf's, of a number or a date alone
+    except OSError as error:  # OmegaConf raises it for a file with only a number or a date
         raise ConfigError(f"{path}: expected a mapping of sections at the top") from error
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{path}: a value in it cannot be read ({error}); quote it") from error
@@ -64,8 +67,10 @@ def problem_of(error: Exception) -> str:
 
 
 def check_depth(text: str, where: str) -> None:
-    """Raises ConfigError for blocks nested deeper than any config needs. To be called before they are built, which calls
-    functions as deep as blocks are nested. Raises YAMLError."""
+    """Raises ConfigError if blocks are nested more than `DEEPEST` deep, and YAMLError for malformed YAML.
+
+    Call it before the blocks are built, because building recurses as deep as they are nested.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -78,7 +83,7 @@ def _read_text(path: Path) -> str:
     name = str(path) if len(str(path)) <= _LONGEST_NAME else f"{str(path)[:_LONGEST_NAME]}..."
     try:
         content = read_regular(path, MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError of a name with a NUL in it
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         if isinstance(error, OSError) and error.errno == errno.ENOENT:
             raise ConfigError(f"config file {name} does not exist") from error
         reason = error.strerror if isinstance(error, OSError) else error
