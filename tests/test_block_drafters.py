@@ -183,10 +183,8 @@ def test_a_drafter_that_this_vllm_lacks_is_refused(monkeypatch: pytest.MonkeyPat
     MtpTypes = Literal["mtp"]
 
     def check(method: str) -> None:
-        model = None if method == "mtp" else "a/b"
-        compat.check_drafters(
-            SpecrolloutConfig(drafters=(NGRAM, build_drafter({"type": method, "model": model}, "drafter")))
-        )
+        values = {"type": method} if method == "mtp" else {"type": method, "model": "a/b"}
+        compat.check_drafters(SpecrolloutConfig(drafters=(NGRAM, build_drafter(values, "drafter"))))
 
     for method in ("eagle3", "draft_model", "mtp", "dflash", "dspark"):
         check(method)

@@ -140,7 +140,9 @@ def test_an_environment_with_the_v1_model_runner_is_refused(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    words = 'VLLM_USE_V2_MODEL_RUNNER: "0" in the environment; specrollout works only on vLLM\'s V2 model runner: remove it'
+    words = (
+        'VLLM_USE_V2_MODEL_RUNNER: "0" in the environment; specrollout works only on vLLM\'s V2 model runner: remove it'
+    )
     assert words in refused(command)
 
 

@@ -110,7 +110,7 @@ def test_changed_and_missing_patch_points_are_told_apart() -> None:
     assert found[0].found == "present" and found[1].found == "changed: it no longer takes depth"
     assert found[2].found.startswith("absent (") and "encoded" in found[2].found
     assert found[3].found.startswith("absent: no module nemo_rl") and "main of August 2026" in found[3].to_do
-    assert found[4].found == "absent: no module no_such_package" and found[4].to_do.startswith("Mend this import")
+    assert found[4].found == "absent: no module no_such_package" and found[4].to_do.startswith("Repair this import")
 
 
 def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_process_along(child: Child) -> None:

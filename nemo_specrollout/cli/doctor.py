@@ -28,9 +28,9 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor import device, installed_versions, machine, patch_point_check, self_test
 from nemo_specrollout.doctor.child import in_one_line
-from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
 
-CONFIG = "config"
+CONFIG = Section("config")
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
 _STATES = {"error": State.FAIL, "warning": State.WARN}
 _CHANGE_IT = "Change the config or the command line as this says."
@@ -45,45 +45,47 @@ def doctor(parsed: argparse.Namespace) -> int:
     if parsed.json is not None:
         check_out(parsed.json, "--json")
     console, found = log_console(), list[Diagnosis]()
-    limits = list(_guarded(machine.SECTION, machine.diagnose_machine))  # before the temporary folder is replaced
+    limits = list(_guarded(machine.MACHINE, machine.diagnose_machine))  # before the temporary folder is replaced
     with ExitStack() as stack:
         with suppress(OSError):  # the section `machine` reports it
             stack.enter_context(scratch_folder())
         for section, source in _sections(parsed, limits, console):
             diagnoses = list(_guarded(section, source))
             found += diagnoses
-            _show(console, section, diagnoses)
+            _show(console, section.title, diagnoses)
     if parsed.json is not None:
         write_atomically(parsed.json, to_json(found))
     return _conclude(console, found, parsed.json)
 
 
-def _sections(parsed: argparse.Namespace, limits: list[Diagnosis], console: Console) -> Iterator[tuple[str, Source]]:
-    """Yields the name of each section and the function that makes its diagnoses, in the order of the output."""
-    yield installed_versions.SECTION, lambda: installed_versions.diagnose_versions(installed_versions.found_versions())
-    yield device.SECTION, device.diagnose_device
-    yield machine.SECTION, lambda: limits
-    yield patch_point_check.SECTION, lambda: [*patch_point_check.diagnose_nemo_rl(), *patch_point_check.diagnose_vllm()]
+def _sections(
+    parsed: argparse.Namespace, limits: list[Diagnosis], console: Console
+) -> Iterator[tuple[Section, Source]]:
+    """Yields each section and the function that makes its diagnoses, in the order of the output."""
+    yield installed_versions.VERSIONS, lambda: installed_versions.diagnose_versions(installed_versions.found_versions())
+    yield device.DEVICE, device.diagnose_device
+    yield machine.MACHINE, lambda: limits
+    yield patch_point_check.PATCH_POINTS, patch_point_check.diagnose_patch_points
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
     why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""
     if why:
         yield self_test.ENGINE, self_test.diagnose_environment
-        yield self_test.SECTION, lambda: [self_test.left_out(why)]
+        yield self_test.SELF_TEST, lambda: [self_test.left_out(why)]
         return
     console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
     tried = cache(self_test.try_engines)
     yield self_test.ENGINE, lambda: [*self_test.diagnose_environment(), *self_test.diagnose_engine(tried())]
-    yield self_test.SECTION, lambda: self_test.diagnose_self_test(tried())
+    yield self_test.SELF_TEST, lambda: self_test.diagnose_self_test(tried())
 
 
-def _guarded(section: str, source: Source) -> Iterator[Diagnosis]:
+def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
     """Yields a section's diagnoses. An error while they are made becomes a diagnosis, too."""
     try:
         yield from source()
     except Exception as error:
         to_do = "Send us this line: it is a fault of doctor's own, or of what it looked at."
-        yield Diagnosis(section, "doctor", State.FAIL, in_one_line(error), to_do)
+        yield section.fail("doctor", in_one_line(error), to_do)
 
 
 def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
@@ -92,26 +94,26 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
         tree = load_config(path, overrides)
         yield from _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
     except ConfigError as error:
-        yield Diagnosis(CONFIG, "error", State.FAIL, str(error), _CHANGE_IT)
+        yield CONFIG.fail("error", str(error), _CHANGE_IT)
     except OSError as error:
-        yield Diagnosis(CONFIG, "error", State.FAIL, f"{path}: {error.strerror}", "Name a file that can be read.")
+        yield CONFIG.fail("error", f"{path}: {error.strerror}", "Name a file that can be read.")
 
 
 def _of_local(tree: Tree) -> Iterator[Diagnosis]:
     prepared = prepare_local(dict(tree))
     check_trains(prepared)
     for name, text in explain(place_drafter(prepared)):
-        yield Diagnosis(CONFIG, name, State.OK, text)
+        yield CONFIG.ok(name, text)
 
 
 def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
     findings = nemo_rl_findings(tree)
     for name, text in explain_nemo_rl(tree):
-        yield Diagnosis(CONFIG, name, State.OK, text)
+        yield CONFIG.ok(name, text)
     for finding in sorted(findings, key=lambda found: found.kind == "error"):
         state = _STATES.get(finding.kind, State.OK)
         to_do = _CHANGE_IT if state is State.FAIL else ""
-        yield Diagnosis(CONFIG, finding.kind, state, str(finding), to_do)
+        yield Diagnosis(CONFIG.title, finding.kind, state, str(finding), to_do)
 
 
 def to_json(found: Iterable[Diagnosis]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a process of its own, with a time-out: what breaks there, a segmentation fault too, breaks nothing here."""
+"""Runs a module in another process with a time-out, so that a crash there, even of a library, does not spread."""
 
 import json
 import os
@@ -20,8 +20,9 @@ from nemo_specrollout.remote.verifier.json_child import PARENT, end_with_parent
 
 _ORDER, _TOLD, _LOG, _ERROR = "order.json", "told.json", "log", "error"
 _LOG_LINES = 60
-_FAULTHANDLER = {"PYTHONFAULTHANDLER": "1"}
+"""Lines of the log that an outcome keeps."""
 Tell = Callable[[str, Any], None]
+"""Function by which a child gives an answer, a JSON value, under a name."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,19 @@ class Outcome:
     """The end of a child process, with all answers that the child gave before it failed."""
 
     told: Mapping[str, Any]
+    """Answers by name."""
     failure: str
-    """Why it failed, in one line; empty if it did not."""
+    """Reason of the failure in one line; empty if the child succeeded."""
     log: tuple[str, ...]
-    """The last lines that it, or a library in it, wrote."""
+    """The last lines that the child or a library wrote."""
     seconds: float
+    """Wall time of the process."""
 
 
 def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Runs `python -m MODULE`, which gets `order`, a value of JSON, and answers with `answer`.
+    """Runs `python -m MODULE`, whose main code calls `answer`, and passes it `order`, a JSON value.
 
-    `environment` goes over this process's own. Raises OSError if the process cannot be started.
+    `environment` overrides variables of this process. Raises OSError if the process cannot be started.
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
@@ -54,8 +57,8 @@ def run_child(module: str, order: Any, timeout_s: float, environment: Mapping[st
 
 
 def _run(module: str, folder: Path, timeout_s: float, environment: Mapping[str, str]) -> str:
-    """Returns how the process failed, or an empty string. The process and its own children have ended by then."""
-    whole = {**os.environ, **_FAULTHANDLER, **environment, PARENT: str(os.getpid())}
+    """Returns how the process failed, or an empty string. On return the process and its children have ended."""
+    whole = {**os.environ, "PYTHONFAULTHANDLER": "1", **environment, PARENT: str(os.getpid())}
     with (folder / _LOG).open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(folder)],
@@ -82,9 +85,9 @@ def _in_words(code: int) -> str:
 
 
 def answer(work: Callable[[Any, Tell], None]) -> None:
-    """The whole of a child: does `work(order, tell)` and ends the process. What `tell` was given is known at once.
+    """Calls `work(order, tell)` and ends the process. Each answer by `tell` is written at once, so that none is lost.
 
-    The process ends without the libraries' own clean-up, which may crash after all work is done.
+    The process ends without the libraries' clean-up, which may crash after all work is done.
     """
     end_with_parent()
     folder, told = Path(sys.argv[1]), dict[str, Any]()
@@ -106,6 +109,6 @@ def answer(work: Callable[[Any, Tell], None]) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An exception's type and the beginning of its message."""
+    """Returns an exception's type and the beginning of its message."""
     message = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

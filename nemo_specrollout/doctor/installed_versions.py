@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "versions": what is installed, and whether it is supported."""
+"""Section "versions": the installed packages, and whether this package supports them."""
 
 import os
 import platform
@@ -16,9 +16,9 @@ from nemo_specrollout.config.versions import (
     unsupported_version,
     vllm_version,
 )
-from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 
-SECTION = "versions"
+VERSIONS = Section("versions")
 OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
 OLDEST_PYTHON = (3, 11)
 _ENGINE = "an engine"
@@ -27,11 +27,13 @@ _ENGINE_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorke
 
 @dataclass(frozen=True)
 class Needed:
-    """A package, the module by which it is found without its metadata, and what needs it."""
+    """A package that some part of this package needs."""
 
     package: str
     module: str
+    """Module by which the package is found without its metadata."""
     by: str
+    """The part that needs it."""
 
 
 NEEDED = (
@@ -46,7 +48,7 @@ NEEDED = (
 
 
 def found_versions() -> dict[str, str]:
-    """Versions of all that is installed, from metadata: nothing heavy is imported."""
+    """Returns the versions of all installed packages of this section, without importing them."""
     found = {PYTHON: platform.python_version(), OURS: _own_version()}
     found |= {n.package: version for n in NEEDED if (version := _version(n))}
     return found | {name: v for name, v in ((VLLM, vllm_version()), (NEMO_RL, nemo_rl_version())) if v}
@@ -69,11 +71,11 @@ def _version(needed: Needed) -> str | None:
 
 
 def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
-    """One diagnosis for each package. `found`: its version by name, as `found_versions` returns them.
+    """Yields one diagnosis for each package. `found`: the versions by name, as `found_versions` returns them.
 
-    `is_release`: whether the NeMo-RL is v0.7.0 or older; None: looked up.
+    `is_release`: whether the NeMo-RL is v0.7.0 or older; None: as installed here.
     """
-    yield Diagnosis(SECTION, OURS, State.OK, found[OURS])
+    yield VERSIONS.ok(OURS, found[OURS])
     yield _python(found[PYTHON])
     yield _vllm(found)
     yield _nemo_rl(found, nemo_rl_is_a_release() if is_release is None else is_release)
@@ -82,27 +84,25 @@ def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = Non
 
 
 def _python(version: str) -> Diagnosis:
-    is_new = tuple(int(n) for n in version.split(".")[:2]) >= OLDEST_PYTHON
-    to_do = "" if is_new else "Use Python 3.11 or later."
-    return Diagnosis(SECTION, PYTHON, State.OK if is_new else State.FAIL, version, to_do)
+    if tuple(int(n) for n in version.split(".")[:2]) >= OLDEST_PYTHON:
+        return VERSIONS.ok(PYTHON, version)
+    return VERSIONS.fail(PYTHON, version, "Use Python 3.11 or later.")
 
 
 def _vllm(found: Mapping[str, str]) -> Diagnosis:
     version = found.get(VLLM)
-    low, high = (".".join(map(str, bound)) for bound in VLLM_RANGE)
     if version is None and NEMO_RL in found:
         to_do = f"Run doctor in the engines' environment too: {engine_python()} -m nemo_specrollout.cli.main doctor."
-        text = "not installed in this environment; NeMo-RL's driver does without"
-        return Diagnosis(SECTION, VLLM, State.WARN, text, to_do)
-    if version is None:
-        return Diagnosis(SECTION, VLLM, State.FAIL, "not installed", f"Install vLLM {low} or later, before {high}.")
-    message = unsupported_version(version)
-    to_do = f"Install vLLM {low} or later, before {high}." if message else ""
-    return Diagnosis(SECTION, VLLM, State.FAIL if message else State.OK, message or version, to_do)
+        return VERSIONS.warn(VLLM, "not installed in this environment; NeMo-RL's driver does not need it", to_do)
+    low, high = (".".join(map(str, bound)) for bound in VLLM_RANGE)
+    problem = "not installed" if version is None else unsupported_version(version)
+    if problem is not None:
+        return VERSIONS.fail(VLLM, problem, f"Install vLLM {low} or later, before {high}.")
+    return VERSIONS.ok(VLLM, str(version))
 
 
 def engine_python() -> str:
-    """The Python in which NeMo-RL starts vLLM, if it has an environment of its own."""
+    """Returns the path of the Python in which NeMo-RL starts vLLM, if vLLM has an environment of its own."""
     folder = os.environ.get("NEMO_RL_VENV_DIR", "$NEMO_RL_VENV_DIR")
     return f"{folder}/{_ENGINE_WORKER}/bin/python"
 
@@ -110,18 +110,19 @@ def engine_python() -> str:
 def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     version = found.get(NEMO_RL)
     if version is None:
-        return Diagnosis(SECTION, NEMO_RL, State.OK, "not installed; only runs in NeMo-RL need it")
+        return VERSIONS.ok(NEMO_RL, "not installed; only runs in NeMo-RL need it")
     if is_release:
-        to_do = "Use main of August 2026 (docs/reference/versions.md); releases up to v0.7.0 lack what we rely on."
-        return Diagnosis(SECTION, NEMO_RL, State.FAIL, f"{version}, a release", to_do)
-    return Diagnosis(SECTION, NEMO_RL, State.OK, f"calls itself {version}, is newer than v0.7.0")
+        to_do = (
+            "Use main of August 2026 (docs/reference/versions.md); releases up to v0.7.0 lack what this package uses."
+        )
+        return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
+    return VERSIONS.ok(NEMO_RL, f"calls itself {version}, is newer than v0.7.0")
 
 
 def _needed(needed: Needed, found: Mapping[str, str]) -> Diagnosis:
     version = found.get(needed.package)
     if version is not None:
-        return Diagnosis(SECTION, needed.package, State.OK, version)
+        return VERSIONS.ok(needed.package, version)
     if needed.by is _ENGINE and VLLM in found:
-        to_do = f"Install {needed.package}: an engine needs it."
-        return Diagnosis(SECTION, needed.package, State.FAIL, "not installed", to_do)
-    return Diagnosis(SECTION, needed.package, State.OK, f"not installed; only {needed.by} needs it")
+        return VERSIONS.fail(needed.package, "not installed", f"Install {needed.package}: an engine needs it.")
+    return VERSIONS.ok(needed.package, f"not installed; only {needed.by} needs it")

@@ -1,84 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section "patch points": what of NeMo-RL and vLLM this package relies on, and whether it is there as it was."""
+"""Section "patch points": names of NeMo-RL and vLLM that this package uses. As a script, the process that loads NeMo-RL."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from nemo_specrollout.config.versions import nemo_rl_version, vllm_version
-from nemo_specrollout.doctor.child import Outcome, run_child
-from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+from nemo_specrollout.doctor.child import Outcome, Tell, answer, in_one_line, run_child
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 from nemo_specrollout.generation.vllm_names import vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
-from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
+from nemo_specrollout.nemo_rl.patch_points import (
+    ALL_PATCH_POINTS,
+    EXTENSION_PATCH_POINTS,
+    PatchPoint,
+    found_of,
+    lacking_parameters,
+)
 
-SECTION = "patch points"
+PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0
+"""Seconds for loading NeMo-RL."""
 _OTHER_NEMO_RL = (
     "Use main of August 2026 (docs/reference/versions.md), or set policy.generation.specrollout.enabled: false."
 )
-_BROKEN_IMPORT = "Mend this import: NeMo-RL itself cannot run in this environment without it."
-_OTHER_VLLM = "Install a vLLM that is supported, unchanged, and send us the vLLM version if it is supported."
+_BROKEN_IMPORT = "Repair this import: NeMo-RL itself cannot run in this environment without it."
+_OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, send us its version."
+
+
+def diagnose_patch_points() -> Iterator[Diagnosis]:
+    """Yields diagnoses of the patch points in NeMo-RL and of the names of vLLM."""
+    yield from diagnose_nemo_rl()
+    yield from diagnose_vllm()
 
 
 def diagnose_nemo_rl() -> Iterator[Diagnosis]:
-    """Diagnoses of all holds on NeMo-RL. Takes a minute: NeMo-RL is loaded in a process of its own."""
+    """Yields a diagnosis of each patch point in NeMo-RL. Takes a minute, because a process loads NeMo-RL."""
     if nemo_rl_version() is None:
-        yield Diagnosis(SECTION, "NeMo-RL", State.OK, "not installed, nothing to look at")
+        yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
         return
     yield from patch_points_of_nemo_rl(ALL_PATCH_POINTS)
-    if vllm_version() is None:  # the engine's process has an environment of its own
-        text = "not looked at: vLLM is not in this environment"
-        yield Diagnosis(SECTION, "holds in NeMo-RL's engine", State.OK, text)
+    if vllm_version() is None:  # the engine's process has its own environment
+        yield PATCH_POINTS.ok("patch points in NeMo-RL's engine", "not checked: vLLM is not in this environment")
         return
     yield from patch_points_of_nemo_rl(EXTENSION_PATCH_POINTS)
 
 
-def patch_points_of_nemo_rl(holds: Sequence[PatchPoint], timeout_s: float = TIMEOUT_S) -> Iterator[Diagnosis]:
-    """A diagnosis of each hold. One for all if the process that loads them fails."""
-    outcome = run_child("nemo_specrollout.doctor.patch_point_child", [asdict(hold) for hold in holds], timeout_s)
-    for i, hold in enumerate(holds):
+def patch_points_of_nemo_rl(points: Sequence[PatchPoint], timeout_s: float = TIMEOUT_S) -> Iterator[Diagnosis]:
+    """Yields a diagnosis of each patch point, up to the one whose import makes the process fail."""
+    outcome = run_child(__name__, [asdict(point) for point in points], timeout_s)
+    for i, point in enumerate(points):
         if str(i) in outcome.told:
-            yield _of_patch_point(hold, outcome.told[str(i)])
+            yield _of_patch_point(point, outcome.told[str(i)])
     if outcome.failure:
-        yield _unfinished(holds[len(outcome.told)], outcome)
+        yield _unfinished(points[len(outcome.told)], outcome)
 
 
-def _of_patch_point(hold: PatchPoint, change: str) -> Diagnosis:
-    name = name_of(hold)
+def _of_patch_point(point: PatchPoint, change: str) -> Diagnosis:
     if not change:
-        return Diagnosis(SECTION, name, State.OK, "present")
-    to_do = _BROKEN_IMPORT if _is_import(change) else _OTHER_NEMO_RL
-    return Diagnosis(SECTION, name, State.FAIL, change, to_do)
+        return PATCH_POINTS.ok(name_of(point), "present")
+    return PATCH_POINTS.fail(name_of(point), change, _BROKEN_IMPORT if _is_import(change) else _OTHER_NEMO_RL)
 
 
-def name_of(hold: PatchPoint) -> str:
-    """A hold's name with the file that it is in, as docs/reference/nemo-rl-patch-points.md has it."""
-    return f"{hold.module.rpartition('.')[2]}.{hold.name}"
+def name_of(point: PatchPoint) -> str:
+    """Returns a patch point's name with its module, as in docs/reference/nemo-rl-patch-points.md."""
+    return f"{point.module.rpartition('.')[2]}.{point.name}"
 
 
 def _is_import(change: str) -> bool:
-    """Whether an import fails, but for one of a module of NeMo-RL's own."""
+    """Returns whether an import of another package failed, not of a module of NeMo-RL."""
     return change.startswith(("absent: its import", "absent: no module")) and "no module nemo_rl" not in change
 
 
-def _unfinished(hold: PatchPoint, outcome: Outcome) -> Diagnosis:
-    name = f"{name_of(hold)}, and those after it"
-    return Diagnosis(SECTION, name, State.FAIL, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
+def _unfinished(point: PatchPoint, outcome: Outcome) -> Diagnosis:
+    name = f"{name_of(point)}, and those after it"
+    return PATCH_POINTS.fail(name, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
 
 
 def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
-    """Diagnoses of the names of vLLM: a count for each use, and each name that is gone. `folder` holds another vLLM."""
+    """Yields the number of names of vLLM that are present, by use, and a diagnosis of each that is absent or changed.
+
+    `folder` holds the source of another vLLM than the installed one.
+    """
     folder = folder or installed_source()
     if folder is None:
-        yield Diagnosis(SECTION, "vLLM", State.OK, "not installed, nothing to look at")
+        yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")
         return
     names = vllm_names(VllmSource(folder))
     present, all_ = Counter(n.use for n in names if not n.change), Counter(n.use for n in names)
     for use, count in all_.items():
         if present[use]:
-            yield Diagnosis(SECTION, f"names of vLLM, {use}", State.OK, f"{present[use]} of {count} present")
+            yield PATCH_POINTS.ok(f"names of vLLM, {use}", f"{present[use]} of {count} present")
     for name in names:
         if name.change:
-            yield Diagnosis(SECTION, name.name, State.FAIL, name.change, _OTHER_VLLM)
+            yield PATCH_POINTS.fail(name.name, name.change, _OTHER_VLLM)
+
+
+def _ask_nemo_rl(order: Any, tell: Tell) -> None:
+    """Tells, for each patch point of `order` under its number, what changed; an empty string if nothing did."""
+    for i, fields in enumerate(order):
+        tell(str(i), _change_of(PatchPoint(**{**fields, "parameters": tuple(fields["parameters"])})))
+
+
+def _change_of(point: PatchPoint) -> str:
+    try:
+        found = found_of(point)
+    except ModuleNotFoundError as error:
+        return f"absent: no module {error.name}"
+    except AttributeError as error:
+        return f"absent ({error})"
+    except Exception as error:  # an import may raise anything
+        return f"absent: its import fails ({in_one_line(error)})"
+    lacking = lacking_parameters(point, found)
+    return f"changed: it no longer takes {', '.join(lacking)}" if lacking else ""
+
+
+if __name__ == "__main__":
+    answer(_ask_nemo_rl)

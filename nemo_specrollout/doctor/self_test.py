@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "self-test" and "engine": an engine is tried in a process of its own, and what was in force there."""
+"""Sections "engine" and "self-test": starts engines in another process, and judges their settings and tokens."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,17 @@ from nemo_specrollout.config.nemo_rl_engine_rules import RUNNER_VARIABLE
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.device import is_cpu_build
-from nemo_specrollout.doctor.diagnosis import Diagnosis, State
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 
-ENGINE, SECTION = "engine", "self-test"
+ENGINE = Section("engine")
+SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
+"""Seconds for starting two engines and for decoding."""
 _CHILD = "nemo_specrollout.doctor.self_test_child"
 PLUGIN_GROUP, PLUGIN = "vllm.platform_plugins", "nemo_specrollout_cpu"
 _SEND = "Send us the file of --json FILE"
-# What a log says of a fault, and what to do then; the first that is met counts.
 CAUSES = {
-    "no locator available": "Set NUMBA_CACHE_DIR to a folder that can be written to.",
+    "no locator available": "Set NUMBA_CACHE_DIR to a writable folder.",
     "V2 model runner": f"Unset {RUNNER_VARIABLE}, and remove what vLLM's log says that V2 does not support.",
     "Failed to find C compiler": "Install gcc, or set CC: Triton compiles its launchers with it.",
     "undefined symbol": "Install the torch that this vLLM was built for.",
@@ -29,82 +30,80 @@ CAUSES = {
     "out of memory": "End the other process that holds the memory, and run doctor again.",
     "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
 }
+"""Fixes by words of a log; the first match counts."""
 
 
 def try_engines(child: str = _CHILD, timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Runs the self-test in a process of its own; `child` is the module that does it."""
+    """Runs the self-test, the module `child`, in another process."""
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return run_child(child, None, timeout_s, {k: v for k, v in quiet.items() if k not in os.environ})
 
 
 def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
-    """Diagnoses of what decides, before an engine starts, which model runner it will have."""
+    """Yields diagnoses of the settings that decide which model runner an engine will have."""
     value = environment.get(RUNNER_VARIABLE)
     if value is not None and value.lower() in ("0", "false"):
         text = f"{RUNNER_VARIABLE} is {value}: vLLM would take its V1 model runner"
-        yield Diagnosis(ENGINE, RUNNER_VARIABLE, State.FAIL, text, f"Unset {RUNNER_VARIABLE}.")
+        yield ENGINE.fail(RUNNER_VARIABLE, text, f"Unset {RUNNER_VARIABLE}.")
     if vllm_version() is not None and is_cpu_build():
         yield platform_plugin(environment.get("VLLM_PLUGINS"))
 
 
 def platform_plugin(allowed: str | None) -> Diagnosis:
-    """Whether vLLM finds our platform for a CPU. `allowed`: the value of VLLM_PLUGINS, which leaves other plug-ins out."""
+    """Checks that vLLM finds our platform for a CPU. `allowed`: value of VLLM_PLUGINS, the list of allowed plug-ins."""
     if PLUGIN not in {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}:
         text = "the entry point is missing: this package is on the path, but not installed"
         to_do = "Install it, `pip install --no-deps -e .`: vLLM finds the V2 model runner for a CPU by its entry point."
-        return Diagnosis(ENGINE, "platform plug-in", State.FAIL, text, to_do)
+        return ENGINE.fail("platform plug-in", text, to_do)
     if allowed is not None and PLUGIN not in allowed.split(","):
         text = f"VLLM_PLUGINS is {allowed!r}, which leaves {PLUGIN} out"
-        return Diagnosis(ENGINE, "platform plug-in", State.FAIL, text, f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.")
-    return Diagnosis(ENGINE, "platform plug-in", State.OK, f"{PLUGIN}, for the V2 model runner on a CPU")
+        return ENGINE.fail("platform plug-in", text, f"Unset VLLM_PLUGINS, or add {PLUGIN} to it.")
+    return ENGINE.ok("platform plug-in", f"{PLUGIN}, for the V2 model runner on a CPU")
 
 
 def left_out(why: str) -> Diagnosis:
-    """The diagnosis where no engine is tried."""
-    return Diagnosis(
-        SECTION, "engine", State.WARN, f"not tried: {why}", "Run doctor where vLLM is, without --no-self-test."
-    )
+    """Returns the diagnosis if no engine is tried."""
+    return SELF_TEST.warn("engine", f"not tried: {why}", "Run doctor where vLLM is installed, without --no-self-test.")
 
 
 def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Diagnoses of what was in force in the engine that was tried."""
+    """Yields diagnoses of the settings in force in the engine of the self-test."""
     facts = outcome.told.get("facts")
     if facts is None:
-        yield Diagnosis(ENGINE, "engine", State.FAIL, "it did not start", "See the self-test.")
+        yield ENGINE.fail("engine", "it did not start", "See the self-test.")
         return
     runner = f"{facts['model_runner']}, checked by our worker when it started"
-    yield Diagnosis(ENGINE, "model runner", State.OK, runner)
-    is_asynchronous = facts["async_scheduling"]
-    if is_asynchronous:
-        yield Diagnosis(ENGINE, "scheduling", State.OK, "asynchronous")
+    yield ENGINE.ok("model runner", runner)
+    if facts["async_scheduling"]:
+        yield ENGINE.ok("scheduling", "asynchronous")
     else:
-        to_do = "See vLLM's log for what turns it off: a GPU waits while the host prepares each step."
-        yield Diagnosis(ENGINE, "scheduling", State.WARN, "synchronous", to_do)
-    yield Diagnosis(ENGINE, "attention backend", State.OK, ", ".join(facts["attention"]) or "not told by this vLLM")
-    yield Diagnosis(ENGINE, "platform", State.OK, f"{facts['platform']}, on {facts['device']}")
+        to_do = "See vLLM's log for the reason: a GPU waits while the host prepares each step."
+        yield ENGINE.warn("scheduling", "synchronous", to_do)
+    yield ENGINE.ok("attention backend", ", ".join(facts["attention"]) or "not reported by this vLLM")
+    yield ENGINE.ok("platform", f"{facts['platform']}, on {facts['device']}")
 
 
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Diagnoses of tokens, drafts and time; one of the process if it failed."""
+    """Yields diagnoses of tokens, drafts and time, and of the process if it failed."""
     for name, comparison in outcome.told.items():
         if name.startswith("T="):
             yield _tokens(f"tokens at {name}", comparison)
     if "drafts" in outcome.told:
         yield _drafts(outcome.told["drafts"])
     if outcome.failure:
-        yield Diagnosis(SECTION, "engine", State.FAIL, outcome.failure, _cause(outcome), outcome.log)
+        yield SELF_TEST.fail("engine", outcome.failure, _cause(outcome), outcome.log)
     else:
-        seconds = f"{outcome.seconds:.1f} s, with loading libraries and starting two engines"
-        yield Diagnosis(SECTION, "time", State.OK, seconds)
+        seconds = f"{outcome.seconds:.1f} s, including loading libraries and starting two engines"
+        yield SELF_TEST.ok("time", seconds)
 
 
 def _tokens(name: str, comparison: Mapping[str, Any]) -> Diagnosis:
     text = f"{comparison['equal']} of {comparison['total']} tokens equal"
     if comparison["first"] is None:
-        return Diagnosis(SECTION, name, State.OK, text)
+        return SELF_TEST.ok(name, text)
     response, position, plain, drafted = comparison["first"]
     text += f"; first difference: response {response}, position {position}, plain {plain}, drafted {drafted}"
-    return Diagnosis(SECTION, name, State.FAIL, text, f"{_SEND}: drafts must never change a token.")
+    return SELF_TEST.fail(name, text, f"{_SEND}: drafts must never change a token.")
 
 
 def _drafts(counts: Mapping[str, Any]) -> Diagnosis:
@@ -112,10 +111,10 @@ def _drafts(counts: Mapping[str, Any]) -> Diagnosis:
     proposed, accepted = sum(p for p, _ in totals), sum(a for _, a in totals)
     if not proposed:
         to_do = f"{_SEND}: without drafts nothing was compared."
-        return Diagnosis(SECTION, "drafts", State.FAIL, "none was verified", to_do)
+        return SELF_TEST.fail("drafts", "none was verified", to_do)
     each = ", ".join(f"{name} {a} of {p}" for name, (p, a) in zip(counts["drafters"], totals, strict=True))
     text = f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
-    return Diagnosis(SECTION, "drafts", State.OK, text)
+    return SELF_TEST.ok("drafts", text)
 
 
 def _cause(outcome: Outcome) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of `doctor`: plain and drafted decoding of a random model on the device that is here, and what differs."""
+"""The process of doctor's self-test: decodes with a random model, plainly and with drafts, and compares the tokens."""
 
 import tempfile
 import time
@@ -11,19 +11,23 @@ from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.doctor.child import Tell, answer
-from nemo_specrollout.doctor.tiny_model import LONGEST_TEXT, VOCABULARY, make_tiny_model
 
 PLAIN = SpecrolloutConfig(drafters=())
 DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("random"))
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS, NUM_SAMPLES, NUM_TOKENS = 4, 4, 48
+VOCABULARY = 96
+LONGEST_TEXT = 512
+"""Longest text of the model, in tokens."""
+_SHARPNESS = 12.0
+"""Factor of the logits, with which samples differ from each other but some drafts are accepted."""
 _SEED = 7
-# The share of a GPU's memory that must be free; a tiny model takes far less.
 _SHARE = 0.1
+"""Share of a GPU's memory that must be free; a tiny model takes far less."""
 
 
 def try_engines(order: Any, tell: Tell) -> None:
-    """Tells what is in force in an engine, then of each temperature how many tokens are equal, then drafts and seconds."""
+    """Tells the settings in force, then for each temperature the number of equal tokens, then drafts and seconds."""
     from nemo_specrollout.generation.engine import RolloutEngine
 
     started = time.perf_counter()
@@ -44,6 +48,23 @@ def try_engines(order: Any, tell: Tell) -> None:
     tell("seconds", time.perf_counter() - started)
 
 
+def make_tiny_model(folder: Path, seed: int = 0) -> None:
+    """Writes config and weights of a random Qwen3 of two layers, without a tokenizer, to `folder`."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=LONGEST_TEXT, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(_SHARPNESS)
+    model.save_pretrained(folder)
+
+
 def _generation(block: SpecrolloutConfig) -> GenerationConfig:
     kwargs = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "gpu_memory_utilization": _SHARE}
     engine = VllmConfig(LONGEST_TEXT, "float32", True)
@@ -51,7 +72,7 @@ def _generation(block: SpecrolloutConfig) -> GenerationConfig:
 
 
 def _requests() -> list[Any]:
-    """Samples of prompts that repeat themselves, so that both drafters find something."""
+    """Returns requests with prompts that repeat themselves, so that both drafters find continuations."""
     from nemo_specrollout.generation.requests import RolloutRequest
 
     prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
@@ -61,9 +82,9 @@ def _requests() -> list[Any]:
 
 
 def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Tokens that are equal at their position, all tokens, and where the first difference is; None if there is none.
+    """Returns the number of equal tokens, of all tokens, and the first difference, None if there is none.
 
-    The first difference is the number of the response, the position, and both tokens; -1 stands for a response's end.
+    A difference is the number of the response, the position, and both tokens; -1 stands for a response's end.
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):
