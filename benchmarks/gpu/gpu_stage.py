@@ -14,6 +14,7 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
+from nemo_specrollout.local.step_addition import encode_prompt, make_problems
 from nemo_specrollout.local.step_rollout import load_tokenizer
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

@@ -102,7 +102,7 @@ class RolloutFleet:
         self._before = self.pool.ask_each("stats", 1 << 60)
 
     def worked(self) -> RolloutStats:
-        """Returns the statistics of the interval where rollouts overlap: its seconds are those of the engines' steps."""
+        """Returns the statistics of the interval where rollouts overlap: its seconds are the engines' own."""
         before, after = self._stats_since()
         return work_stats(before, after, self.pool.capacity)
 

@@ -59,7 +59,7 @@ class GymProblem:
 
 
 class ReasoningGymTask:
-    """The task of a run (`tasks.Task`): problems of `reasoning-gym` tasks, mixed by weight, in an endless list for each seed."""
+    """The task of a run (`tasks.Task`): an endless list for each seed, of `reasoning-gym` problems mixed by weight."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", tasks: "Sequence[TaskConfig]", system_prompt: str | None = None

@@ -77,24 +77,40 @@ TRAINING_COLUMNS = {
 """Columns of the training table."""
 
 HOW_TO_READ = {
-    "Rollout time": "Blue is the measured time. Grey is what the same tokens would have taken one at a time, by the step times "
-    "that the engine measured in this run. The area between them is the time saved; above 1x is faster.",
-    "How a batch drains": "Short responses finish first, and few requests are left for much of the time. Drafts pay there, because an "
-    "engine step has room for them. Pale tokens were rejected.",
-    "The tail": "The rollout in which moves and races saved most, by estimate. Above: the requests of each worker. Below: a bar for "
-    "each attempt at a request, with the worker's number and colour and a mark at its end. Bars side by side are a race: all "
-    "racers make the same tokens, so the first to end has made the response. The solid line is the end of the rollout. The "
-    "dashed line is its estimated end without moves and races.",
-    "Where a step's time goes": "Each bar is one step, and the labels are means. The black mark is the estimated end of the rollout part "
-    "without speculation.",
-    "Acceptance by position": "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts "
-    "are noisy.",
-    "Draft head": "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. A "
-    "head that is not better than the one in service is refused. On the right: the share of the run's time spent on refreshes.",
-    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the "
-    "bold line.",
-    "Engine against trainer": "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a "
-    "refit went wrong.",
+    "Rollout time": (
+        "Blue is the measured time. Grey is what the same tokens would have taken one at a time, by the step times that "
+        "the engine measured in this run. The area between them is the time saved; above 1x is faster."
+    ),
+    "How a batch drains": (
+        "Short responses finish first, and few requests are left for much of the time. Drafts pay there, because an "
+        "engine step has room for them. Pale tokens were rejected."
+    ),
+    "The tail": (
+        "The rollout in which moves and races saved most, by estimate. Above: the requests of each worker. Below: a bar "
+        "for each attempt at a request, with the worker's number and colour and a mark at its end. Bars side by side are "
+        "a race: all racers make the same tokens, so the first to end has made the response. The solid line is the end of "
+        "the rollout. The dashed line is its estimated end without moves and races."
+    ),
+    "Where a step's time goes": (
+        "Each bar is one step, and the labels are means. The black mark is the estimated end of the rollout part without "
+        "speculation."
+    ),
+    "Acceptance by position": (
+        "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts are noisy."
+    ),
+    "Draft head": (
+        "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. "
+        "A head that is not better than the one in service is refused. On the right: the share of the run's time spent on "
+        "refreshes."
+    ),
+    "Reward": (
+        "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold "
+        "line."
+    ),
+    "Engine against trainer": (
+        "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a refit went "
+        "wrong."
+    ),
 }
 """Explanation of each chart, by its title."""
 

@@ -149,7 +149,7 @@ def fleet_stats(
 def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStats], max_num_seqs: int) -> RolloutStats:
     """Returns the statistics of engines whose rollouts overlap: of their steps, whichever requests they were for.
 
-    `seconds` are those of the steps; the estimate is the time of their tokens at one a step. Both are means over engines.
+    `seconds` are spent in steps; the estimate is the time of their tokens at one a step. Both are means over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [now.plain_step_s for now in after.values()]

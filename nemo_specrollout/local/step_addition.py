@@ -156,7 +156,7 @@ def reward(problem: Problem, response: str) -> float:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each word and digit. The vocabulary is the grammar's, padded to a multiple of 32."""
+    """Returns a tokenizer with one token for each word and digit, whose vocabulary is the grammar's."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
