@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft head in bfloat16 beside a policy in float32, for CPUs that multiply bfloat16: a quantization method for vLLM.
+"""A quantization method for vLLM: a draft head in bfloat16 beside a float32 policy, on CPUs that multiply bfloat16.
 
-No token depends on the head, so its products need no float32.
+No token depends on the head, so it needs no float32.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from nemo_specrollout.generation.arguments import BFLOAT16_HEAD
 
 
 class _InBfloat16(QuantizeMethodBase):
-    """Mixed into one of vLLM's methods: weights and products in bfloat16, inputs and outputs as they are."""
+    """Mixin for a method of vLLM: weights and products in bfloat16, inputs and outputs in the policy's type."""
 
     def create_weights(
         self,
@@ -37,16 +37,16 @@ class _InBfloat16(QuantizeMethodBase):
 
 
 class _Linear(_InBfloat16, UnquantizedLinearMethod):
-    """A linear layer."""
+    """Method of a linear layer."""
 
 
 class _LMHead(_InBfloat16, UnquantizedEmbeddingMethod):
-    """An LM head."""
+    """Method of an LM head."""
 
 
 @register_quantization_config(BFLOAT16_HEAD)
 class Bfloat16Head(QuantizationConfig):
-    """All linear layers of a head, its LM head among them; not the embedding, which is the policy's."""
+    """Applies to all linear layers of a head including its LM head, but not to the embedding, which is the policy's."""
 
     def get_name(self) -> str:  # type: ignore[override]
         return BFLOAT16_HEAD

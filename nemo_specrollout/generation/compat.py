@@ -191,6 +191,6 @@ def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.
 
 
 def _names(literal: Any) -> Iterator[str]:
-    """Yields the strings of a Literal, including those of nested Literals."""
+    """Yields the strings of a Literal and of the Literals nested in it."""
     for value in get_args(literal):
         yield from [value] if isinstance(value, str) else _names(value)

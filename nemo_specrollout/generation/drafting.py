@@ -29,7 +29,7 @@ from nemo_specrollout.scheduling.heads.context_canary import context_edges
 from nemo_specrollout.scheduling.speculation.drafting_pause import build_pause
 
 StepListener = Callable[[Any, torch.Tensor, list[torch.Tensor] | None, torch.Tensor], None]
-"""Is told about each step: the batch, hidden states for the LM head, those of auxiliary layers, and tokens rejected [B]."""
+"""Is told about each step: batch, hidden states for the LM head, hidden states of auxiliary layers, tokens rejected [B]."""
 
 
 class Drafting:
@@ -62,7 +62,7 @@ class Drafting:
         """The drafter with weights; None without one."""
         self._pause = build_pause(config.budget)
         self.is_paused = False
-        """Whether the next steps need no drafts."""
+        """True if the next steps need no drafts."""
         self.num_idle = 0
         """Steps in a row without proposals."""
         self.row_price = 0.0

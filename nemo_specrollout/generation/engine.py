@@ -119,14 +119,14 @@ class RolloutEngine:
         Args:
             requests: The requests, all of which may run at the same time.
             on_finished: Called with the number of finished requests when that number grows.
-            sampling: Sampling parameters that override those of the configuration.
+            sampling: Sampling parameters that override the configuration.
         """
         generation = Generation(self, requests, on_finished, sampling)
         generation.advance()
         return generation.rollouts
 
     def stood_still(self, seconds: float) -> None:
-        """Leaves `seconds`, in which nobody asked for a step of a running rollout, out of the next step's time."""
+        """Leaves `seconds` of a rollout, in which the engine waited for its caller, out of the next step's time."""
         if self._worker is not None:
             self._worker.stood_still(seconds)
 
@@ -285,7 +285,7 @@ class Generation:
         sampling: Mapping[str, Any] = MappingProxyType({}),
         at_a_time: int | None = None,
     ) -> None:
-        """Submits the requests, at most `at_a_time` at once. The other arguments are those of `RolloutEngine.generate`."""
+        """Submits the requests, at most `at_a_time` at once. For the other arguments see `RolloutEngine.generate`."""
         self._engine, self._on_finished, self._sampling = engine, on_finished, sampling
         self._waiting = list(requests[at_a_time:]) if at_a_time else []
         self._ids = engine.submit(requests[:at_a_time], sampling)

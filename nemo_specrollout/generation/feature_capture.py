@@ -4,8 +4,8 @@
 A sample of the requests is captured, so that the cost is a bounded share of the engine's time and memory. Rows of captured
 requests are gathered in a buffer on the device without a sync, and copied to the host when the buffer is full.
 
-Shapes: B requests of the batch, F features of a row, M rows kept of a forward pass, N rows of the buffer, R rows of a forward
-pass, S request slots.
+Shapes: B requests of the batch, S request slots. R rows of a forward pass, M of them kept, N rows of the buffer, F features of
+a row.
 """
 
 import itertools
@@ -193,8 +193,8 @@ class FeatureCapture:
     def store(self, folder: str, max_bytes: int, held_out_share: float, source: Mapping[str, Any]) -> None:
         """Writes all sequences that are complete or cut to the feature store in `folder`.
 
-        The other arguments are those of `FeatureStore`, with `source` as the fields of a `FeatureSource`. Raises OSError or
-        ValueError if the store cannot be written.
+        For the other arguments see `FeatureStore`; `source` has the fields of a `FeatureSource`. Raises OSError or ValueError
+        if the store cannot be written.
         """
         if self._store is None:
             fields = {**source, "layer_ids": tuple(source["layer_ids"])}

@@ -25,8 +25,8 @@ Tensors = Mapping[str, torch.Tensor]
 def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_versions: int) -> HeadHealth:
     """Returns what is wrong with the engine's head, found without drafting.
 
-    The head should be that of `folder`, published after the head of `previous`. A kernel may have repacked a weight in the
-    engine; then only the weight's file is checked.
+    The engine should have the head of `folder`, published after the head of `previous`. A kernel may have repacked a weight in
+    the engine; then only the weight's file is checked.
     """
     draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}

@@ -19,7 +19,7 @@ CHECK_STEPS = 8
 
 
 class HeadWatch:
-    """Owns an engine's canaries and the alarms that they raised. Versions of policy and head are those of the sample stats.
+    """Owns an engine's canaries and the alarms that they raised. The sample stats know the versions of policy and head.
 
     The counts are the draft board's. They reach the host one check late.
 

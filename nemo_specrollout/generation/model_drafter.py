@@ -60,7 +60,7 @@ class ModelDrafter:
         self._planner = build_planner(config.budget)
         self.plan = DraftPlan(0)
         self.is_allowed = True
-        """Whether the drafter may draft; a canary that finds it broken forbids it."""
+        """True if the drafter may draft; a canary that finds it broken forbids it."""
         self.seconds = 0.0
         """Seconds of the latest drafting whose time is known."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with drafting pauses: steps without drafts, exactly those of an engine without speculation.
+"""vLLM's schedulers with drafting pauses. A step of a pause is exactly a step of an engine without speculation.
 
 The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. vLLM
 finds the scheduler by its argument `scheduler_cls`.
@@ -45,6 +45,6 @@ class PausingAsyncScheduler(_PausingMixin, AsyncScheduler):
 
 
 def build_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
-    """Builds the scheduler that an engine's configuration asks for; `options` are those of vLLM's schedulers."""
+    """Builds the scheduler that an engine's configuration asks for; `options` go to vLLM's scheduler."""
     is_asynchronous = vllm_config.scheduler_config.async_scheduling
     return (PausingAsyncScheduler if is_asynchronous else PausingScheduler)(vllm_config=vllm_config, **options)

@@ -47,7 +47,7 @@ class ShardRequest:
 class Rollout:
     """A response.
 
-    The log-probs are those of the distribution that was sampled from. Greedy tokens have log-probs at temperature 1.
+    Log-probs are taken from the distribution that was sampled from; for greedy tokens, at temperature 1.
     """
 
     token_ids: list[int]
@@ -66,7 +66,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RequestIdentity:
-    """What a vLLM worker knows about a request besides its text."""
+    """Properties of a request that its vLLM worker knows besides the text."""
 
     seed: int
     """Key of the request's noise."""

@@ -21,7 +21,7 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 class EqualityVerifier(rejection_sampler.RejectionSampler):
     """vLLM's rejection sampler with another rule: a draft is accepted if and only if the target samples it.
 
-    Log-probs, chunks of rows and counts of rejected drafts are vLLM's. A token's log-prob is that of the row that sampled it.
+    Log-probs, chunks of rows and counts of rejected drafts are vLLM's. A token's log-prob comes from the row that sampled it.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of vLLM that this package imports, overrides or reads, and whether a version has it; vLLM is not imported.
+"""Names of vLLM that this package imports, overrides or reads, and a check that a version of vLLM has them.
 
-The names are read from this package's own files. `tests/test_vllm_names.py` and `nemo-specrollout doctor` ask for them.
+The names are collected from this package's own source, and looked up in vLLM's source without importing it.
+`tests/test_vllm_names.py` and `nemo-specrollout doctor` use the check.
 """
 
 import ast
@@ -15,7 +16,7 @@ from nemo_specrollout.generation.vllm_source import Function, VllmSource, tree_o
 PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
-# Imported only where the running vLLM has it (`generation/compat.py` says when): since which version it must be there.
+"""First version that has everything, so that none of `older_runners.py` is in force."""
 LATER = {
     f"{GPU}.spec_decode.adaptive_verification": ENOUGH,
     "vllm.triton_utils.dispatcher": ENOUGH,
@@ -26,7 +27,7 @@ LATER = {
     f"{GPU}.model_runner.GPUModelRunner.adaptive_verification": ENOUGH,
     f"{GPU}.spec_decode.speculator.DraftModelSpeculator.compute_draft_logits": ENOUGH,
 }
-# What a variable of these names is, wherever it is read in `generation` and `nemo_rl`.
+"""Names that are imported only where vLLM has them, and the version from which on they must exist."""
 OBJECTS = {
     "runner": f"{GPU}.model_runner.GPUModelRunner",
     "batch": f"{GPU}.input_batch.InputBatch",
@@ -38,15 +39,16 @@ OBJECTS = {
     "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
 }
-# Attributes that are our own, or of another object that goes by such a name.
+"""Classes of vLLM, by the variable names for their objects in `generation`, `remote.drafter` and `nemo_rl`."""
 OURS = {"specrollout_changes", "temperature", "seeds"}
-# Read of a module only where it has them.
+"""Attributes of such variables that are our own, or belong to another object of that name."""
 OPTIONAL = {"vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH"}
-# The worker classes that our mixins are laid over.
+"""Names that are read only where a module has them."""
 MIXINS = {
     "VllmWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
     "ShadowWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
 }
+"""Base classes of vLLM that our mixins are combined with."""
 ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"
 SIGNATURES = {
     f"{GPU}.sample.gumbel.gumbel_sample": ROWS,
@@ -62,7 +64,7 @@ SIGNATURES = {
     f"{GPU}.model_runner.GPUModelRunner.sample_tokens": "self grammar_output",
     f"{GPU}.model_runner.GPUModelRunner.execute_model": "self scheduler_output",
 }
-"""The parameters that each takes, in their order; `*` stands for any one."""
+"""Parameters of each function in their order; `*` stands for any one parameter."""
 ATTRIBUTES = {
     f"{GPU}.sample.sampler.Sampler": "sampling_states use_fp64_gumbel apply_sampling_params sample",
     f"{GPU}.sample.states.SamplingStates": "temperature seeds",
@@ -76,7 +78,7 @@ ATTRIBUTES = {
 
 
 class Use(StrEnum):
-    """How this package uses a name of vLLM."""
+    """The ways in which this package uses a name of vLLM."""
 
     IMPORTED = "imported"
     OF_MODULE = "read of an imported module"
@@ -87,7 +89,7 @@ class Use(StrEnum):
 
 @dataclass(frozen=True)
 class VllmName:
-    """A dotted name and its use. `change` says what is wrong with the name in a version; it is empty if nothing is."""
+    """A dotted name and its use. `change` says how a version differs in it; empty if it does not."""
 
     name: str
     use: Use
@@ -95,13 +97,13 @@ class VllmName:
 
 
 def vllm_names(source: VllmSource) -> list[VllmName]:
-    """Returns all names that `source` must have, each once for each use, with the change found there."""
+    """Returns all names that `source` must have, once for each use, with the difference found there."""
     found = [*_imported(source), *_of_modules(source), *_of_objects(source), *_overridden(source), *_called(source)]
     return sorted(set(found), key=lambda n: (n.use, n.name))
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Dotted names of vLLM that a file imports, by the names that it gives them."""
+    """Returns the dotted names of vLLM that a file imports, by the names that the file gives them."""
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").split(".")[0] == "vllm")
     return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
 
@@ -126,7 +128,7 @@ def _imported(source: VllmSource) -> Iterator[VllmName]:
 
 
 def _of_modules(source: VllmSource) -> Iterator[VllmName]:
-    """As `gumbel.gumbel_sample`; a module's name asked for by `hasattr` or `getattr` may be missing."""
+    """Yields names such as `gumbel.gumbel_sample`. A name that `hasattr` or `getattr` asks for may be missing."""
     for file in _our_files(".", "../vllm_v2_cpu"):
         names = imported_names(tree_of(file))
         modules = {as_: n for as_, n in names.items() if source.file_of(n) is not None}
@@ -156,7 +158,7 @@ def _of_objects(source: VllmSource) -> Iterator[VllmName]:
 
 
 def _overridden(source: VllmSource) -> Iterator[VllmName]:
-    """Where a class of ours calls `super().method`, a base of vLLM's has it."""
+    """Yields the methods that our classes call by `super()`, which a base class of vLLM must have."""
     for file in _our_files("generation", "remote/drafter", "nemo_rl"):
         names = imported_names(tree_of(file)) | MIXINS
         for node in ast.walk(tree_of(file)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Python files, parsed and not imported: which names a version defines, and what its classes have."""
+"""The names that a version of vLLM defines, and the members of its classes, from its source without importing it."""
 
 import ast
 import functools
@@ -14,19 +14,19 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def installed_source() -> Path | None:
-    """The folder that holds the installed package `vllm`; None if there is none. vLLM is not imported."""
+    """Returns the folder that holds the installed package `vllm`; None if it is not installed."""
     spec = importlib.util.find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent.parent
 
 
 @functools.cache
 def tree_of(file: Path) -> ast.Module:
-    """The syntax tree of a file, kept for the next caller."""
+    """Returns the syntax tree of a file, and caches it."""
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """What statements define, branches included."""
+    """Yields the names that statements define, also in branches, with their definitions."""
     for node in body:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, node
@@ -40,7 +40,7 @@ def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 class VllmSource:
-    """One version's files. Owns nothing but the path `folder`, in which the package `vllm` lies.
+    """The source of one version of vLLM, in the package `vllm` in `folder`.
 
     Example: `VllmSource(folder).find("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample")`.
     """
@@ -50,7 +50,7 @@ class VllmSource:
 
     @functools.cached_property
     def version(self) -> tuple[int, ...]:
-        """The three numbers of vLLM's version. Raises ValueError if its files do not tell them."""
+        """The three numbers of vLLM's version. Raises ValueError if the source does not tell them."""
         text = (self.folder / "vllm" / "_version.py").read_text(encoding="utf-8")
         numbers = [version_numbers(found) for found in re.findall(r"version = '([^']+)'", text)]
         if not numbers or numbers[-1] is None:
@@ -58,12 +58,12 @@ class VllmSource:
         return numbers[-1]
 
     def file_of(self, module: str) -> Path | None:
-        """The file of a dotted module; None if there is none."""
+        """Returns the file of a dotted module; None if there is none."""
         path = self.folder / module.replace(".", "/")
         return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
 
     def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
-        """The module that defines a dotted name, and its definition there; None if nothing does. Follows imports."""
+        """Returns the module that defines a dotted name, and the definition; None if no module does. Follows imports."""
         module, _, attribute = name.rpartition(".")
         if self.file_of(name) is not None:
             return name, None
@@ -72,7 +72,7 @@ class VllmSource:
             return None
         tree = tree_of(file)
         node = dict(names_of(tree.body)).get(attribute)
-        if node is None:  # vllm/__init__.py loads these when they are asked for
+        if node is None:  # vllm/__init__.py loads some names lazily
             lazy = [v for v in ast.walk(tree) if isinstance(v, ast.Constant) and v.value == attribute]
             return (module, None) if lazy else None
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
@@ -81,7 +81,7 @@ class VllmSource:
         return module, node
 
     def members(self, class_name: str) -> dict[str, ast.stmt]:
-        """Methods and attributes of a class and its bases, those that methods assign included."""
+        """Returns methods and attributes of a class and its bases, including attributes that methods assign."""
         found = self.find(class_name)
         module, node = found or ("", None)
         if not isinstance(node, ast.ClassDef):

@@ -211,7 +211,7 @@ class VllmWorkerMixin:
     def specrollout_end_step(self, seeds: list[int] | None) -> dict[str, Any] | None:
         """Returns `StepEnd` as a dict; None on a rank whose drafts are not used.
 
-        The sample stats are those of the requests of `seeds`, or with None those of all requests that ended.
+        Sample stats are returned for the requests of `seeds`; with None, for all requests that ended.
         """
         if not is_output_rank():
             return None
@@ -239,7 +239,7 @@ class VllmWorkerMixin:
         return [] if self.specrollout_head is None else self.specrollout_head.take_alarms()
 
     def specrollout_stood_still(self, seconds: float) -> None:
-        """Leaves `seconds`, in which nobody asked the engine for a step, out of the next step's time."""
+        """Leaves `seconds`, in which the engine waited for its caller, out of the next step's time."""
         self.specrollout_accounts.trace.stood_still(seconds)
 
     def specrollout_reload(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -12,7 +12,7 @@ from nemo_specrollout.telemetry.engine_stats import EngineStats, StepEnd
 CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
 """Calls a method of the engines' workers, with a list of arguments for each engine. An engine with None is left out.
 
-Returns the reply of each engine that was called: that of the rank whose outputs vLLM uses."""
+Returns a reply of each engine that was called, from the rank whose outputs vLLM uses."""
 
 
 class WorkerClient:
@@ -38,7 +38,7 @@ class WorkerClient:
         return self._call("take_alarms")
 
     def stood_still(self, seconds: float) -> None:
-        """Leaves `seconds`, in which nobody asked for a step, out of the next step's time."""
+        """Leaves `seconds`, in which the engines waited for their caller, out of the next step's time."""
         self._call("stood_still", seconds)
 
     def reload(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -18,7 +18,7 @@ DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class EngineTotals:
-    """Sums over an engine's steps. Seconds are the engine's own, so those of several engines pass at the same time."""
+    """Sums over an engine's steps. Seconds are the engine's own; several engines spend them at the same time."""
 
     num_steps: int = 0
     num_steps_with_drafts: int = 0

@@ -77,7 +77,7 @@ class SampleStatsLog:
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
         """Starts the record of a request of `num_tokens` in `slot`. A preempted request continues its record.
 
-        The slot's counts must be zero. Those of a preempted request are restored.
+        The slot's counts must be zero. The counts of a preempted request are restored.
         """
         earlier = self._ended.pop(seed, None)
         spans = ((self.policy_version, prompt_length),) if earlier is None else earlier.policy_spans

@@ -86,8 +86,8 @@ class StepTrace:
         """Ends the step, of which our host work took `host_s` and a drafter with weights `draft_s`.
 
         Returns (requests, rows, seconds, rows of the previous step) of a pure decode step; None for any other step. The rows
-        of the previous step are 0 if it was no decode step. The seconds are those of verifying. They exclude drafting, and
-        host time of a step without drafts, which plain decoding would not spend.
+        of the previous step are 0 if it was no decode step. The seconds are the cost of verifying. They exclude
+        drafting, and host time of a step without drafts, which plain decoding would not spend.
         """
         self._close(time.perf_counter())
         step_C = self._row(0)
