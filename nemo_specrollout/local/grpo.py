@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO's arithmetic with NeMo-RL's semantics and names: advantages within a group, and the clipped policy loss.
+"""GRPO's arithmetic, with NeMo-RL's semantics and names: advantages within a group, and the clipped policy loss.
 
 Pure functions of tensors. Shapes: B sequences, T positions. A log-prob at position t belongs to token t given its
-prefix; the mask is true where token t was generated. Positions outside the mask never influence anything.
+prefix. The mask is true where token t was generated. Positions outside the mask never influence anything.
 
 Source of the semantics: NeMo-RL, `GRPOAdvantageEstimator`, `calculate_kl` and `ClippedPGLossFn`.
 """
@@ -15,22 +15,23 @@ from torch import Tensor
 from nemo_specrollout.config.run_sections import LossConfig
 
 STD_EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a rollout fixes before its training step, row by row."""
+    """Constants of a training step, row by row."""
 
     mask_BT: Tensor
     advantages_B: Tensor
     prev_logprobs_BT: Tensor | None
-    """By the trainer's weights before the step. None: the log-probs of the training pass serve (`force_on_policy_ratio`)."""
+    """By the trainer before the step. None: use the log-probs of the training pass (`force_on_policy_ratio`)."""
     generation_logprobs_BT: Tensor
     """By the engine while it generated."""
     reference_logprobs_BT: Tensor | None = None
 
     def rows(self, rows_b: Tensor, num_positions: int) -> "LossInputs":
-        """The given rows, cut to the first `num_positions` positions: a micro batch."""
+        """Returns the given rows, cut to the first `num_positions` positions: a micro batch."""
 
         def pick(value: Tensor | None) -> Tensor | None:
             return None if value is None else value[rows_b] if value.dim() == 1 else value[rows_b, :num_positions]
@@ -40,20 +41,20 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Normalizer:
-    """The counts a loss is divided by: those of the global batch, so that micro batches add up to it."""
+    """Divisors of the loss: counts of the global batch, so that the losses of micro batches add up."""
 
     num_valid_tokens: float
     num_valid_sequences: float
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> "Normalizer":
-        """The counts of a whole batch; every sequence is valid."""
+        """Returns the counts of a whole batch, in which every sequence is valid."""
         return cls(float(mask_BT.sum()), float(mask_BT.shape[0]))
 
 
 @dataclass(frozen=True)
 class LossMetrics:
-    """Diagnostics of a (micro) batch. Each is divided by the *global* counts, so they add over micro batches."""
+    """Diagnostics of a (micro) batch. Each is divided by the counts of the global batch, so micro batches add up."""
 
     loss: float
     kl_penalty: float
@@ -76,7 +77,7 @@ class LossMetrics:
 
     @classmethod
     def zero(cls) -> "LossMetrics":
-        """What to start adding from."""
+        """Returns the neutral element of `+`."""
         return cls(*(0.0 for _ in fields(cls)))
 
     def __add__(self, other: "LossMetrics") -> "LossMetrics":
@@ -84,11 +85,11 @@ class LossMetrics:
 
 
 def group_normalized_advantages(rewards_B: Tensor, group_B: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Reward minus the group's baseline, over the group's standard deviation: advantages [B], float32.
+    """Returns reward minus the group's mean, over the group's standard deviation, float32 [B].
 
-    With `leave_one_out` both mean and standard deviation of a sample are those of the *others* in its group. The
-    variance is Bessel-corrected; where it is zero, or undefined (groups of one, or of two with leave-one-out), the
-    advantage is left undivided. A group of one has advantage 0.
+    With `leave_one_out`, both statistics of a sample are taken over the *other* samples of its group. The variance is
+    Bessel-corrected. If it is zero or undefined (groups of one, or of two with leave-one-out), the advantage is not
+    divided. A group of one has advantage 0.
     """
     rewards_B = rewards_B.float()
     advantages_B = torch.zeros_like(rewards_B)
@@ -100,7 +101,7 @@ def group_normalized_advantages(rewards_B: Tensor, group_B: Tensor, leave_one_ou
 
 
 def _group_advantages(rewards_G: Tensor, leave_one_out: bool, normalize: bool) -> Tensor:
-    """Advantages of one group's G >= 2 samples."""
+    """Returns the advantages of one group's G >= 2 samples."""
     weights_GG = torch.ones(len(rewards_G), len(rewards_G)) - (torch.eye(len(rewards_G)) if leave_one_out else 0)
     count = torch.tensor(float(len(rewards_G) - leave_one_out))
     mean_G = weights_GG @ rewards_G / count
@@ -113,7 +114,7 @@ def _group_advantages(rewards_G: Tensor, leave_one_out: bool, normalize: bool) -
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kl_type: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy, elementwise, unclamped."""
+    """Returns the estimate of KL(policy || reference) for each token sampled from the policy, without clamps."""
     return _kl_of_log_ratio(reference - logprobs, kl_type)
 
 
@@ -126,10 +127,10 @@ def _kl_of_log_ratio(log_ratio: Tensor, kl_type: str) -> Tensor:
 
 
 def reference_kl(logprobs_BT: Tensor, reference_BT: Tensor, cfg: LossConfig) -> Tensor:
-    """Clamped KL estimate [B, T] whose gradient is that of the *expected* KL under the policy.
+    """Returns the clamped KL estimate [B, T], whose gradient estimates the gradient of the *expected* KL.
 
-    The samples come from the policy being trained, so each estimate carries a weight that is 1 in value and has the
-    score function as its gradient (arXiv 2506.09477). A clamped token contributes no gradient at all.
+    The samples come from the policy being trained. So each estimate carries a weight with value 1 and the score function
+    as its gradient (arXiv 2506.09477). A clamped token contributes no gradient.
     """
     log_ratio_BT = reference_BT - logprobs_BT
     weight_BT = (logprobs_BT - logprobs_BT.detach()).exp()
@@ -145,14 +146,14 @@ def reference_kl(logprobs_BT: Tensor, reference_BT: Tensor, cfg: LossConfig) -> 
 def clipped_policy_loss(
     logprobs_BT: Tensor, inputs: LossInputs, cfg: LossConfig, normalizer: Normalizer | None = None
 ) -> tuple[Tensor, LossMetrics]:
-    """PPO's clipped loss with GRPO's per-sequence advantage, plus the reference KL. To be minimised.
+    """Returns PPO's clipped loss with GRPO's advantage for each sequence, plus the reference KL, and diagnostics.
 
     Args:
-        logprobs_BT: of the current weights; the only tensor that carries a gradient.
-        normalizer: the global batch's counts; None when this *is* the global batch.
+        logprobs_BT: By the current weights; the only tensor that carries a gradient.
+        normalizer: Counts of the global batch; None if this is the global batch.
 
     Raises:
-        ValueError: a KL penalty without reference log-probs.
+        ValueError: There is a KL penalty, but no reference log-probs.
     """
     normalizer = normalizer or Normalizer.of(inputs.mask_BT)
     masked = _Masked.of(logprobs_BT, inputs)
@@ -169,7 +170,7 @@ def clipped_policy_loss(
 
 @dataclass(frozen=True)
 class _Masked:
-    """All log-probs, zero outside the mask, so that nothing there can reach a result or a gradient."""
+    """Log-probs, zero outside the mask, so that nothing there can reach a result or a gradient."""
 
     mask: Tensor
     now: Tensor
@@ -196,7 +197,7 @@ class _Masked:
 
 
 def _ratios(masked: _Masked, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """p(now) / p(before the step) of each token, and the same clipped."""
+    """Returns p(now) / p(before the step) of each token, and the same clipped."""
     ratio_BT = (masked.now - masked.prev).exp()
     return ratio_BT, ratio_BT.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how fast draft methods decode the task, for `nemo-specrollout ladder`: each in a rollout worker as a run has it,
-one of them at work at a time, in short rounds, so that what disturbs the machine disturbs all alike.
+"""Measures how fast each draft method decodes the task, for `nemo-specrollout ladder`.
+
+Each method has an engine of its own. One engine works at a time, in short slices, so that other work on the machine disturbs
+all methods alike.
 """
 
 import itertools
@@ -25,54 +27,57 @@ from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, SIZES, Lad
 
 WARM_UP_ROUNDS = 1
 """Rounds that do not count: kernels compile, draft boards learn."""
-# After a turn what has ended is replaced, so that the batch stays what it is; a small one ends its turns by itself.
 _TURN_S = 0.1
-# Prompts of the task's list between those of one batch size and of the next: more than are ever used.
+"""Seconds of a turn. New requests replace ended ones after each turn; with few requests, a turn ends with the first."""
 _PROMPTS_APART = 1_000_000
+"""Distance in the task's list between the prompts of two batch sizes: more prompts than are ever used."""
 
 Method = tuple[str, ...]
 
 
 def methods_of(block: SpecrolloutConfig) -> list[Method]:
-    """The types of the drafters of each method: each drafter alone, all that may share an engine, those of
-    `fastest_of_n.methods`, and none."""
+    """Returns the drafter types of each method that is worth measuring.
+
+    These are each drafter alone, all drafters that may share an engine, the entries of `fastest_of_n.methods`, and none.
+    """
     types = [d.type for d in block.drafters]
     alone: list[Method] = [(name,) for name in types]
     with_weights = [name for name in types if name in MODEL_DRAFTERS]
     together: list[Method] = [
         tuple(name for name in types if name not in with_weights or name == kept) for kept in with_weights or [""]
     ]
-    of_workers: list[Method] = [tuple(d.type for d in drafters) for drafters in block.drafters_of_workers]
-    of_workers = [m for m in of_workers if len(set(m) & set(with_weights)) <= 1]
-    return list(dict.fromkeys([*alone, *together, *of_workers, ()]))
+    of_engines: list[Method] = [tuple(d.type for d in drafters) for drafters in block.drafters_of_workers]
+    of_engines = [m for m in of_engines if len(set(m) & set(with_weights)) <= 1]
+    return list(dict.fromkeys([*alone, *together, *of_engines, ()]))
 
 
 def batches_up_to(most: int) -> list[int]:
-    """Powers of two, and the largest batch size that has figures of its own and is no larger than `most`."""
+    """Returns the powers of two and the largest size in `SIZES`, up to `most`."""
     largest = max(size for size in SIZES.tolist() if size <= max(most, 1))
     return sorted({2**i for i in range(int(math.log2(largest)) + 1)} | {largest})
 
 
 @dataclass
 class Stream:
-    """A run's requests in their order, siblings one after another, `batch` of them under way at a time, for one method.
+    """A run's requests for one method, in their order, of which `batch` are under way at a time.
 
-    Owns those under way, each with what has been made of its response: after a pause they go on from there, so that responses
-    are met at every length. Invariant: no request comes twice.
+    A slice goes on with the requests of the slice before, from their tokens so far, so that responses of all lengths are
+    measured. Invariant: no request comes twice, because drafters would remember its response.
     """
 
     batch: int
     requests: Iterator[tuple[int, RolloutRequest]]
     under_way: dict[int, RolloutRequest] = field(default_factory=dict)
+    """Requests under way, with their tokens so far as the prefix."""
 
     def fill(self) -> list[tuple[int, RolloutRequest]]:
-        """New ones, for the places that are free."""
+        """Returns new requests for the free places."""
         new = list(itertools.islice(self.requests, self.batch - len(self.under_way)))
         self.under_way.update(new)
         return new
 
     def take(self, result: TurnResult) -> None:
-        """What a turn has made."""
+        """Adds the tokens of a turn and drops the requests that ended."""
         for name, (tokens, _) in result.progress.parts().items():
             request = self.under_way[name]
             self.under_way[name] = replace(request, prefix_token_ids=(*request.prefix_token_ids, *tokens))
@@ -82,7 +87,7 @@ class Stream:
 
 @dataclass
 class _Sum:
-    """Tokens, and the seconds that they took."""
+    """A sum of tokens and of their seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -92,24 +97,24 @@ class _Sum:
 
 
 class LadderBench:
-    """Owns a rollout worker for each method, their streams of requests, and what was measured."""
+    """Owns an engine for each method, the streams of requests, and the measurements."""
 
     def __init__(self, config: RunConfig, methods: Sequence[Method], batches: Sequence[int], task: Task) -> None:
-        """Starts the workers. Raises ConfigError."""
+        """Starts the engines. Raises ConfigError for what vLLM refuses."""
         self.config, self.batches = config, list(batches)
         generation = config.policy.generation
         tail = FastestOfNConfig(methods=tuple(methods))
         block = replace(generation.specrollout, fastest_of_n=tail, draft_refresh=None)
         model = Path(config.policy.model_name)
         self.pool = RolloutPool(model, replace(generation, specrollout=block), config.grpo.seed, len(methods))
-        self._workers = range(len(methods))
-        pairs = list(itertools.product(self._workers, self.batches))
-        self._streams = {(w, b): Stream(b, _requests(config, self.batches.index(b), task)) for w, b in pairs}
+        self._engines = range(len(methods))
+        pairs = list(itertools.product(self._engines, self.batches))
+        self._streams = {(e, b): Stream(b, _requests(config, self.batches.index(b), task)) for e, b in pairs}
         self._decoded = {pair: _Sum() for pair in pairs}
         self._prefilled = _Sum()
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """In every round a slice of `slice_s` seconds of each method at each batch size; `on_slice` is told which."""
+        """Measures each method and batch size for `slice_s` seconds a round. `on_slice` gets the name of the slice."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
         self._decoded, self._prefilled = {pair: _Sum() for pair in self._decoded}, _Sum()
         self._before = self.pool.ask_each("stats", 1 << 60)
@@ -117,59 +122,59 @@ class LadderBench:
         self._after = self.pool.ask_each("stats", 1 << 60)
 
     def ladder(self, task: str) -> LadderFile:
-        """What was measured, as that task's and as any's: the local runner has one."""
-        own = [self._rung(task, worker) for worker in self._workers]
+        """Returns the measurements, for `task` and for any task, because a local run has only one task."""
+        own = [self._rung(task, engine) for engine in self._engines]
         own.sort(key=lambda rung: -rung.tokens_per_s[0])
         rungs = (*own, *(replace(rung, task=ANY_TASK) for rung in own))
         per_token_s = self._prefilled.seconds / self._prefilled.tokens
         return LadderFile(this_machine(), self.config.policy.model_name, per_token_s, rungs)
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the engines."""
         self.pool.close()
 
-    def _rung(self, task: str, worker: int) -> Rung:
-        sums = [self._decoded[worker, batch] for batch in self.batches]
-        paces = tuple(max(s.tokens, 1) / s.seconds for s in sums)
-        verified, accepted = draft_counts(self._before[worker], self._after[worker])
-        name = self.pool.method_name(worker)
+    def _rung(self, task: str, engine: int) -> Rung:
+        sums = [self._decoded[engine, batch] for batch in self.batches]
+        speeds = tuple(max(s.tokens, 1) / s.seconds for s in sums)
+        verified, accepted = draft_counts(self._before[engine], self._after[engine])
+        name = self.pool.method_name(engine)
         seconds = tuple(s.seconds for s in sums)
-        return Rung(task, name, tuple(self.batches), paces, seconds, accepted / verified if verified else 0.0)
+        return Rung(task, name, tuple(self.batches), speeds, seconds, accepted / verified if verified else 0.0)
 
     def _slices(self, first: int, count: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
-        """Whose turn is first changes from round to round."""
+        """Does the slices of some rounds. Each round begins with another method."""
         for number, batch in itertools.product(range(first, first + count), self.batches):
-            for i in self._workers:
-                worker = (i + number) % len(self._workers)
-                self._slice(worker, batch, slice_s)
-                on_slice(f"{self.pool.method_name(worker)}, batch {batch}")
+            for i in self._engines:
+                engine = (i + number) % len(self._engines)
+                self._slice(engine, batch, slice_s)
+                on_slice(f"{self.pool.method_name(engine)}, batch {batch}")
 
-    def _slice(self, worker: int, batch: int, slice_s: float) -> None:
-        """The seconds of opening it are those of computing texts: nothing else is under way then."""
-        stream, decoded = self._streams[worker, batch], self._decoded[worker, batch]
+    def _slice(self, engine: int, batch: int, slice_s: float) -> None:
+        """Does one slice. Its first turn only computes the texts of its requests, so it measures prefill."""
+        stream, decoded = self._streams[engine, batch], self._decoded[engine, batch]
         stream.fill()
-        opening = self._turn(worker, stream, Orders(tuple(stream.under_way.items())))
+        opening = self._turn(engine, stream, Orders(tuple(stream.under_way.items())))
         self._prefilled.add(opening.num_prefilled, opening.prefill_s)
         left_s = slice_s
         while left_s > 0.0:
             turn_s = left_s if batch <= FEW_ATTEMPTS else min(_TURN_S, left_s)
-            work = self._turn(worker, stream, Orders(tuple(stream.fill()), seconds=turn_s))
+            work = self._turn(engine, stream, Orders(tuple(stream.fill()), seconds=turn_s))
             decoded.add(work.num_tokens, work.request_s)
             left_s -= work.decode_s
-        self._turn(worker, stream, Orders(stops=tuple(stream.under_way)))
+        self._turn(engine, stream, Orders(stops=tuple(stream.under_way)))
 
-    def _turn(self, worker: int, stream: Stream, orders: Orders) -> Work:
-        self.pool.send(worker, orders)
+    def _turn(self, engine: int, stream: Stream, orders: Orders) -> Work:
+        self.pool.send(engine, orders)
         ((_, result),) = self.pool.results()
         if result is None:
-            method = self.pool.method_name(worker)
-            raise RuntimeError(f"the worker that drafts by {method}: {' '.join(self.pool.take_deaths())}")
+            method = self.pool.method_name(engine)
+            raise RuntimeError(f"the engine that drafts by {method}: {' '.join(self.pool.take_deaths())}")
         stream.take(result)
         return result.work
 
 
 def _requests(config: RunConfig, number: int, task: Task) -> Iterator[tuple[int, RolloutRequest]]:
-    """The endless list of a batch size's requests, each under a number of its own."""
+    """Yields the endless list of a batch size's requests, each with a number of its own."""
     num_samples = config.grpo.num_generations_per_prompt
     for index in itertools.count(number * _PROMPTS_APART):
         ids: Any = task.encode(task.problems(config.grpo.seed, 1, index)[0])

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make Megatron-Core run in this process, on a CPU.
+"""Setup that lets Megatron-Core run in this process on a CPU.
 
 Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table and the results of its collectives. On a
-machine without CUDA the honest answer is the CPU device; `install` gives that answer. Nothing else needs replacing as
-long as dropout is off and the attention core is ours (`megatron_model.CausalAttention`).
+machine without CUDA, `install` makes the CPU device the answer. Nothing else needs replacing, as long as dropout is off and
+the attention core is ours (`megatron_model.CausalAttention`).
 
-The process group may be shared with vLLM in the same process: the first to come creates it, the other reuses it. A
-vLLM engine that shuts down destroys it, so `install` is cheap and callers repeat it before they use a model.
+vLLM in the same process may share the process group: the first of both creates it. A vLLM engine that shuts down destroys
+it. So `install` is cheap, and callers repeat it before they use a model.
 """
 
 import os
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# The default process group that Megatron's groups were made in; another object means that they are stale.
 _world: dist.ProcessGroup | None = None
+"""Default process group of Megatron's groups. If torch has another one now, they are stale."""
 
 
 def install(tensor_model_parallel_size: int = 1) -> None:
-    """Make Megatron-Core usable here: device, process group (gloo) and tensor-parallel groups. Idempotent.
+    """Sets up device, process group (gloo) and tensor-parallel groups. Idempotent.
 
-    With one rank no environment is needed; with more, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read.
+    One rank needs no environment. More ranks read RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        RuntimeError: CUDA is available; the local policy would end up half on the GPU.
-        ValueError: the number of ranks, or an earlier call, disagrees with `tensor_model_parallel_size`.
+        RuntimeError: CUDA is available. Part of the local policy would end up on the GPU.
+        ValueError: The number of ranks, or an earlier call, disagrees with `tensor_model_parallel_size`.
     """
     if torch.cuda.is_available():
         raise RuntimeError("the local policy runs on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")

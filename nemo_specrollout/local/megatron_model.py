@@ -2,7 +2,7 @@
 """A Megatron-Core `GPTModel` on the CPU, the batches it reads and their log-probs.
 
 Shapes: B sequences, b of a micro batch, T positions, V vocabulary, H hidden, N heads, D head dimension. Sequences are
-right-padded, so a causal mask is all the masking there is: what a padded position computes is never looked at.
+right-padded, so the causal mask is enough: results at padded positions are never used.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,10 +42,10 @@ class TokenBatch:
 
     @classmethod
     def from_sequences(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> "TokenBatch":
-        """Join each prompt with its response.
+        """Joins each prompt with its response.
 
         Raises:
-            ValueError: lists of unequal length, an empty prompt, or a sequence of one token (nothing to predict).
+            ValueError: The lists differ in length, a prompt is empty, or a sequence has one token (nothing to predict).
         """
         if len(prompts) != len(responses) or not prompts:
             raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give as many of each, at least 1")
@@ -63,7 +63,7 @@ class TokenBatch:
         )
 
     def select(self, rows_b: Tensor) -> "TokenBatch":
-        """The given rows, as wide as the whole batch."""
+        """Returns the given rows, as wide as the whole batch."""
         return TokenBatch(self.tokens_BT[rows_b], self.lengths_B[rows_b], self.prompt_lengths_B[rows_b])
 
     @property
@@ -81,7 +81,7 @@ class TokenBatch:
         return torch.arange(self.tokens_BT.shape[1])
 
     def micro_batches(self, micro_batch_tokens: int) -> Iterator[tuple[Tensor, int]]:
-        """Yield (rows [b], longest length), rows sorted by length, b x longest <= micro_batch_tokens where b > 1."""
+        """Yields (rows [b], longest length), rows sorted by length, with b x longest <= micro_batch_tokens if b > 1."""
         rows: list[int] = []
         for row in self.lengths_B.argsort(stable=True).tolist():
             if rows and (len(rows) + 1) * int(self.lengths_B[row]) > micro_batch_tokens:
@@ -95,16 +95,16 @@ class TokenBatch:
 
 
 class CausalAttention(MegatronModule):
-    """Megatron's core attention by torch's own fused kernel. Owns nothing; a drop-in for `DotProductAttention`.
+    """Core attention by torch's fused kernel: a replacement for Megatron's `DotProductAttention`.
 
-    Megatron's own kernel writes the B x N x T x T scores out and is several times slower on a CPU.
+    Megatron's own kernel writes out the B x N x T x T scores and is several times slower on a CPU.
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """query [T, B, N, D], key and value [T, B, groups, D] -> context [T, B, N * D]."""
+        """Maps query [T, B, N, D], key and value [T, B, groups, D] to context [T, B, N * D]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context_BNTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return context_BNTD.permute(2, 0, 1, 3).flatten(2)
@@ -113,10 +113,10 @@ class CausalAttention(MegatronModule):
 def build_model(
     hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 1, dtype: torch.dtype = torch.float32
 ) -> GPTModel:
-    """This rank's shard of the model in `dtype`, weights not initialised. Call `megatron_host.install` first.
+    """Returns this rank's shard of the model in `dtype`, with uninitialised weights. Call `megatron_host.install` first.
 
     Raises:
-        ValueError: the config asks for something this trainer lacks, or does not divide over the ranks.
+        ValueError: The config needs something that this trainer lacks, or does not divide over the ranks.
     """
     shape = PolicyShape.from_hf(hf_config)
     shape.check_divides(tensor_model_parallel_size)
@@ -167,7 +167,7 @@ def _layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
 
 
 def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
-    """log p(token | its prefix) under logits / temperature, [B, T]; position 0 has no prefix and is 0.0."""
+    """Returns log p(token | its prefix) under logits / temperature, [B, T]; 0.0 at position 0, which has no prefix."""
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} has no log-probs: use a positive temperature")
     logits_BTV = next_token_logits(model, tokens_BT[:, :-1])
@@ -176,6 +176,6 @@ def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0)
 
 
 def next_token_logits(model: GPTModel, tokens_BT: Tensor) -> Tensor:
-    """Logits [B, T, V / tensor-parallel size] after each position; this rank's slice of the vocabulary."""
+    """Returns logits [B, T, V / tensor-parallel size] after each position, for this rank's slice of the vocabulary."""
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     return model(tokens_BT, positions_BT, attention_mask=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy's weights between Hugging Face tensors and a running Megatron-Core model, by the table in `training`."""
+"""Conversion of weights between Hugging Face tensors and a running Megatron-Core model, by the table in `training`."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,7 +21,7 @@ from nemo_specrollout.training.checkpoints.weight_map import (
 
 
 def weights_of(model: GPTModel) -> list[Weight]:
-    """Every weight of the model, in Hugging Face's order of layers."""
+    """Returns every weight of the model, in Hugging Face's order of layers."""
     c = model.config
     qkv = FusedQkv(c.num_query_groups, c.num_attention_heads // c.num_query_groups, c.kv_channels)
     return weight_table(c.num_layers, qkv, model.share_embeddings_and_output_weights, c.qk_layernorm)
@@ -29,10 +29,10 @@ def weights_of(model: GPTModel) -> list[Weight]:
 
 @torch.no_grad()
 def load_hf(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy full Hugging Face tensors into this rank's shard of the model.
+    """Copies full Hugging Face tensors into this rank's shard of the model.
 
     Raises:
-        ValueError: a tensor is missing, is not one of the model's, or has another shape; it is named.
+        ValueError: A tensor is missing, does not belong to the model, or has another shape. The message names it.
     """
     weights, parameters = weights_of(model), dict(model.named_parameters())
     _check_names({name for weight in weights for name in weight.hf}, tensors)
@@ -44,7 +44,7 @@ def load_hf(model: GPTModel, tensors: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def export_hf(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full float32 tensor), copies. With several ranks, all must iterate together."""
+    """Yields (Hugging Face name, full float32 tensor): copies. With several ranks, all must iterate together."""
     parameters = dict(model.named_parameters())
     for weight in weights_of(model):
         full = weight.layout.unshard(_gather(parameters[weight.megatron].detach(), weight.layout))
@@ -55,7 +55,7 @@ def export_hf(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
 def _check_names(wanted: set[str], tensors: Mapping[str, Tensor]) -> None:
     given = set(tensors)
     if LM_HEAD not in wanted and {LM_HEAD, EMBEDDING} <= given and torch.equal(tensors[LM_HEAD], tensors[EMBEDDING]):
-        # Some checkpoints with tied embeddings store the head all the same.
+        # Some checkpoints with tied embeddings store the LM head, too.
         given.remove(LM_HEAD)
     if missing := sorted(wanted - given):
         raise ValueError(f"missing tensors: {', '.join(missing)}: the checkpoint does not fit its config.json")

@@ -30,16 +30,17 @@ from nemo_specrollout.local.megatron_weights import export_hf, load_hf, weights_
 from nemo_specrollout.training.checkpoints.weight_map import Replicated
 
 MICRO_BATCH_TOKENS = 2048
-"""Padded tokens in one forward; small enough to stay in a CPU's cache, large enough to hide the call overhead."""
+"""Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""
 
 
 class MegatronPolicy:
     """The model being trained, with its optimizer and step count.
 
-    Owns this rank's shard of the weights. With tensor parallelism every rank calls every method with the same
-    arguments. Invariant: weights, optimizer state and learning rate are those after exactly `step` optimizer steps;
-    a step that fails leaves all three as they were. In bfloat16 the optimizer works on float32 copies of the weights, which
-    the model's are rounded from.
+    Owns this rank's shard of the weights. With tensor parallelism, every rank calls every method with the same arguments.
+    In bfloat16, the optimizer works on float32 copies, from which the model's weights are rounded.
+
+    Invariant: weights, optimizer state and learning rate are the result of exactly `step` optimizer steps. A step that fails
+    changes none of them.
 
         policy = MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-4))
         prev_BT = policy.logprobs(batch)
@@ -66,10 +67,10 @@ class MegatronPolicy:
         tensor_model_parallel_size: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> "MegatronPolicy":
-        """Read a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
+        """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
 
         Raises:
-            ValueError: the folder lacks a file, or the model is not one that this trainer supports.
+            ValueError: The folder lacks a file, or this trainer does not support the model.
         """
         megatron_host.install(tensor_model_parallel_size)
         hf_config, tensors = _read_hf_folder(folder)
@@ -81,7 +82,7 @@ class MegatronPolicy:
     def logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Tensor:
-        """log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
+        """Returns log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
         megatron_host.install(self._size)
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         for rows_b, longest in batch.micro_batches(micro_batch_tokens):
@@ -100,17 +101,17 @@ class MegatronPolicy:
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         reference_logprobs_BT: Tensor | None = None,
     ) -> tuple[dict[str, float], Tensor]:
-        """One optimizer step on the whole batch; the gradient does not depend on the micro batches.
+        """Takes one optimizer step on the whole batch. The gradient does not depend on the micro batches.
 
         Args:
-            prev_logprobs_BT: By the weights before the first step on these samples; None: this is the first and only step.
+            prev_logprobs_BT: By the weights before the first step on these samples. None: this is the first and only step.
 
         Returns:
-            The fields of `LossMetrics`, and grad_norm (before clipping), lr, num_valid_tokens; then what `logprobs` would
-            have returned before the step, [B, T].
+            The fields of `LossMetrics` with grad_norm (before clipping), lr and num_valid_tokens; and the result that
+            `logprobs` would have had before the step, [B, T].
 
         Raises:
-            FloatingPointError: the gradient is not finite; the policy is left as it was.
+            FloatingPointError: The gradient is not finite. The policy is unchanged.
         """
         megatron_host.install(self._size)
         inputs = LossInputs(
@@ -129,7 +130,7 @@ class MegatronPolicy:
     def _backward(
         self, batch: TokenBatch, inputs: LossInputs, loss_cfg: LossConfig, temperature: float, micro_batch_tokens: int
     ) -> tuple[LossMetrics, Tensor]:
-        """Sum the gradients of all micro batches, each normalised by the counts of the whole batch."""
+        """Sums the gradients of all micro batches, each normalised by the counts of the whole batch."""
         self._optimizer.zero_grad()
         normalizer, total = Normalizer.of(inputs.mask_BT), LossMetrics.zero()
         all_BT = torch.zeros(batch.tokens_BT.shape)
@@ -143,7 +144,7 @@ class MegatronPolicy:
         return total, all_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
-        """Adds what a micro batch left in the model to the gradients of the float32 copies, where those are others."""
+        """Moves the gradients of a micro batch from the model to its float32 copies, where there are copies."""
         for name, parameter in self.model.named_parameters():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:
@@ -153,13 +154,13 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Rounds the float32 copies into the model, where those are others."""
+        """Rounds the float32 copies into the model, where there are copies."""
         for name, parameter in self.model.named_parameters():
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
 
     def _clip_gradient(self) -> float:
-        """Finish the gradient over the ranks, scale it to at most `clip_grad`, and return its norm before that."""
+        """Completes the gradient over the ranks, scales it to at most `clip_grad`, and returns its norm before that."""
         parameters = self._masters
         split_sum, replicated_sum = torch.zeros(()), torch.zeros(())
         for weight in weights_of(self.model):
@@ -177,14 +178,14 @@ class MegatronPolicy:
         return norm
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full float32 tensor) for the engine; copies that later steps do not change."""
+        """Yields (Hugging Face name, full float32 tensor) for the engine: copies that later steps do not change."""
         megatron_host.install(self._size)
         return export_hf(self.model)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer state and step count to `folder`, whole or not at all; replaces an older one.
+        """Writes weights, optimizer state and step count to `folder` atomically; replaces an older one.
 
-        `checksums.json` in it lets `load` tell whether it is still whole. Raises OSError, e.g. of a full disk.
+        With `checksums.json`, `load` can tell whether the files are undamaged. Raises OSError, e.g. if the disk is full.
         """
         megatron_host.install(self._size)
         state = {
@@ -198,11 +199,11 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote: the next step gives bitwise the weights it would have given there.
+        """Continues from what `save` wrote. The next step gives bitwise the weights that it would have given there.
 
         Raises:
-            DamagedFolder: a file is not what `save` wrote.
-            ValueError: no such checkpoint for this number of ranks, or one of another model or optimizer config.
+            DamagedFolder: A file is not what `save` wrote.
+            ValueError: There is no checkpoint for this number of ranks, or it has another model or optimizer config.
         """
         megatron_host.install(self._size)
         if not (file := folder / self._shard_name).is_file():
@@ -223,7 +224,7 @@ class MegatronPolicy:
             if (ours := getattr(self.config, field.name)) != saved[field.name]:
                 raise ValueError(
                     f"optimizer.{field.name}={ours}, but {folder} was trained with {saved[field.name]}: "
-                    "set it back, or start afresh from save_pretrained's folder"
+                    "restore the old value, or start a new run from save_pretrained's folder"
                 )
 
     @property
@@ -231,7 +232,7 @@ class MegatronPolicy:
         return f"rank_{dist.get_rank()}_of_{self._size}.pt"
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face folder: model.safetensors, and config and tokenizer files as they came."""
+        """Writes a Hugging Face folder: model.safetensors, and copies of the config and tokenizer files."""
         tensors = dict(self.hf_tensors())
         with _replacing(folder) as temporary:
             if dist.get_rank() == 0:
@@ -275,7 +276,7 @@ def _build_scheduler(optimizer: torch.optim.AdamW, config: OptimizerConfig) -> O
 def _finished_gradient(parameter: Tensor, name: str) -> Tensor:
     assert parameter.grad is not None, f"{name} took no part in the loss"
     if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-        # Each rank saw these through its own heads only; every other replicated weight has its full gradient already.
+        # Each rank has the gradient through its own heads only. Other replicated weights have their full gradient already.
         dist.all_reduce(parameter.grad)
     return parameter.grad
 
@@ -295,7 +296,7 @@ def _read_hf_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """`torch.save`, which lets an exception in a write through: a full disk's OSError, or KeyboardInterrupt."""
+    """Calls `torch.save`, and raises the exception that interrupted a write: an OSError, or KeyboardInterrupt."""
     with path.open("wb") as file:
         try:
             torch.save(state, file)
@@ -310,9 +311,9 @@ def _companion_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _replacing(folder: Path, sealed: bool = False) -> Iterator[Path]:
-    """Yield a new folder beside `folder` that takes its place when the block ends well; all ranks together.
+    """Yields a new folder that takes the place of `folder` when the block ends without an error; all ranks together.
 
-    `sealed`: with the checksums of its files. A block that fails leaves nothing: on a full disk that makes room again.
+    `sealed` adds the checksums of its files. If the block fails, the new folder is removed, which frees a full disk.
     """
     temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
     if dist.get_rank() == 0:
