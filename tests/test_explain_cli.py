@@ -82,7 +82,7 @@ def test_a_nemo_rl_config_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixt
     draft = ["policy.draft.enabled=true", "policy.megatron_cfg.enabled=true"]
     said = sections(capsys, config, "--device", "H100", *draft, methods)
     assert "rests on: data sheet of H100, a roofline" in said["Expected benefit"]
-    assert "a request moves if another worker has room" in said["Racing"]
+    assert "a request moves if another engine has room" in said["Racing"]
     assert " moves and " in said["Racing"] and "% of its requests finished" in said["Racing"]
     assert "overwrites it in the engine" in said["Known traps"] and "avoided      nemo-rl" in said["Known traps"]
     off = sections(capsys, config, "--device", "H100", *draft, f"{BLOCK}.enabled=false")

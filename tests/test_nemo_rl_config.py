@@ -200,8 +200,8 @@ def test_what_is_done_with_a_tail_is_said() -> None:
         return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
 
     assert "fastest_of_n" not in said()
-    assert "no worker races: all draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
-    assert "raced by up to 2 workers" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
+    assert "no engine races: all draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
+    assert "raced by up to 2 engines" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from nemo_specrollout.nemo_rl.remote_drafters import (
 )
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, engine_facts
+from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, shared_vllm_config
 
 pytestmark = pytest.mark.unit
 
@@ -201,7 +201,7 @@ def test_gpus_are_of_drafters_that_ray_places(fields: dict[str, Any], sentence: 
 
 
 def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:
-    engine = engine_facts({"max_model_len": 64, "precision": "bfloat16", "async_engine": True})
+    engine = shared_vllm_config({"max_model_len": 64, "precision": "bfloat16", "async_engine": True})
     drafter = RemoteDrafterConfig(model="DRAFT", workers=2, gpus=0.5)
     kwargs = drafter_spec(drafter, engine, on_cpu=False).vllm_kwargs
     assert kwargs["gpu_memory_utilization"] == GPU_MEMORY_SHARE / 2

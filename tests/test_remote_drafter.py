@@ -74,7 +74,7 @@ class Engine:
             sampled.append(new)
             self.num_accepted += len(new) - 1
             self.num_proposed += len(drafts)
-        self.under_way.append((self.remote.awaits(np.array(slots)), sampled))
+        self.under_way.append((self.remote.token_callback(np.array(slots)), sampled))
         while len(self.under_way) > self.lag:
             tell, tokens = self.under_way.popleft()
             thread = Thread(target=tell, args=(tokens,))
@@ -93,7 +93,7 @@ class Engine:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = Engine(request.param)
     yield made
-    made.remote.listen_to([""], b"")
+    made.remote.set_addresses([""], b"")
     made.wire.socket.close()
 
 

@@ -264,12 +264,12 @@ def test_traces_of_workers_are_put_together() -> None:
     [
         ("max_racers=2", "2 rollout workers, a core each"),
         ("max_racers=2", "each with suffix+ngram"),
-        ("max_racers=2", "no worker races: all draft alike"),
+        ("max_racers=2", "no engine races: all draft alike"),
         ("methods=[[suffix],[ngram]]", "0 with suffix, 1 with ngram"),
-        ("methods=[[suffix],[ngram]]", "stragglers go on on another worker or are raced by up to 2 workers"),
+        ("methods=[[suffix],[ngram]]", "stragglers move to another engine or are raced by up to 2 engines"),
         ("methods=[[suffix],[ngram,suffix]]", "1 with suffix+ngram"),
-        ("min_gain=0.25", "to end the slower of two workers 25% sooner; decode speeds are learned while running"),
-        ("enabled=false", "off: each worker does its own share"),
+        ("min_gain=0.25", "to end the slower of two engines 25% sooner; decode speeds are learned while running"),
+        ("enabled=false", "off: each engine does its own share"),
     ],
 )
 def test_check_says_what_happens_to_the_tail(

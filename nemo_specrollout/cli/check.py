@@ -65,7 +65,7 @@ def check(parsed: argparse.Namespace) -> int:
     prepared = prepare_local(tree)
     check_trains(prepared)
     use_threads(prepared.config.cluster.threads)
-    _print(explain(place_drafter(prepared)))
+    _print(explain_local(place_drafter(prepared)))
     return 0
 
 
@@ -74,7 +74,7 @@ def _print(lines: list[tuple[str, str]]) -> None:
         print(f"{name:<12} {text}")
 
 
-def explain(prepared: Prepared) -> list[tuple[str, str]]:
+def explain_local(prepared: Prepared) -> list[tuple[str, str]]:
     """Returns names and sentences that describe a local run."""
     config, model = prepared.config, prepared.model_config
     grpo, generation = config.grpo, config.policy.generation
@@ -128,19 +128,19 @@ def _explain_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[s
     few = f"; this machine has {cores}: they take turns" if cores < num_workers else ""
     return [
         ("workers", f"{num_workers} rollout workers, a core each{few}; {who}"),
-        ("fastest_of_n", _explain_tail(block.fastest_of_n, alike=alike)),
+        ("fastest_of_n", _explain_racing(block.fastest_of_n, alike=alike)),
     ]
 
 
-def _explain_tail(tail: FastestOfNConfig | None, *, alike: bool) -> str:
-    if tail is None or not tail.enabled:
-        return "off: each worker does its own share of the requests, as NeMo-RL deals them out"
-    ways = ["go on on another worker"] if tail.moving else []
-    ways += [f"are raced by up to {tail.max_racers} workers"] if tail.max_racers > 1 and not alike else []
-    speeds = f"decode speeds start from {tail.ladder}" if tail.ladder else "decode speeds are learned while running"
-    no_race = "; no worker races: all draft alike" if tail.max_racers > 1 and alike else ""
+def _explain_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
+    if racing is None or not racing.enabled:
+        return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
+    ways = ["move to another engine"] if racing.moving else []
+    ways += [f"are raced by up to {racing.max_racers} engines"] if racing.max_racers > 1 and not alike else []
+    speeds = f"decode speeds start from {racing.ladder}" if racing.ladder else "decode speeds are learned while running"
+    no_race = "; no engine races: all draft alike" if racing.max_racers > 1 and alike else ""
     return (
-        f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two workers {tail.min_gain:.0%} "
+        f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two engines {racing.min_gain:.0%} "
         f"sooner; {speeds}{no_race}"
     )
 
@@ -320,7 +320,7 @@ def _explain_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, st
     if block.fastest_of_n is None or num_engines(tree) < 2:
         return []
     kinds = {types for d in block.drafters_of_workers[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
-    return [("fastest_of_n", _explain_tail(block.fastest_of_n, alike=len(kinds) == 1))]
+    return [("fastest_of_n", _explain_racing(block.fastest_of_n, alike=len(kinds) == 1))]
 
 
 def _explain_placement(tree: Tree) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrollout.cli.check import explain, explain_nemo_rl, nemo_rl_findings
+from nemo_specrollout.cli.check import explain_local, explain_nemo_rl, nemo_rl_findings
 from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
 from nemo_specrollout.cli.scratch import scratch_folder
@@ -102,7 +102,7 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
 def _of_local(tree: Tree) -> Iterator[Diagnosis]:
     prepared = prepare_local(dict(tree))
     check_trains(prepared)
-    for name, text in explain(place_drafter(prepared)):
+    for name, text in explain_local(place_drafter(prepared)):
         yield CONFIG.ok(name, text)
 
 

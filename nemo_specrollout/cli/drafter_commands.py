@@ -16,7 +16,7 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
 
 if TYPE_CHECKING:
-    from nemo_specrollout.remote.verifier.drafter_process import Status
+    from nemo_specrollout.remote.verifier.drafter_process import DrafterStatus
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
@@ -31,9 +31,9 @@ def serve_drafter(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nemo_specrollout.remote.drafter.drafter_service import DrafterService
-    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, engine_facts
+    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
 
-    spec = drafter_spec(drafter, engine_facts(at(tree, VLLM_CFG) or {}), parsed.address, on_cpu=on_cpu)
+    spec = drafter_spec(drafter, shared_vllm_config(at(tree, VLLM_CFG) or {}), parsed.address, on_cpu=on_cpu)
     console = Console(highlight=False)
     with console.status(f"loading {drafter.model}"):
         service = DrafterService(spec)
@@ -80,7 +80,7 @@ def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
     return block.remote
 
 
-def _in_words(status: "Status") -> str:
+def _in_words(status: "DrafterStatus") -> str:
     share = status.busy_s / status.up_s if status.up_s else 0.0
     return (
         f"{status.num_open} requests; {status.num_drafted:,} tokens drafted in {status.num_steps:,} steps, "

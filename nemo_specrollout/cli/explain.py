@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.check import explain as local_lines
-from nemo_specrollout.cli.check import explain_nemo_rl, nemo_rl_findings
+from nemo_specrollout.cli.check import explain_local, explain_nemo_rl, nemo_rl_findings
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
 from nemo_specrollout.cli.consoles import complain, log_console, new_table
 from nemo_specrollout.cli.plan import show_plan
@@ -75,7 +74,7 @@ def explain(parsed: argparse.Namespace) -> int:
 def _subject(tree: dict[str, Any]) -> Subject:
     if runtime_of(tree) == "local":
         prepared = place_drafter(prepare_local(tree))
-        return Subject(tree, local_lines(prepared), prepared.config.policy.generation.specrollout, [])
+        return Subject(tree, explain_local(prepared), prepared.config.policy.generation.specrollout, [])
     findings = nemo_rl_findings(tree)
     is_valid = not any(finding.kind == "error" for finding in findings)
     found = effective_block(tree) if is_valid else None
@@ -211,7 +210,7 @@ def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iter
         return
     with_racing = expected.steps[-1]
     if with_racing.variant != TAIL:
-        yield "when it begins: never, there is one worker"
+        yield "when it begins: never, there is one engine"
         return
     first = onset(with_racing)
     if first is None:
@@ -231,20 +230,20 @@ def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iter
 def _race_conditions(racing: FastestOfNConfig, methods: list[str]) -> Iterator[str]:
     if racing.moving:
         yield (
-            "a request moves if another worker has room, and if the later end of the two workers comes forward by more than "
+            "a request moves if another engine has room, and if the later end of the two engines comes forward by more than "
             f"{racing.min_gain:.0%} of it (min_gain), and by more than a turn takes"
         )
     if racing.max_racers > 1 and len(methods) > 1:
         yield (
-            f"a request is raced, by at most {racing.max_racers} workers (max_racers), under three conditions: it is the last "
-            f"of its worker, the other worker drafts in another way ({', '.join(methods)}), and the first racer to end gains "
+            f"a request is raced, by at most {racing.max_racers} engines (max_racers), under three conditions: it is the last "
+            f"of its engine, the other engine drafts in another way ({', '.join(methods)}), and the first racer to end gains "
             f"as much, and {RACE_PREMIUM:.0%} more than a move; a racer with a chance below {LEAST_CHANCE:.0%} gives up"
         )
     elif racing.max_racers > 1:
-        yield "no worker races: all draft alike; fastest_of_n.methods gives each its own"
+        yield "no engine races: all draft alike; fastest_of_n.methods gives each its own"
     yield (
-        "the gain takes into account that the other worker reads the text so far again, while its own requests wait, and "
-        "that these are slower beside one more; so it begins when a worker has little or nothing left"
+        "the gain takes into account that the other engine reads the text so far again, while its own requests wait, and "
+        "that these are slower beside one more; so it begins when an engine has little or nothing left"
     )
     yield (
         f"decode speeds start from {racing.ladder}"

@@ -256,9 +256,9 @@ def _check_trainer(config: RunConfig) -> None:
 
 def _check_ladder(config: RunConfig) -> None:
     """Raises ConfigError if the file that races start from is no ladder."""
-    tail = config.policy.generation.specrollout.fastest_of_n
-    if tail is not None and tail.enabled and tail.ladder is not None:
-        LadderFile.read(Path(tail.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+    racing = config.policy.generation.specrollout.fastest_of_n
+    if racing is not None and racing.enabled and racing.ladder is not None:
+        LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
 
 
 def _check_prompts(config: RunConfig) -> None:

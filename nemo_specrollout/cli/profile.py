@@ -74,7 +74,7 @@ def _measure(spec: ProfileSpec, num_threads: int, on_done: Callable[[str], objec
     child = JsonChild("nemo_specrollout.remote.drafter.cost_profile", spec, environment)
     measured: Measured | None = None
     try:
-        for report in child.said():
+        for report in child.reports():
             if isinstance(report, dict) and "measured" in report:
                 measured = report["measured"]
                 break

@@ -186,7 +186,7 @@ class VllmWorkerMixin:
         if drafting is not None and drafting.is_paused:
             mark_paused(output)
         remote = None if drafting is None else drafting.remote
-        return output if remote is None else WatchedOutput(output, remote.awaits(batch.idx_mapping_np))
+        return output if remote is None else WatchedOutput(output, remote.token_callback(batch.idx_mapping_np))
 
     # Remote calls: see `worker_client.WorkerClient`. Replies are plain values, except where only this process asks.
 
@@ -331,7 +331,7 @@ class VllmWorkerMixin:
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
         """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
         if self.specrollout_drafting is not None and self.specrollout_drafting.remote is not None:
-            self.specrollout_drafting.remote.listen_to(addresses, as_key(secret))
+            self.specrollout_drafting.remote.set_addresses(addresses, as_key(secret))
 
 
 class SpecrolloutGPUWorker(VllmWorkerMixin, Worker):

@@ -139,10 +139,10 @@ def _check_heads(block: SpecrolloutConfig, policy: str) -> None:
 
 def _check_remote(block: SpecrolloutConfig, vllm_cfg: dict[str, Any]) -> None:
     """Raises ConfigError if Ray cannot start the remote drafters, as far as this process can see."""
-    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, engine_facts
+    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
 
     if block.remote is not None and block.remote.workers:
-        drafter_spec(block.remote, engine_facts(vllm_cfg))
+        drafter_spec(block.remote, shared_vllm_config(vllm_cfg))
         secret_of_run()
 
 

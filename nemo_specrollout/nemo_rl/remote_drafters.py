@@ -17,7 +17,7 @@ from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, engine_facts
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, shared_vllm_config
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 
@@ -90,7 +90,7 @@ class DrafterActorImpl:
         self._pool = DrafterPool([replace(order.spec, address=any_port(host))])
         self._actor = secrets.randbits(62)
         self._address = self._pool.addresses()[0]
-        self._pool.keep_up()
+        self._pool.start_watching()
 
     def status(self) -> DrafterStatus:
         """Returns the state of the drafter."""
@@ -215,7 +215,7 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
     secret = secret_of_run()
 
     def start() -> list[DrafterLink]:
-        spec = drafter_spec(drafter, engine_facts(vllm_cfg), on_cpu=not drafter.gpus)
+        spec = drafter_spec(drafter, shared_vllm_config(vllm_cfg), on_cpu=not drafter.gpus)
         is_one_node = sum(node["Alive"] for node in ray.nodes()) == 1
         order = DrafterOrder(spec, drafter.gpus, LOOPBACK if is_one_node else "", secret)
         return [DrafterLink(order) for _ in range(drafter.workers)]

@@ -179,8 +179,8 @@ def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: i
     """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
     from nemo_specrollout.generation.requests import RolloutRequest
 
-    room = spec.generation.vllm_cfg.max_model_len - spec.context - 1
-    length = min(room, (num_steps + 2) * (COUPLED_K + 1))
+    longest = spec.generation.vllm_cfg.max_model_len - spec.context - 1
+    length = min(longest, (num_steps + 2) * (COUPLED_K + 1))
     prompt = _prompt(spec)
     return engine.submit([RolloutRequest(prompt, 0, i, exact_length=length) for i in range(count)], {})
 
@@ -220,10 +220,10 @@ def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
     return statistics.median(seconds[_WARM_UP:])
 
 
-def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, room: int) -> list[float]:
-    """Returns the seconds of `num_steps` steps that drafted for all shadows; fewer steps if `room` tokens are not enough."""
+def _drafting_s(engine: "DrafterEngine", batch: int, num_steps: int, most_steps: int) -> list[float]:
+    """Returns the seconds of `num_steps` steps that drafted for all shadows; fewer if `most_steps` are not enough."""
     seconds: list[float] = []
-    for _ in range(room):
+    for _ in range(most_steps):
         started = time.perf_counter()
         rows = engine.draft(np.arange(batch))
         spent_s = time.perf_counter() - started

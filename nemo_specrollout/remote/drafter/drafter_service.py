@@ -23,7 +23,7 @@ from nemo_specrollout.remote.protocol.engine_commands import (
     OpenShadow,
 )
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
-from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, DrafterStatus
 from nemo_specrollout.remote.verifier.json_child import end_with_parent
 
 IDLE_WAIT_S = 0.05
@@ -35,13 +35,13 @@ STATUS_PERIOD_S = 1.0
 class DrafterService:
     """Owns the engine, the socket and the drafter side of the protocol. `run` serves until it is interrupted."""
 
-    def __init__(self, spec: DrafterSpec, on_bound: Callable[[Status], object] = lambda status: None) -> None:
+    def __init__(self, spec: DrafterSpec, on_bound: Callable[[DrafterStatus], object] = lambda status: None) -> None:
         """Binds the address, reports it to `on_bound`, then starts the engine.
 
         Raises ConfigError if the address is taken, or if vLLM cannot start the draft model.
         """
         self._socket = DrafterSocket(spec.address, shared_secret([spec.address]), spec.allowed_hosts)
-        self.status = Status(self._socket.address)
+        self.status = DrafterStatus(self._socket.address)
         on_bound(self.status)
         from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
@@ -51,7 +51,7 @@ class DrafterService:
         self._started = time.monotonic()
         self.status.is_up = True
 
-    def run(self, on_status: Callable[[Status], object]) -> None:
+    def run(self, on_status: Callable[[DrafterStatus], object]) -> None:
         """Serves until interrupted; calls `on_status` every `STATUS_PERIOD_S`."""
         due = 0.0
         while True:
@@ -128,7 +128,7 @@ def main(text: str) -> int:
     """
     end_with_parent()
 
-    def report(status: Status) -> None:
+    def report(status: DrafterStatus) -> None:
         print(json.dumps(asdict(status)), flush=True)
 
     try:

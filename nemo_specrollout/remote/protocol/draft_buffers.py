@@ -183,13 +183,13 @@ def _add(  # type: ignore[no-untyped-def]
 
 @njit(void(_SLOTS, RINGS, int32[:, :]), cache=True)
 def _write(slots, rings, table_SX):  # type: ignore[no-untyped-def]
-    mask, room = rings.shape[1] - 1, (table_SX.shape[1] - TOKENS) // 2
+    mask, most_ahead = rings.shape[1] - 1, (table_SX.shape[1] - TOKENS) // 2
     for slot in range(len(slots)):
         state = slots[slot]
-        count = min(state.end - state.committed, room)
+        count = min(state.end - state.committed, most_ahead)
         for i in range(count):
             entry = rings[slot, (state.committed + i) & mask]
             table_SX[slot, TOKENS + i] = entry.token
-            table_SX[slot, TOKENS + room + i] = entry.level
+            table_SX[slot, TOKENS + most_ahead + i] = entry.level
         table_SX[slot, BASE] = state.committed
         table_SX[slot, COUNT] = count

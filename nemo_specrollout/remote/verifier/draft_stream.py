@@ -66,14 +66,14 @@ class DraftStream:
 @on_tensors
 @njit(cache=True, nogil=True)
 def _align(slots_B, total_len_S, token_ids_SL, table_SX, tokens_BK, levels_BK, found_B, counts_3):  # type: ignore[no-untyped-def]
-    room = (table_SX.shape[1] - TOKENS) // 2
+    most_ahead = (table_SX.shape[1] - TOKENS) // 2
     for b in range(len(slots_B)):
         slot = slots_B[b]
         found_B[b] = 0
         if slot < 0:
             continue
         counts_3[0] += 1
-        base, count = table_SX[slot, BASE], min(table_SX[slot, COUNT], room)
+        base, count = table_SX[slot, BASE], min(table_SX[slot, COUNT], most_ahead)
         offset = total_len_S[slot] - base
         if base < 0 or offset < 0 or offset >= count:
             continue
@@ -85,6 +85,6 @@ def _align(slots_B, total_len_S, token_ids_SL, table_SX, tokens_BK, levels_BK, f
         found_B[b] = min(count - offset, tokens_BK.shape[1])
         for k in range(found_B[b]):
             tokens_BK[b, k] = table_SX[slot, TOKENS + offset + k]
-            levels_BK[b, k] = table_SX[slot, TOKENS + room + offset + k]
+            levels_BK[b, k] = table_SX[slot, TOKENS + most_ahead + offset + k]
         counts_3[1] += 1
         counts_3[2] += found_B[b]

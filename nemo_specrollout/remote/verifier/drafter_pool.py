@@ -13,7 +13,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, Status
+from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, DrafterStatus
 from nemo_specrollout.remote.verifier.json_child import JsonChild
 
 HANG_S = 30.0
@@ -44,7 +44,7 @@ class DrafterProcess:
         """Last output of the process that ended most recently; empty before the first end."""
         self.deaths: list[str] = []
         """Last output of each process that has ended since the last `take_deaths`."""
-        self.status: Status | None = None
+        self.status: DrafterStatus | None = None
         """Latest report of the process; None until it has bound its address."""
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
         self._child: JsonChild | None = None
@@ -94,9 +94,9 @@ class DrafterProcess:
 
     def _listen(self, child: JsonChild) -> None:
         """Reads the reports of a process until it ends. Runs in its own thread."""
-        for said in child.said():
+        for report in child.reports():
             with contextlib.suppress(TypeError):
-                status = Status(**said)
+                status = DrafterStatus(**report)
                 if child is self._child:
                     self.status, self._heard_s = status, time.monotonic()
                     self.spec = replace(self.spec, address=status.address)
@@ -131,9 +131,9 @@ class DrafterPool:
     def wait_until_up(self) -> None:
         """Waits until all drafters are up, then restarts each that fails. Raises ConfigError if one cannot start."""
         self._wait(lambda process: process.is_up)
-        self.keep_up()
+        self.start_watching()
 
-    def keep_up(self) -> None:
+    def start_watching(self) -> None:
         """Restarts each drafter that fails from now on, even before it was up. Returns at once."""
         self._watcher.start()
 
@@ -196,7 +196,7 @@ def _memory(drafter: RemoteDrafterConfig, on_cpu: bool) -> dict[str, Any]:
     return {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus} if drafter.gpus else {}
 
 
-def engine_facts(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
+def shared_vllm_config(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
     """Returns the settings that a drafter shares with the policy's engine, from the local runner's or NeMo-RL's `vllm_cfg`."""
     known = {name: vllm_cfg[name] for name in ("max_model_len", "precision", "enforce_eager") if name in vllm_cfg}
     return build(VllmConfig, known, "policy.generation.vllm_cfg")

@@ -27,7 +27,7 @@ class DrafterSpec:
 
 
 @dataclass
-class Status:
+class DrafterStatus:
     """Counters and state that a drafter process reports."""
 
     address: str

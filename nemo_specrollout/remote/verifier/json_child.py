@@ -56,7 +56,7 @@ class JsonChild:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def said(self) -> Iterator[Any]:
+    def reports(self) -> Iterator[Any]:
         """Yields what the process reports, until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:

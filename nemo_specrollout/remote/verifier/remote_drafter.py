@@ -42,8 +42,8 @@ class RemoteDrafter:
 
     Tokens may reach the host in another thread than the engine's: a lock guards all that the host does, which is short.
 
-    Example: `open(...)` when requests take slots. In each step `propose(...)` on the device and `tell = awaits(slots)`. Then
-    `tell(token_ids)` when the tokens of that step are on the host, possibly steps later. `close(...)` at the end.
+    Example: `open(...)` when requests take slots. In each step `propose(...)` on the device and `take = token_callback(slots)`.
+    Then `take(token_ids)` when the tokens of that step are on the host, possibly steps later. `close(...)` at the end.
     """
 
     name = "remote"
@@ -64,9 +64,9 @@ class RemoteDrafter:
         self._host_s = 0.0
         for drafter in range(num_drafters):
             self._move(drafter, NOWHERE)
-        self.listen_to(addresses, secret)
+        self.set_addresses(addresses, secret)
 
-    def listen_to(self, addresses: Sequence[str], secret: bytes) -> None:
+    def set_addresses(self, addresses: Sequence[str], secret: bytes) -> None:
         """Sets the address of each drafter, and the secret that both ends share."""
         with self._lock:
             self._secret = secret
@@ -93,7 +93,7 @@ class RemoteDrafter:
             for slot in slots:
                 self._vacate(slot)
 
-    def awaits(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
+    def token_callback(self, slots_B: np.ndarray) -> Callable[[Sequence[Sequence[int]]], None]:
         """Returns a function that takes the tokens of this step's requests when they are on the host, in any thread."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
