@@ -42,8 +42,9 @@ class RemoteDrafter:
 
     Tokens may reach the host in another thread than the engine's: a lock guards all that the host does, which is short.
 
-    Example: `open(...)` when requests take slots. In each step `propose(...)` on the device and `take = token_callback(slots)`.
-    Then `take(token_ids)` when the tokens of that step are on the host, possibly steps later. `close(...)` at the end.
+    Example: `open(...)` when requests take slots. In each step `propose(...)` on the device, and
+    `take = token_callback(slots)`. Then `take(token_ids)` when the tokens of that step are on the host, possibly steps later.
+    `close(...)` at the end.
     """
 
     name = "remote"
