@@ -15,12 +15,12 @@ from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key,
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, build_drafter
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.remote_drafters import (
     DrafterLink,
     DrafterStatus,
     RemoteDrafters,
     drafter_metrics,
-    read_drafter_stats,
     stats_between,
 )
 from nemo_specrollout.nemo_rl.step_log import StepLog
@@ -60,7 +60,7 @@ class Driver:
         """The addresses that the engines were told, when each drafter has said its news."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
-        self.drafters.update(self._call)
+        self.drafters.update(WorkerClient(self._call))
         told, self.told = self.told, []
         assert all(method == "specrollout_drafters_at" and secret == "known to few" for method, (_, secret) in told)
         return [addresses for _, (addresses, _) in told]
@@ -73,8 +73,8 @@ class Driver:
         self.links = [ScriptedLink(), ScriptedLink()]
         return self.links
 
-    def _call(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        self.told.append((method, list(arguments)))
+    def _call(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        self.told.append((method, list(arguments[0] or ())))
         return [None]
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
         raise RuntimeError("the engine is gone")
 
     driver.links[0].next = DrafterStatus(HERE, actor=1)
-    driver.drafters.update(fails)
+    driver.drafters.update(WorkerClient(fails))
     assert ["the engine is gone" in alarm for alarm in driver.log.alarms] == [True]
 
 
@@ -137,11 +137,12 @@ def test_supply_of_engines_is_added_first_and_divided_last() -> None:
     replies = [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]]
 
     def call(method: str, arguments: Sequence[Any]) -> list[Any]:
-        assert (method, list(arguments)) == ("specrollout_drafter_stats", [])
+        assert (method, list(arguments)) == ("specrollout_drafter_stats", [[], []])
         return [asdict(supply) for supply in replies.pop(0)]
 
-    before = read_drafter_stats(call)
-    figures = stats_between(before, read_drafter_stats(call))
+    workers = WorkerClient(call, num_engines=2)
+    before = workers.drafter_stats()
+    figures = stats_between(before, workers.drafter_stats())
     assert (figures["num_request_steps"], figures["num_supplied"], figures["num_kept"]) == (40, 10, 40)
     names = drafter_metrics(figures)
     assert names["specrollout/draft_occupancy"] == 0.25 and names["specrollout/draft_run_ahead"] == 1.0

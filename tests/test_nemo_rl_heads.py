@@ -14,12 +14,15 @@ from nemo_rl_records import watching_logger
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.scheduling.heads.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.telemetry.engine_stats import StepEnd
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
+from nemo_specrollout.telemetry.sample_stats import SampleStats
 from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 
 pytestmark = pytest.mark.unit
@@ -69,7 +72,7 @@ class Driver:
         self.trainers: list[ScriptedTrainer] = []
         self.told: list[tuple[str, list[Any]]] = []
         self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, self._call, has_head, self.log)
+        self.refresh = HeadRefresh(block, self.folder, self._start, WorkerClient(self._call, 2), has_head, self.log)
 
     def _start(self) -> ScriptedTrainer:
         self.trainers.append(ScriptedTrainer())
@@ -243,7 +246,7 @@ def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> N
 
 def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told() -> None:
     sample = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
-    ends = [
+    replies: list[dict[str, Any]] = [
         {
             "alarms": [{"sentence": "low"}],
             "sample_stats": [[11, sample]],
@@ -259,26 +262,23 @@ def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told()
             "head_is_dormant": False,
         },
     ]
+    ends = [StepEnd.from_wire(reply) for reply in replies]
     assert head_metrics(ends) == {
         "specrollout/canary_alarms": 1.0, "specrollout/head_age": 2.0, "specrollout/head_dormant": 0.5
     }  # fmt: skip
     assert [line["seed"] for line in sample_lines(ends, [13, 99, 11])] == [13, 11]
     assert [line["seed"] for line in sample_lines(ends, None)] == [11, 12, 13]
-    plain = [{"alarms": [], "sample_stats": [], "policy_version": 3, "head_version": None, "head_is_dormant": None}]
+    plain = [StepEnd([], [], 3, None, None)]
     assert "specrollout/head_age" not in head_metrics(plain) and sample_lines(plain, [1]) == []
 
 
 def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
     first = {"policy_spans": [[3, 7], [4, 20]], "head_versions": [1, 2], "num_drafted": 4, "num_accepted": 2}
     second = {"policy_spans": [[4, 25], [5, 40]], "head_versions": [2, 3], "num_drafted": 10, "num_accepted": 5}
-    expected = {
-        "policy_spans": [[3, 7], [4, 20], [5, 40]],
-        "head_versions": [1, 3],
-        "num_drafted": 14,
-        "num_accepted": 7,
-    }
-    for ends in ([first, second], [second, first]):
-        assert sample_lines([{"sample_stats": [[11, sample]]} for sample in ends], [11]) == [{"seed": 11, **expected}]
+    expected = SampleStats(((3, 7), (4, 20), (5, 40)), (1, 3), 14, 7)
+    for one, other in ((first, second), (second, first)):
+        ends = [StepEnd([], [(11, SampleStats.from_wire(stats))], 5, 3, False) for stats in (one, other)]
+        assert sample_lines(ends, [11]) == [{"seed": 11, **expected.wire()}]
 
 
 def test_words_alarms_and_samples_reach_the_record_and_the_terminal(

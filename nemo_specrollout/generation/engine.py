@@ -16,7 +16,7 @@ from nemo_specrollout.config.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
-from nemo_specrollout.generation.worker_client import WorkerClient
+from nemo_specrollout.generation.worker_client import HeadInService, WorkerClient
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 
@@ -181,7 +181,7 @@ class RolloutEngine:
         """
         if self._worker is None:
             raise ValueError("the block is disabled: this engine has no head")
-        self._worker.load_head(folder, None, expected_length, num_positions)
+        self._worker.load_head(HeadInService(folder, None, expected_length, num_positions))
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""

@@ -11,7 +11,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import VllmGeneration
 
-from nemo_specrollout.nemo_rl.ray_calls import call_all_engines
+from nemo_specrollout.nemo_rl.ray_calls import worker_client
 from nemo_specrollout.nemo_rl.row_seeds import (
     ROOTS_KEY,
     SEEDS_KEY,
@@ -135,7 +135,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._stream = Stream.ROLLOUT
-        call_all_engines(self.worker_group, "specrollout_take_sample_stats", [self._validated])
+        worker_client(self.worker_group).take_sample_stats(self._validated)
 
     def snapshot_step_metrics(self) -> None:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""

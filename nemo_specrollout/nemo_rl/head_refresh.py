@@ -13,7 +13,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.nemo_rl.ray_calls import call_engines, engine_environment, failure_text
+from nemo_specrollout.generation.worker_client import HeadInService, WorkerClient
+from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
@@ -22,8 +23,6 @@ from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead
 
 MOST_RESTARTS = 1
 """Restarts of the trainer after a failure."""
-CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
-"""Function that calls a method in the engines, with arguments for each (None: do not call), and returns the replies."""
 
 
 class TrainerFailed(Exception):
@@ -137,14 +136,14 @@ class HeadRefresh:
         block: SpecrolloutConfig,
         folder: HeadFolder,
         start: Callable[[], TrainerLink],
-        call_engines: CallEngines,
+        workers: WorkerClient,
         has_head: Sequence[bool],
         log: StepLog,
     ) -> None:
         """`has_head` says for each engine whether a head drafts in it."""
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
-        self._folder, self._start, self._call_engines, self._log = folder, start, call_engines, log
+        self._folder, self._start, self._workers, self._log = folder, start, workers, log
         self._has_head = has_head
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
@@ -167,12 +166,12 @@ class HeadRefresh:
         self._read_answer()
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
-            self._tell("specrollout_save_teacher", [[str(self._folder.teacher(version))]])
+            self._tell("save_teacher", lambda: self._workers.save_teacher(self._folder.teacher(version)))
         head, self._to_load = self._to_load, None
         if head is not None:
             self._in_service = head
-            arguments = [str(head.folder), head.policy_version, head.expected_length, self._num_drafts]
-            self._tell("specrollout_load_head", [arguments if has_head else None for has_head in self._has_head])
+            new = HeadInService(head.folder, head.policy_version, head.expected_length, self._num_drafts)
+            self._tell("load_head", lambda: self._workers.load_head(new, self._has_head))
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
@@ -181,7 +180,8 @@ class HeadRefresh:
         """
         self._read_answer()
         if self._source is not None:
-            self._tell("specrollout_store_features", [[place] for place in self._feature_places(self._source)])
+            places = self._feature_places(self._source)
+            self._tell("store_features", lambda: self._workers.store_features(places))
         if facts is not None:
             self._note(facts)
         if self._trainer is not None and self._source is not None and self._trainer.is_idle and self._unsent:
@@ -245,10 +245,10 @@ class HeadRefresh:
         share["held_out_share"] = self._config.held_out_share
         return [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
 
-    def _tell(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> None:
+    def _tell(self, method: str, call: Callable[[], Sequence[str | None]]) -> None:
         """Calls the engines. If one returns an error or raises, the refreshes end."""
         try:
-            errors = {error for error in self._call_engines(method, arguments) if error}
+            errors = {error for error in call() if error}
         except Exception as error:
             errors = {failure_text(error)}
         if not errors:
@@ -276,13 +276,12 @@ class HeadRefresh:
 
 
 def start_head_refresh(
-    block: SpecrolloutConfig, generation_config: Any, heads: str, worker_group: Any, log: StepLog
+    block: SpecrolloutConfig, generation_config: Any, heads: str, workers: WorkerClient, log: StepLog
 ) -> HeadRefresh:
-    """Starts the refresh for the engines of NeMo-RL's `worker_group`. `heads` is the path of the run's `HeadFolder`."""
+    """Starts the refresh for the engines of `workers`. `heads` is the path of the run's `HeadFolder`."""
     order = TrainerOrder(block, generation_config["model_name"], heads, generation_config["temperature"])
-    has_head = [engine_block.head is not None for engine_block in blocks_of_engines(block, worker_group.dp_size)]
-    call = partial(call_engines, worker_group)
-    return HeadRefresh(block, HeadFolder(Path(heads)), partial(TrainerLink, order), call, has_head, log)
+    has_head = [engine_block.head is not None for engine_block in blocks_of_engines(block, workers.num_engines)]
+    return HeadRefresh(block, HeadFolder(Path(heads)), partial(TrainerLink, order), workers, has_head, log)
 
 
 def _local_folder(name: str) -> Path:

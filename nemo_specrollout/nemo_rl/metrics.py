@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a step from the counters of all engines. Counts are summed first, and divided last."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.telemetry.engine_stats import StepEnd
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
+from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 
 def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:
@@ -88,43 +90,29 @@ def step_facts(
     return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
 
 
-def head_metrics(ends: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns metrics of the draft heads from the engines' replies to `specrollout_end_step`.
+def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
+    """Returns metrics of the draft heads at the end of a step.
 
     They are the number of alarms, the age of the oldest head in policy versions, and the share of engines whose head lies
     dormant.
     """
-    metrics = {"canary_alarms": float(sum(len(end["alarms"]) for end in ends))}
-    ages = [end["policy_version"] - end["head_version"] for end in ends if end["head_version"] is not None]
+    metrics = {"canary_alarms": float(sum(len(end.alarms) for end in ends))}
+    ages = [end.policy_version - end.head_version for end in ends if end.head_version is not None]
     if ages:
         metrics["head_age"] = float(max(ages))
-    dormant = [end["head_is_dormant"] for end in ends if end.get("head_is_dormant") is not None]
+    dormant = [end.head_is_dormant for end in ends if end.head_is_dormant is not None]
     if dormant:
         metrics["head_dormant"] = sum(dormant) / len(dormant)
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def sample_lines(ends: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Returns the sample stats in the engines' replies to `specrollout_end_step`, in the order of `seeds` (None: all)."""
-    sample_stats = dict[int, Mapping[str, Any]]()
-    for seed, sample in (pair for end in ends for pair in end["sample_stats"]):
-        sample_stats[seed] = sample if seed not in sample_stats else _merged(sample_stats[seed], sample)
-    order = sample_stats if seeds is None else (seed for seed in seeds if seed in sample_stats)
-    return [{"seed": seed, **sample_stats[seed]} for seed in order]
-
-
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the stats of a sample that moved or was raced, because several engines have decoded it."""
-    first_tokens: dict[int, int] = {}
-    for version, first in sorted((*one["policy_spans"], *other["policy_spans"]), key=lambda span: span[1]):
-        first_tokens.setdefault(version, first)
-    heads = [*one["head_versions"], *other["head_versions"]]
-    counts = {name: one[name] + other[name] for name in ("num_drafted", "num_accepted")}
-    return {
-        "policy_spans": [[*span] for span in first_tokens.items()],
-        "head_versions": [min(heads), max(heads)],
-        **counts,
-    }
+def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Returns the sample stats at the end of a step, in the order of `seeds` (None: all)."""
+    found = dict[int, SampleStats]()
+    for seed, stats in (pair for end in ends for pair in end.sample_stats):
+        found[seed] = found[seed].merged(stats) if seed in found else stats
+    order = found if seeds is None else (seed for seed in seeds if seed in found)
+    return [{"seed": seed, **found[seed].wire()} for seed in order]
 
 
 def _done(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> EngineTotals:

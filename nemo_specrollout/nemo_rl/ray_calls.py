@@ -3,9 +3,12 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
+
+from nemo_specrollout.generation.worker_client import WorkerClient
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 """NeMo-RL's actor whose Python environment our actors share. It has vLLM, and with it what `speculators` needs."""
@@ -29,7 +32,18 @@ def engine_environment() -> dict[str, Any]:
     }
 
 
-def call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+def worker_client(worker_group: Any) -> WorkerClient:
+    """Returns a client of our vLLM workers in the engines of NeMo-RL's `worker_group`."""
+    return WorkerClient(partial(_call_engines, worker_group), worker_group.dp_size)
+
+
+def failure_text(error: Exception) -> str:
+    """Returns the last line of an error's text, without the guesses that Ray appends about an actor's exit."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].partition(" Worker exit type")[0]
+
+
+def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
     """Calls `method` of our vLLM worker in each engine of NeMo-RL's `worker_group`, and returns the replies.
 
     `arguments` has one entry for each engine; an engine whose entry is None is not called and has no reply.
@@ -37,14 +51,3 @@ def call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[An
     call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
     called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
     return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in called])
-
-
-def call_all_engines(worker_group: Any, method: str, arguments: Sequence[Any]) -> list[Any]:
-    """Calls `method` of our vLLM worker in every engine with the same `arguments`, and returns the replies."""
-    return call_engines(worker_group, method, [arguments] * worker_group.dp_size)
-
-
-def failure_text(error: Exception) -> str:
-    """Returns the last line of an error's text, without the guesses that Ray appends about an actor's exit."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].partition(" Worker exit type")[0]

@@ -14,6 +14,7 @@ import ray
 
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, secret_of_run
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
@@ -22,9 +23,6 @@ from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 
 LOOPBACK = "127.0.0.1"
-CallAll = Callable[[str, Sequence[Any]], list[Any]]
-"""Function that calls a method of our vLLM worker in every engine, with the same arguments, and returns the replies."""
-
 _LOGGED = {
     "draft_occupancy": "occupancy",
     "draft_run_ahead": "run_ahead",
@@ -173,7 +171,7 @@ class RemoteDrafters:
         if not starts_later:
             self._start_all()
 
-    def update(self, call_all: CallAll) -> None:
+    def update(self, workers: WorkerClient) -> None:
         """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
         if self._drafters is None:
             self._start_all()
@@ -185,7 +183,7 @@ class RemoteDrafters:
         addresses = [drafter.status.address for drafter in drafters]
         if addresses != (self._sent or [""] * len(addresses)):
             self._sent = addresses
-            self._send(call_all, addresses)
+            self._send(workers, addresses)
 
     def figures(self) -> dict[str, float]:
         """Returns metrics since the start of the run, by name."""
@@ -200,9 +198,9 @@ class RemoteDrafters:
     def _start_all(self) -> None:
         self._drafters = [_Drafter(link) for link in self._start()]
 
-    def _send(self, call_all: CallAll, addresses: list[str]) -> None:
+    def _send(self, workers: WorkerClient, addresses: list[str]) -> None:
         try:
-            call_all("specrollout_drafters_at", [addresses, self._secret])
+            workers.drafters_at(addresses, self._secret)
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 
@@ -223,13 +221,8 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
     return RemoteDrafters(start, secret, log, starts_later=bool(drafter.gpus))
 
 
-def read_drafter_stats(call_all: CallAll) -> list[DrafterStats]:
-    """Returns the drafter stats of each engine for which remote drafters draft."""
-    return [DrafterStats(**reply) for reply in call_all("specrollout_drafter_stats", []) if reply is not None]
-
-
 def stats_between(before: Sequence[DrafterStats], after: Sequence[DrafterStats]) -> dict[str, Any]:
-    """Returns the figures of `DrafterStats` between two readings of `read_drafter_stats`, over all engines."""
+    """Returns the figures of `DrafterStats` between two readings of `WorkerClient.drafter_stats`, over all engines."""
     pairs = zip(before, after, strict=True)
     return DrafterStats.together([now.since(earlier) for earlier, now in pairs]).figures()
 

@@ -2,7 +2,6 @@
 """Supervises the engines of a run: their metrics, draft heads, remote drafters, and the requests that they exchange."""
 
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,10 @@ from nemo_specrollout.nemo_rl.metrics import (
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.ray_calls import call_all_engines
+from nemo_specrollout.nemo_rl.ray_calls import worker_client
 from nemo_specrollout.nemo_rl.remote_drafters import (
     RemoteDrafters,
     drafter_metrics,
-    read_drafter_stats,
     start_drafters,
     stats_between,
 )
@@ -85,9 +83,9 @@ class Supervisor:
 
     def attach(self, worker_group: Any) -> None:
         """Takes NeMo-RL's group of the engines' actors, and starts the refresh of the draft head for them."""
-        self._engines = worker_group
+        self._engines, self._workers = worker_group, worker_client(worker_group)
         if self._block.draft_refresh is not None:
-            self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, worker_group, self._log)
+            self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._workers, self._log)
 
     def open_exchange(self) -> None:
         """Lets the engines exchange requests, if the block allows it and there are several engines."""
@@ -126,11 +124,11 @@ class Supervisor:
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
-        self._call_all("specrollout_policy_is", [version])
+        self._workers.policy_is(version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
-            self._drafters.update(self._call_all)
+            self._drafters.update(self._workers)
         if self._before is None:  # some loops of NeMo-RL do not say when a step's generation begins
             self.begin_step()
 
@@ -166,9 +164,9 @@ class Supervisor:
     def _log_samples(self) -> dict[str, float]:
         requested, self._requested = self._requested, []
         seeds = requested or None
-        ends = self._call_all("specrollout_end_step", [seeds])
+        ends = self._workers.end_step(seeds)
         self._log.samples += sample_lines(ends, seeds)
-        self._log.alarms += [alarm["sentence"] for end in ends for alarm in end["alarms"]]
+        self._log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
         return head_metrics(ends)
 
     def _heads_after_step(self, version: int, before: _Reading, after: _Reading) -> dict[str, float]:
@@ -187,7 +185,7 @@ class Supervisor:
             self._log.entries["draft_supply"] = stats
             metrics |= drafter_metrics(stats)
         if self._drafters is not None:
-            self._drafters.update(self._call_all)
+            self._drafters.update(self._workers)
             metrics |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
         return metrics
 
@@ -196,7 +194,4 @@ class Supervisor:
             "specrollout_totals", run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"]
         )
         totals = [EngineTotals.from_wire(reply) for reply in ray.get(futures)]
-        return _Reading(totals, [] if self._block.remote is None else read_drafter_stats(self._call_all))
-
-    def _call_all(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        return call_all_engines(self._engines, method, arguments)
+        return _Reading(totals, [] if self._block.remote is None else self._workers.drafter_stats())

@@ -42,6 +42,15 @@ class SampleStats:
         began, ended = wire["head_versions"]
         return cls(spans, (began, ended), wire["num_drafted"], wire["num_accepted"])
 
+    def merged(self, other: "SampleStats") -> "SampleStats":
+        """Returns the statistics of a sample that moved or was raced, from the two engines that decoded it."""
+        first_positions: dict[int, int] = {}
+        for version, first in sorted((*self.policy_spans, *other.policy_spans), key=lambda span: span[1]):
+            first_positions.setdefault(version, first)
+        heads = (*self.head_versions, *other.head_versions)
+        num_drafted, num_accepted = self.num_drafted + other.num_drafted, self.num_accepted + other.num_accepted
+        return SampleStats(tuple(first_positions.items()), (min(heads), max(heads)), num_drafted, num_accepted)
+
 
 @dataclass(frozen=True)
 class _Record:
