@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure policies of a refresh: when to train a head, whether to publish it, and whether it lives."""
+"""Policies of a draft head: refresh triggers, the publish gate, and the canaries."""
 
 import dataclasses
 import math
@@ -15,12 +15,16 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.heads.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
 from nemo_specrollout.scheduling.heads.context_canary import ContextCanary, context_edges, count_by_context
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate, student_quantile
-from nemo_specrollout.scheduling.heads.refresh_rate import LEAST_SHARE, RefreshRate
-from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, RefreshSchedule, StepFacts
+from nemo_specrollout.scheduling.heads.refresh_schedule import (
+    LEAST_SHARE,
+    HeadUse,
+    RefreshRate,
+    RefreshSchedule,
+    StepFacts,
+)
 from nemo_specrollout.scheduling.heads.refresh_trigger import (
     AutoTrigger,
     DecodeCosts,
-    EveryStep,
     FixedInterval,
     Never,
     RefreshObservation,
@@ -42,7 +46,7 @@ def decide_for(trigger: RefreshTrigger, num_steps: int, **changes: object) -> li
 
 
 def run_seconds(trigger: RefreshTrigger, fall: float, refresh_s: float, num_steps: int = 200) -> float:
-    """A run whose acceptance falls by `fall` a step, and is 3.0 right after a refresh."""
+    """Returns the seconds of a run whose acceptance length is 3.0 after a refresh and falls by `fall` in each step."""
     length, since, seconds, waited, costs = 3.0, 0, 0.0, 0.0, DecodeCosts(1.2e-3, 2e-3)
     for step in range(num_steps):
         seconds, since = seconds + 14_000 * costs.token_s(length), since + 1
@@ -58,12 +62,12 @@ def run_seconds(trigger: RefreshTrigger, fall: float, refresh_s: float, num_step
 
 @pytest.mark.parametrize("fall", [0.0, 0.002, 0.01, 0.05])
 @pytest.mark.parametrize("refresh_s", [0.2, 2.0, 40.0])
-def test_the_automatic_trigger_is_near_the_best_interval_for_any_rate_of_decline(fall: float, refresh_s: float) -> None:
+def test_the_auto_trigger_is_near_the_best_interval(fall: float, refresh_s: float) -> None:
     best = min(run_seconds(FixedInterval(n), fall, refresh_s) for n in (1, 2, 3, 5, 8, 12, 20, 30, 50, 80, 120, 999))
     assert run_seconds(AutoTrigger(1.0, 0.25, 1), fall, refresh_s) <= 1.03 * best
 
 
-def test_the_reason_says_what_was_weighed() -> None:
+def test_the_reason_states_gain_and_cost() -> None:
     trigger = AutoTrigger(1.0)
     decisions = [trigger.decide(dataclasses.replace(OBSERVED, steps_since_refresh=i)) for i in range(2, 12)]
     assert not decisions[0].refresh and "too early" in decisions[0].reason
@@ -74,7 +78,7 @@ def test_the_reason_says_what_was_weighed() -> None:
     assert first.reason.endswith("s for 6 s of training") and first.gain_s > 6.0
 
 
-def test_a_head_is_judged_by_its_own_steps_and_by_how_often_it_drafts() -> None:
+def test_a_head_is_judged_by_its_own_steps_and_its_share() -> None:
     assert (
         HeadUse.counted({}, {}, 9) == HeadUse.counted({"eagle3": [0, 0]}, {"eagle3": [0, 0]}, 9) == HeadUse(None, 0.0)
     )
@@ -87,27 +91,27 @@ def test_a_head_is_judged_by_its_own_steps_and_by_how_often_it_drafts() -> None:
         return schedule.after_step(StepFacts(length, 10_000, 10.0, 50, costs, share)).gain_s
 
     hoped_for = gain_s(3.0, 0.01)
-    assert gain_s(None, 0.0) == hoped_for > 0.0, "a step in which it drafted nothing tells nothing of it"
+    assert gain_s(None, 0.0) == hoped_for > 0.0, "a step without drafts changed the outlook"
     schedule.refreshed(2.0, 1.1)
     assert gain_s(3.2, 0.2) > 0.0
-    settled = gain_s(3.2, 0.1)
-    assert 0.0 < settled < 0.3 * hoped_for
-    assert gain_s(2.8, 0.02) > settled, "it is asked less because it has become worse"
+    usual = gain_s(3.2, 0.1)
+    assert 0.0 < usual < 0.3 * hoped_for
+    assert gain_s(2.8, 0.02) > usual, "a worse head drafts less, which must not lower the gain"
 
 
-def test_no_refresh_without_a_gain_nor_at_the_end_nor_where_drafts_do_not_pay() -> None:
+def test_no_refresh_happens_without_a_gain() -> None:
     assert not any(decide_for(AutoTrigger(1.0), 50, acceptance_length=2.91))
     assert not any(decide_for(AutoTrigger(1.0), 50, steps_to_come=2))
     assert not any(decide_for(AutoTrigger(1.0), 50, costs=DecodeCosts(1e-4, 2e-3)))
     assert any(decide_for(AutoTrigger(1.0), 50))
 
 
-def test_training_in_idle_time_costs_nothing_and_a_gap_is_kept() -> None:
+def test_training_in_idle_time_is_free_but_keeps_the_gap() -> None:
     decisions = decide_for(AutoTrigger(1.0, min_gap=4), 6, cost_weight=0.0, steps_to_come=1)
     assert decisions == [False, False, False, True, True, True]
 
 
-def test_heads_that_were_refused_are_tried_less_and_less() -> None:
+def test_refused_heads_make_refreshes_rarer() -> None:
     outlook, firsts = RefreshOutlook(0.01, surplus=0.0), []
     for _ in range(4):
         firsts.append(decide_for(AutoTrigger(1.0), 200, outlook=outlook).index(True))
@@ -116,7 +120,7 @@ def test_heads_that_were_refused_are_tried_less_and_less() -> None:
     assert outlook.after_publish(2.5, 3.0, 3.0, 0.01).num_rejected == 0
 
 
-def test_the_outlook_learns_what_refreshes_win_back() -> None:
+def test_the_outlook_learns_the_recovery_of_refreshes() -> None:
     outlook = RefreshOutlook(1.0)
     for _ in range(12):
         outlook = outlook.after_publish(2.5, 3.0, 2.7, seconds=5.0)
@@ -126,27 +130,27 @@ def test_the_outlook_learns_what_refreshes_win_back() -> None:
     assert hopeful.surplus == pytest.approx(0.35) and hopeful.recovery == 1.0
 
 
-def test_a_share_of_the_run_bounds_all_triggers() -> None:
+def test_all_triggers_respect_the_time_share() -> None:
     late = {"run_s": 100.0, "waited_s": 18.0}
-    for trigger in (EveryStep(0.2), FixedInterval(2, 0.2), AutoTrigger(0.2)):
+    for trigger in (FixedInterval(1, 0.2), FixedInterval(2, 0.2), AutoTrigger(0.2)):
         assert not any(decide_for(trigger, 20, **late))
         assert any(decide_for(trigger, 20, run_s=1000.0))
-    assert "more than the share 0.2" in EveryStep(0.2).decide(dataclasses.replace(OBSERVED, **late)).reason
+    assert "more than the share 0.2" in FixedInterval(1, 0.2).decide(dataclasses.replace(OBSERVED, **late)).reason
 
 
 @given(best=st.floats(0.003, 3.0), noise=st.floats(0.0, 0.02), seed=st.integers(0, 1000))
-def test_refreshes_find_a_rate_that_does_not_spoil_the_head(best: float, noise: float, seed: int) -> None:
-    """A candidate is worse above the rate that suits the head, which is a share `best` of the usual one."""
+def test_refreshes_find_a_rate_that_does_not_harm_the_head(best: float, noise: float, seed: int) -> None:
+    """Candidates are worse if the rate is above the share `best` of the usual one."""
     rate, rng, late = RefreshRate(), np.random.default_rng(seed), []
     for n in range(60):
         difference = 0.1 * (1.0 - rate.share / best) + noise * rng.standard_normal()
         rate.judged(difference, published=difference > 0.04)
         late += [rate.share] if n >= 20 else []
     assert np.median(late) <= min(1.0, 2.0 * best)
-    assert max(late) >= min(1.0, best / 10), "it does not become too careful for good"
+    assert max(late) >= min(1.0, best / 10), "the rate stays too low"
 
 
-def test_a_failed_training_lowers_the_rate_and_an_unjudged_head_does_not() -> None:
+def test_only_a_worse_candidate_lowers_the_learning_rate() -> None:
     rate = RefreshRate()
     rate.judged(math.nan, published=False)
     rate.judged(0.01, published=False)
@@ -161,16 +165,16 @@ def test_a_failed_training_lowers_the_rate_and_an_unjudged_head_does_not() -> No
     assert rate.share == 1.0
 
 
-def test_the_plain_triggers() -> None:
+def test_fixed_intervals_and_never() -> None:
     assert decide_for(FixedInterval(3), 4) == [False, False, True, True]
-    assert all(decide_for(EveryStep(), 4)) and not any(decide_for(EveryStep(), 4, steps_to_come=0))
     assert not any(decide_for(Never(), 4))
-    names = {"auto": AutoTrigger, "interval": FixedInterval, "every_step": EveryStep, "never": Never}
-    for name, kind in names.items():
+    every_step = build_trigger(DraftRefreshConfig(trigger="every_step"))
+    assert all(decide_for(every_step, 4)) and not any(decide_for(every_step, 4, steps_to_come=0))
+    for name, kind in {"auto": AutoTrigger, "interval": FixedInterval, "never": Never}.items():
         assert type(build_trigger(DraftRefreshConfig(trigger=name))) is kind
 
 
-def test_the_block_is_strict() -> None:
+def test_the_config_block_is_strict() -> None:
     assert build(DraftRefreshConfig, {}, "draft_refresh") == DraftRefreshConfig()
     for wrong in ({"triger": "auto"}, {"trigger": "often"}, {"confidence": 1.0}, {"rollout_capture_share": 0.0}):
         with pytest.raises(ConfigError, match="draft_refresh"):
@@ -178,12 +182,12 @@ def test_the_block_is_strict() -> None:
 
 
 @given(st.floats(0.5, 0.999), st.integers(1, 20_000))
-def test_student_s_quantile(confidence: float, degrees: int) -> None:
+def test_student_quantiles_match_scipy(confidence: float, degrees: int) -> None:
     assert student_quantile(confidence, degrees) == pytest.approx(stats.t.ppf(confidence, degrees), rel=1e-3, abs=1e-4)
 
 
 def publish_rate(shift: float, num_pairs: int, num_sequences: int, confidence: float = 0.95, seed: int = 0) -> float:
-    """How often a head passes that is better by `shift`: sequences of 100 to 2000 tokens, each easy or hard to draft for."""
+    """Returns the share of published heads that are better by `shift`, on sequences of 100 to 2000 tokens."""
     rng, gate, num_published = np.random.default_rng(seed), PublishGate(confidence), 0
     for _ in range(num_pairs):
         tokens_N = rng.integers(100, 2000, num_sequences).astype(float)
@@ -195,8 +199,8 @@ def publish_rate(shift: float, num_pairs: int, num_sequences: int, confidence: f
 
 
 @pytest.mark.parametrize("num_sequences", [8, 40])
-def test_a_head_that_is_no_better_passes_no_more_often_than_stated(num_sequences: int) -> None:
-    assert publish_rate(0.0, 5_000, num_sequences) < 0.057  # 0.05, and chance
+def test_false_publishes_stay_within_the_confidence(num_sequences: int) -> None:
+    assert publish_rate(0.0, 5_000, num_sequences) < 0.057  # 0.05 plus sampling error
     assert publish_rate(-0.05, 1_000, num_sequences) < 0.03
     assert publish_rate(0.0, 1_000, num_sequences, confidence=0.8) < 0.24
 
@@ -206,7 +210,7 @@ def test_a_better_head_passes() -> None:
     assert publish_rate(0.5, 500, 8) > 0.95
 
 
-def test_siblings_count_as_one() -> None:
+def test_samples_of_one_prompt_count_as_one() -> None:
     rng, gate, num_published = np.random.default_rng(1), PublishGate(), 0
     groups_N = np.repeat(np.arange(20), 8)
     for _ in range(2000):
@@ -216,7 +220,7 @@ def test_siblings_count_as_one() -> None:
     assert not gate.decide(np.full(160, 3.0), np.full(160, 2.5), np.ones(160), groups_N % 7).published
 
 
-def test_the_gate_refuses_what_it_cannot_judge() -> None:
+def test_the_gate_refuses_bad_input() -> None:
     gate, good, weights = PublishGate(), np.linspace(2.0, 3.0, 10), np.ones(10)
     for bad in (np.nan, np.inf):
         broken = np.where(np.arange(10) == 3, bad, good)
@@ -231,7 +235,7 @@ def test_the_gate_refuses_what_it_cannot_judge() -> None:
         PublishGate(1.0)
 
 
-def test_a_first_head_must_beat_drafting_nothing_and_tolerance_is_kept() -> None:
+def test_a_first_head_must_gain_and_tolerance_is_respected() -> None:
     gate, weights = PublishGate(), np.ones(20)
     spread = np.linspace(-0.05, 0.05, 20)
     assert gate.decide(1.5 + spread, None, weights).published
@@ -244,7 +248,7 @@ def test_a_first_head_must_beat_drafting_nothing_and_tolerance_is_kept() -> None
 def rollout(
     rng: np.random.Generator, canary: Canary, right: float, drafted: int, health: HeadHealth, spread: float = 30.0
 ) -> tuple[Alarm | None, int]:
-    """A rollout of 64 requests, ever fewer, each with its own chance of a draft being right; returns the draft tokens seen."""
+    """Runs a rollout of 64 requests with different acceptance, fewer and fewer. Returns the alarm and the draft tokens."""
     chances, seen = rng.beta(right * spread, (1 - right) * spread, 64), 0
     while seen < drafted:
         alive = max(4, int(64 * (1 - seen / drafted)))
@@ -256,7 +260,7 @@ def rollout(
     return None, seen
 
 
-def test_a_healthy_drafter_is_never_accused() -> None:
+def test_a_healthy_drafter_raises_no_alarm() -> None:
     rng, canary, right = np.random.default_rng(0), Canary(), 0.7
     for _ in range(200):
         canary.begin("refit")
@@ -266,8 +270,8 @@ def test_a_healthy_drafter_is_never_accused() -> None:
 
 @pytest.mark.parametrize("right", [0.8, 0.6, 0.45])
 @pytest.mark.parametrize("is_zero", [True, False])
-def test_a_collapse_is_seen_within_hundreds_of_drafts(right: float, is_zero: bool) -> None:
-    # A third of the accepted drafts, as a geometric chain would have them.
+def test_a_collapse_is_detected_within_hundreds_of_drafts(right: float, is_zero: bool) -> None:
+    # The acceptance at which a geometric chain has a third of the accepted drafts.
     third = geometric_rates(1.0 + geometric_sum(right) / 3.0, 3)[0]
     needed = []
     for seed in range(10):
@@ -286,7 +290,7 @@ def geometric_sum(right: float) -> float:
     return right + right**2 + right**3
 
 
-def test_a_few_requests_alone_accuse_nobody_but_do_over_several_rollouts() -> None:
+def test_few_requests_raise_an_alarm_only_over_several_rollouts() -> None:
     canary = Canary()
     canary.observe(np.full(3, 4000), np.array([2800, 1960, 1372]))
     alarms = []
@@ -296,17 +300,17 @@ def test_a_few_requests_alone_accuse_nobody_but_do_over_several_rollouts() -> No
     assert not any(alarms[:6]) and any(alarms)
 
 
-def test_a_published_head_is_held_to_the_gate_s_figure() -> None:
+def test_a_published_head_must_reach_the_gate_s_figure() -> None:
     canary = Canary()
     canary.begin("publish", expected_length=2.5, num_positions=3)
     alarm = next(filter(None, (canary.observe(np.full(3, 32), np.array([2, 0, 0])) for _ in range(20))))
     assert alarm.event == "publish" and alarm.expected == pytest.approx(0.5, abs=0.04)
-    assert canary.observe(np.full(3, 3200), np.zeros(3)) is None  # said once
+    assert canary.observe(np.full(3, 3200), np.zeros(3)) is None  # The alarm comes once.
     with pytest.raises(ValueError, match="unknown event"):
         canary.begin("sleep")
 
 
-def test_a_slow_decline_is_a_stale_head_once_and_only_if_it_is_old() -> None:
+def test_a_slow_decline_of_an_old_head_raises_one_stale_alarm() -> None:
     for age in (0, 5):
         canary, alarms, rng = Canary(), [], np.random.default_rng(0)
         for step in range(30):
@@ -317,7 +321,7 @@ def test_a_slow_decline_is_a_stale_head_once_and_only_if_it_is_old() -> None:
         assert causes == (["stale"] if age else [])
 
 
-def test_age_alone_alarms_if_asked() -> None:
+def test_age_alone_raises_an_alarm_if_configured() -> None:
     rng = np.random.default_rng(0)
     for max_age, expected in ((None, 0), (10, 1)):
         canary = Canary(max_age=max_age)
@@ -325,7 +329,7 @@ def test_age_alone_alarms_if_asked() -> None:
         assert sum(a is not None for a in alarms) == expected
 
 
-def test_causes_in_order_of_certainty() -> None:
+def test_causes_are_named_in_order_of_certainty() -> None:
     everything = HeadHealth(True, True, ("lm_head.weight",), True, True, True, True, 4096, "its rope_theta is 5", 3)
     blank = HeadHealth()
     order = []
@@ -349,7 +353,7 @@ def test_causes_in_order_of_certainty() -> None:
 def long_rollout(
     rng: np.random.Generator, canary: ContextCanary, right_C: list[float], num_steps: int = 400, num_requests: int = 64
 ) -> Alarm | None:
-    """Requests whose contexts grow from 20 tokens to 1,000, ever fewer of them; chances of a right draft by length."""
+    """Runs requests whose contexts grow from 20 to 1,000 tokens, fewer and fewer; `right_C` is the acceptance by class."""
     edges = context_edges(1024, None)
     spread_B = rng.normal(size=num_requests) * 0.05
     lengths_B, ends_B = np.full(num_requests, 20.0), rng.uniform(300, 1000, num_requests)
@@ -369,7 +373,7 @@ def long_rollout(
     return None
 
 
-def test_drafts_are_counted_by_length_of_context() -> None:
+def test_drafts_are_counted_by_context_length() -> None:
     drafted_CK, accepted_CK = count_by_context(
         np.array([3, 128, 127, 512, 1000]),
         np.array([3, 2, 1, 3, 0]),
@@ -382,8 +386,8 @@ def test_drafts_are_counted_by_length_of_context() -> None:
     assert context_edges(1024, 300).tolist() == [150, 300]
 
 
-def test_contexts_of_a_healthy_drafter_raise_no_alarm() -> None:
-    """Also where longer contexts are harder to draft for from the beginning, and where everything gets worse together."""
+def test_a_healthy_drafter_raises_no_context_alarm() -> None:
+    """Longer contexts may be harder from the beginning, and all classes may get worse together."""
     for seed, ratio in enumerate((1.0, 0.85, 0.75)):
         rng, canary, right = np.random.default_rng(seed), ContextCanary(), 0.75
         for step in range(8):
@@ -395,7 +399,7 @@ def test_contexts_of_a_healthy_drafter_raise_no_alarm() -> None:
 
 @pytest.mark.parametrize("is_from_the_start", [True, False])
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_failure_in_long_contexts_alone_is_told_apart_and_once(is_from_the_start: bool, failing: int) -> None:
+def test_a_failure_in_long_contexts_raises_one_alarm(is_from_the_start: bool, failing: int) -> None:
     rng, canary = np.random.default_rng(failing), ContextCanary()
     good, bad = [0.75, 0.7, 0.7], [0.75, *([0.2, 0.2] if failing == 1 else [0.7, 0.15])]
     if not is_from_the_start:
@@ -407,7 +411,7 @@ def test_a_failure_in_long_contexts_alone_is_told_apart_and_once(is_from_the_sta
     assert canary.fails_in_long_contexts and "context limit or RoPE" in alarm.sentence
 
 
-def test_a_failure_in_all_contexts_is_no_matter_of_context() -> None:
+def test_a_failure_in_all_contexts_raises_no_context_alarm() -> None:
     rng, canary = np.random.default_rng(0), ContextCanary()
     assert all(long_rollout(rng, canary, [0.75, 0.7, 0.7]) is None for _ in range(3))
     canary.begin("publish")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did the drafter die in silence? Nothing fails when a head is all zeros or sees the wrong layers: it is only never right.
+"""Canary of a draft head: raises an alarm if acceptance collapses or declines, and names the likely cause.
 
-Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted), as in `acceptance.py`.
+Nothing else fails if a head is all zeros or sees the wrong layers: its drafts are merely never right.
+
+Shapes: K draft positions. A rate at position k is P(the first k + 1 drafts are all accepted).
 """
 
 import math
@@ -11,103 +13,104 @@ import numpy as np
 
 EVENTS = ("refit", "publish", "wake")
 COLLAPSE_SHARE = 1 / 3
+"""Acceptance after a collapse, as a share of the expected acceptance."""
 STALE_SHARE = 0.75
-# Content differs from request to request beyond chance: the variance of a step's accepted drafts is taken that much larger.
+"""Share of the acceptance after the last publish below which a head is stale."""
 OVERDISPERSION = 2.0
+"""Factor on the variance of a step's accepted drafts, because requests differ beyond chance."""
 MEMORY_DRAFTED = 20_000.0
+"""Draft tokens after which earlier counts decay to 1/e."""
 ENOUGH_DRAFTED = 500.0
-GATE_DRAFTED = 4000.0  # what the gate's figure weighs against what is seen after
-# So many requests, at least, must agree that a drafter is dead: a few alone, the last of a rollout, may be hard to draft for.
+"""Draft tokens before the level is known."""
+GATE_DRAFTED = 4000.0
+"""Weight of the publish gate's figure, in draft tokens."""
 MIN_REQUESTS = 16
-MIN_RATE, MAX_RATE = 1e-3, 0.999
+"""Minimum number of requests behind a collapse alarm: the last few of a rollout may just be hard to draft for."""
+MIN_RATE = 1e-3
+MAX_RATE = 0.999
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "rope")
-"""Causes that lie in the head's weights or config. Of the others, a change of tasks may be what is behind them."""
+"""Causes in the head's weights or config. A change of tasks can explain the others."""
 
 
 @dataclass(frozen=True)
 class HeadHealth:
-    """What was found in the head's weights and its drafts, by a caller that can look; the defaults say nothing.
-
-    `shares_target_tensors`: names of the head's own tensors that lie in the policy's memory. `age_in_versions`: refits since
-    the head was published. `fails_in_long_contexts`: drafts fare as before in shorter ones (`context_canary.py`).
-    `head_context`: the longest context, in tokens, that the head was made for, where the engine's may be longer.
-    `rope_difference`: in words, how its RoPE differs from the policy's.
-    """
+    """Findings about a head's weights and drafts. The defaults mean that nothing was found."""
 
     non_finite: bool = False
     all_zero: bool = False
     shares_target_tensors: tuple[str, ...] = ()
+    """Names of the head's own tensors that lie in the policy's memory."""
     differs_from_published: bool = False
     layer_ids_wrong: bool = False
     qkv_interleaved: bool = False
     fails_in_long_contexts: bool = False
+    """Whether drafts fail in long contexts only (`context_canary.py`)."""
     head_context: int | None = None
+    """Longest context of the head in tokens, if the engine's may be longer."""
     rope_difference: str = ""
+    """Description of how the head's RoPE differs from the policy's."""
     age_in_versions: int = 0
+    """Refits since the head was published."""
 
 
 def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
-    """A word and a sentence for what most surely explains a collapse after `event`, by the evidence in order of certainty.
+    """Returns a word and a sentence for the likely cause of a collapse after `event`, the most certain evidence first.
 
-    A head may have been trained with a RoPE of its own. If it was right until a refit, its RoPE is not what is wrong.
+    A head may have been trained with its own RoPE. If it was right until a refit, its RoPE is not the cause.
     """
     made_for = f"; the head was made for {health.head_context} tokens" if health.head_context is not None else ""
     rope = f"; {health.rope_difference}" if health.rope_difference else ""
     is_rope_suspect = bool(rope) and (event != "refit" or health.age_in_versions == 0)
     shared = ", ".join(health.shares_target_tensors[:3])
-    table = (
+    causes = (
         (health.non_finite, "non_finite", "the head's weights are not all finite; publish an earlier head"),
         (health.all_zero, "all_zero", "tensors of the head are all zero: they were never loaded, or freed in sleep"),
-        (bool(shared), "shared", f"the head's {shared} lie in the policy's memory, so that a refit overwrites them"),
-        (health.differs_from_published, "differs", "the engine's head is not the one published; publish it again"),
-        (
-            health.layer_ids_wrong,
-            "layer_ids",
-            "the head is fed other layers than it was trained on; check its layer ids",
-        ),
-        (
-            health.qkv_interleaved,
-            "qkv",
-            "the head's query, key and value rows are interleaved as Megatron's, not vLLM's",
-        ),
+        (bool(shared), "shared", f"the head's {shared} lie in the policy's memory, so a refit overwrites them"),
+        (health.differs_from_published, "differs", "the engine's head is not the published one; publish it again"),
+        (health.layer_ids_wrong, "layer_ids", "the head gets other layers than in training; check its layer ids"),
+        (health.qkv_interleaved, "qkv", "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM"),
         (
             health.fails_in_long_contexts,
             "context",
-            f"context limit or RoPE, for drafts fail in long contexts only{made_for}{rope}",
+            f"context limit or RoPE, because drafts fail in long contexts only{made_for}{rope}",
         ),
-        (is_rope_suspect, "rope", f"RoPE{rope}: if it was trained with the policy's, mend its config.json"),
+        (is_rope_suspect, "rope", f"RoPE{rope}: if it was trained with the policy's, correct its config.json"),
         (health.age_in_versions > 0, "stale", f"the head is {health.age_in_versions} policy versions old; refresh it"),
     )
-    for holds, cause, sentence in table:
-        if holds:
-            return cause, sentence
-    return "unknown", (
-        "nothing is known to be wrong with the head; if tasks are the same as before, compare its drafts with the trainer's"
-    )
+    found = next((cause for is_found, *cause in causes if is_found), None)
+    if found is not None:
+        return found[0], found[1]
+    return "unknown", "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's"
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """Acceptance is not what it was. `event`: the last of `EVENTS`, or `running` before any. `seen`, `expected`: shares of
-    `num_drafted` draft tokens accepted. `cause`: a word of `likely_cause`."""
+    """Alarm about a head's acceptance."""
 
     event: str
+    """Last event before the alarm, or `running` before any."""
     seen: float
+    """Share of draft tokens that were accepted."""
     expected: float
+    """Expected share."""
     num_drafted: int
+    """Draft tokens behind both shares."""
     cause: str
+    """Word for the likely cause (`likely_cause`)."""
     sentence: str
+    """Text for the log."""
 
     def explained_by(self, health: HeadHealth) -> "Alarm":
-        """The same alarm in the light of evidence gathered since."""
+        """Returns the same alarm with the cause that newer evidence suggests."""
         return alarm_of(self.event, self.seen, self.expected, self.num_drafted, health)
 
 
 @dataclass
 class _Evidence:
-    """Drafts seen since they last looked healthy. `score`: log likelihood of collapse over health, at least 0."""
+    """Drafts since they last looked healthy."""
 
     score: float = 0.0
+    """Log likelihood ratio of a collapse to health, at least 0."""
     num_drafted: float = 0.0
     num_accepted: float = 0.0
     num_expected: float = 0.0
@@ -115,7 +118,7 @@ class _Evidence:
 
 @dataclass
 class _Level:
-    """Decayed counts by position, and what they say of the rates."""
+    """Decayed counts by position, and the rates that follow from them."""
 
     drafted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
     accepted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -125,7 +128,7 @@ class _Level:
         return float(self.drafted_K.sum()) >= ENOUGH_DRAFTED
 
     def rates(self, num_positions: int) -> np.ndarray:
-        """Rates at the first positions, float64 [num_positions]; beyond those seen they fall as before."""
+        """Returns the rates at the first positions, float64 [num_positions]. Unseen positions continue the decline."""
         rates_K = np.clip(self.accepted_K / np.maximum(self.drafted_K, 1.0), MIN_RATE, MAX_RATE)[self.drafted_K >= 1.0]
         step = float(rates_K[-1] ** (1 / len(rates_K))) if len(rates_K) else MIN_RATE
         missing = num_positions - len(rates_K)
@@ -140,14 +143,14 @@ class _Level:
 
 
 class Canary:
-    """Watches one model drafter; raises an alarm when its drafts fare as if at most a third as many were accepted.
+    """Watches the acceptance of one draft model. Owns the expected rates and the evidence against them.
 
-    It sums up the log likelihood ratio of "a third" to "as before", never below zero (Page's CUSUM, Biometrika 1954). The
-    variance of nested positions is exact, that of content an allowance (`OVERDISPERSION`). With independent requests a healthy
-    drafter is accused less than once in `drafts_per_false_alarm` draft tokens; as requests differ, no fewer than 16 of them,
-    over one event or several, make an alarm. The level follows what is seen, so that slow changes raise no alarm of a
-    collapse; one of a stale head is raised once after each publish, when acceptance has fallen to 3/4 of what it was. After
-    an alarm it is silent, and learns nothing, until the next event.
+    A collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to "as
+    before". The correlation of nested positions is exact; `OVERDISPERSION` allows for differences of content. With
+    independent requests, a healthy head is accused less than once in `drafts_per_false_alarm` draft tokens. At least
+    `MIN_REQUESTS` requests must support an alarm. The expected rates follow the observed ones, so slow changes cause no
+    collapse alarm. A staleness alarm follows once after each publish if acceptance has fallen to `STALE_SHARE`. After a
+    collapse alarm the canary is silent, and learns nothing, until the next event.
 
     Example: `canary.begin("refit")`, then after each engine step `alarm = canary.observe(drafted_K, accepted_K)`.
     """
@@ -161,23 +164,23 @@ class Canary:
 
     @property
     def knows(self) -> bool:
-        """Whether enough was seen, or told, to say what is as before."""
+        """Whether the expected rates are known."""
         return self._level.is_known
 
     def expected(self, drafted_K: np.ndarray) -> float:
-        """How many of these drafts would be accepted if all were as before."""
+        """Returns the expected number of accepted drafts."""
         return float((drafted_K * self._level.rates(len(drafted_K))).sum())
 
     def begin_like(self, other: "Canary", num_positions: int) -> None:
-        """Expects what `other` does, until more is seen."""
+        """Takes over the expected rates of `other`, until there is more data."""
         drafted_K = np.full(num_positions, GATE_DRAFTED / num_positions)
         self._level.learn(drafted_K, drafted_K * other._level.rates(num_positions))
 
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """What follows comes after `event`. The level stays what it was, unless `expected_length`, the gate's held-out figure
-        for a head that drafts `num_positions` tokens, says what it will be.
+        """Notes an event: a refit, a publish or a wake from sleep.
 
-        Raises ValueError for another event than those of `EVENTS`.
+        The expected rates stay the same unless `expected_length` is given. This is the publish gate's held-out acceptance
+        length of a head that drafts `num_positions` tokens. Raises ValueError if the event is not one of `EVENTS`.
         """
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
@@ -192,15 +195,17 @@ class Canary:
         self._carried = self._evidence.score
 
     def begin_again(self) -> None:
-        """Forgets what is usual, and learns it again before the next alarm."""
+        """Forgets the expected rates, and learns them again before the next alarm."""
         self._level, self._reference, self._evidence = _Level(), _Level(), _Evidence()
         self._carried, self._num_requests, self.is_silent = 0.0, 0, False
 
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
     ) -> Alarm | None:
-        """Learns of the draft tokens of `num_steps` engine steps, verified and accepted, by position: counts [K],
-        non-increasing."""
+        """Adds the verified and accepted draft tokens of `num_steps` engine steps. Returns an alarm or None.
+
+        Both counts are by position, [K], and non-increasing.
+        """
         num_drafted = float(drafted_K.sum())
         if num_drafted == 0 or self.is_silent:
             return None
@@ -231,7 +236,7 @@ class Canary:
         return alarm_of(self._event, seen, expected, int(evidence.num_drafted), health)
 
     def _decline(self, health: HeadHealth) -> Alarm | None:
-        """An alarm of a head that no longer suits the policy, once after each publish; and one of its mere age."""
+        """Returns an alarm once after each publish if the head is stale, and once if it is too old."""
         if health.age_in_versions == 0 or float(self._reference.drafted_K.sum()) < MEMORY_DRAFTED / 2:
             return None
         drafted_K = self._level.drafted_K
@@ -247,10 +252,10 @@ class Canary:
 
 
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
-    """Of "a third of that" to "`rates_K` as before", in units of independent draft tokens.
+    """Returns the log likelihood ratio of a collapse to the rates `rates_K`, in units of independent draft tokens.
 
-    A draft is accepted only if those before it are, so that outcomes of a request's positions go together; the sum is
-    divided by how much larger that, and content, make the variance of the number accepted.
+    A draft is accepted only if all drafts before it are, so the outcomes of a request's positions are correlated. The sum is
+    therefore divided by the factor by which correlation and content increase the variance of the accepted number.
     """
     dead_K = COLLAPSE_SHARE * rates_K
     missed_K = drafted_K - accepted_K
@@ -262,7 +267,7 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
-    """Rates by position of a drafter that is right equally often everywhere and yields `acceptance_length` tokens a step."""
+    """Returns the rates by position of a drafter with equal acceptance at all positions and `acceptance_length` tokens a step."""
     low, high = 0.0, 1.0
     positions_K = np.arange(1, num_positions + 1)
     for _ in range(40):
@@ -272,7 +277,7 @@ def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
 
 
 def alarm_of(event: str, seen: float, expected: float, num_drafted: int, health: HeadHealth) -> Alarm:
-    """The alarm, with what `health` makes the likely cause."""
+    """Returns an alarm with the likely cause that follows from `health`."""
     cause, why = likely_cause(health, event)
     after = "while running" if event == "running" else f"after a {event}"
     sentence = f"{after} {seen:.1%} of {num_drafted:,} draft tokens were accepted, {expected:.1%} expected: {why}"

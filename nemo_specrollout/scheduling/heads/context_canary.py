@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do drafts fail in long contexts only? So it looks when a RoPE is wrong, or a context longer than a head was made for.
+"""Canary by context length: drafts that fail only in long contexts reveal a wrong RoPE or a head with a shorter context.
 
 Shapes: B requests, C classes of context length, shortest first; K draft positions.
 """
@@ -9,20 +9,23 @@ import numpy as np
 from nemo_specrollout.scheduling.heads.canary import STALE_SHARE, Alarm, Canary, HeadHealth, alarm_of
 
 NUM_CLASSES = 3
-# Decayed draft tokens by which a class is judged to be as before, or not; fewer than the second say nothing.
-RECENT_DRAFTED, ENOUGH_RECENT = 500.0, 48.0
+RECENT_DRAFTED = 500.0
+"""Draft tokens after which a class's recent counts decay to 1/e."""
+ENOUGH_RECENT = 48.0
+"""Recent draft tokens before a class is judged."""
 FALLEN_SHARE = 2 / 3
+"""Share of the shortest class's relative acceptance at which a longer class has failed."""
 
 
 def context_edges(longest: int, head_context: int | None) -> np.ndarray:
-    """Lengths at which the second and the third class begin, of contexts up to `longest` tokens, int64 [C - 1]."""
+    """Returns the context lengths where the second and third class begin, int64 [C - 1]."""
     return np.array([longest // 8, longest // 2] if head_context is None else [head_context // 2, head_context])
 
 
 def count_by_context(
     contexts_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray, edges: np.ndarray, num_positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A step's draft tokens, verified and accepted, by length of context and position: counts [C, K]."""
+    """Returns a step's verified and accepted draft tokens by class of context length and position: two counts [C, K]."""
     first_B = np.searchsorted(edges, contexts_B, side="right") * (num_positions + 1)
     shape = len(edges) + 1, num_positions + 1
 
@@ -34,21 +37,21 @@ def count_by_context(
 
 
 class ContextCanary:
-    """Watches one model drafter by length of context; raises an alarm, once after each publish or wake, when drafts in a
-    class fare as if at most a third as many were accepted while those in the shortest class are as before.
+    """Watches one draft model by context length, with one `Canary` for each class.
 
-    Each class has a `Canary` of its own. Of a class that was never seen, what the shortest does is expected: a head may
-    never have worked there. Steps may be left out. Example: after `canary.begin("publish")`, for some engine steps
-    `alarm = canary.observe(*count_by_context(...))`.
+    It raises an alarm, once after each publish or wake, if a class collapses while the shortest class is as before. An
+    unseen class is expected to behave like the shortest one, because a head may never have worked there. Steps may be left
+    out. Example: after `canary.begin("publish")`, call `alarm = canary.observe(*count_by_context(...))` in some steps.
     """
 
     def __init__(self) -> None:
         self._canaries = [Canary() for _ in range(NUM_CLASSES)]
-        self._recent_C3 = np.zeros((NUM_CLASSES, 3))  # drafted, accepted, expected
+        self._recent_C3 = np.zeros((NUM_CLASSES, 3))
+        """Recent tokens drafted, accepted, and expected to be accepted, by class."""
         self._event, self._has_told = "running", False
 
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """What follows comes after `event`; see `Canary.begin`."""
+        """Notes an event; see `Canary.begin`."""
         for canary in self._canaries:
             canary.begin(event, expected_length, num_positions)
         self._recent_C3[:] = 0.0
@@ -57,7 +60,7 @@ class ContextCanary:
 
     @property
     def fails_in_long_contexts(self) -> bool:
-        """Whether, of late, some class of longer contexts has fallen much below what it was, and the shortest has not."""
+        """Whether recent acceptance has fallen in a class of longer contexts, but not in the shortest class."""
         drafted_C, accepted_C, expected_C = self._recent_C3.T
         seen = np.flatnonzero(drafted_C >= ENOUGH_RECENT)
         if len(seen) < 2:
@@ -66,8 +69,10 @@ class ContextCanary:
         return bool(short >= STALE_SHARE and min(longer) <= FALLEN_SHARE * short)
 
     def observe(self, drafted_CK: np.ndarray, accepted_CK: np.ndarray, num_steps: int = 1) -> Alarm | None:
-        """Learns of the draft tokens of `num_steps` engine steps, verified and accepted: counts [C, K], non-increasing along
-        K."""
+        """Adds the verified and accepted draft tokens of `num_steps` engine steps. Returns an alarm or None.
+
+        Both counts are [C, K] and non-increasing along K.
+        """
         alarm = None
         for c in np.flatnonzero(drafted_CK[:, 0]):
             canary, drafted_K, accepted_K = self._canaries[c], drafted_CK[c], accepted_CK[c]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""May a trained head take the place of the one in service? A paired comparison on sequences that neither was trained on.
+"""Publish gate: decides whether a trained head replaces the one in service, by a paired test on held-out sequences.
 
-Shapes: N sequences. Acceptance length: mean tokens a request emits in a decode step, 1 without drafts.
+Shapes: N sequences. Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
 
 import math
@@ -12,38 +12,43 @@ from statistics import NormalDist
 import numpy as np
 
 MIN_SAMPLES = 8
+"""Minimum number of held-out prompts."""
 NORMAL_ABOVE = 10_000
+"""Degrees of freedom above which Student's t is taken as normal."""
 GRID = 20_001
+"""Points of the numerical integration of Student's t."""
 SKEWNESS_WEIGHT = 2.0
+"""Factor on the sample skewness, which underestimates the true one."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """`difference`: weighted mean of candidate less current. `bound`: the difference is at least that, at `confidence`;
-    both are NaN where nothing could be compared. `num_samples`: independent ones. `reason`: a sentence for the log."""
+    """Decision about a candidate. The numbers are NaN if nothing could be compared."""
 
     published: bool
     difference: float
+    """Weighted mean of the candidate's acceptance length minus the current head's."""
     bound: float
+    """Lower confidence bound of the difference."""
     confidence: float
     num_samples: int
+    """Number of independent samples (prompts)."""
     reason: str
+    """Sentence for the log."""
 
 
 class PublishGate:
-    """Lets a candidate through if, at `confidence`, it is worse by no more than `tolerance`: of candidates that are worse by
-    that or more, at most the share 1 - confidence passes.
+    """Publishes a candidate if, at `confidence`, it is worse by no more than `tolerance` in acceptance length.
 
-    The test is a one-sided paired t-test of the weighted mean difference; sequences of a group, the samples of one
-    prompt, are alike and count as one. A first head must beat drafting nothing by `first_margin` in acceptance length.
-
-    Raises ValueError for a confidence outside [0.5, 1).
+    Of the candidates that are worse by `tolerance` or more, at most the share 1 - confidence passes. The test is a one-sided
+    paired t-test of the weighted mean difference. Samples of one prompt are alike and count as one. A first head must beat
+    drafting nothing by `min_first_gain`. Raises ValueError if confidence is not in [0.5, 1).
     """
 
-    def __init__(self, confidence: float = 0.95, tolerance: float = 0.0, first_margin: float = 0.1) -> None:
+    def __init__(self, confidence: float = 0.95, tolerance: float = 0.0, min_first_gain: float = 0.1) -> None:
         if not 0.5 <= confidence < 1.0:
             raise ValueError(f"confidence: {confidence!r} must be at least 0.5 and below 1")
-        self.confidence, self.tolerance, self.first_margin = confidence, tolerance, first_margin
+        self.confidence, self.tolerance, self.min_first_gain = confidence, tolerance, min_first_gain
 
     def decide(
         self,
@@ -52,13 +57,14 @@ class PublishGate:
         weights_N: np.ndarray,
         groups_N: np.ndarray | None = None,
     ) -> GateDecision:
-        """Compares acceptance lengths per sequence, float [N], of the candidate and the head in service, None if there is
-        none. `weights_N`: tokens of each sequence; `groups_N`: a number for its prompt, None if all prompts differ.
+        """Compares the acceptance lengths of the candidate and the head in service, float [N] each.
 
-        Raises ValueError if the arrays differ in length or a weight is not positive.
+        `current_N` is None if there is no head in service. `weights_N` is the number of tokens of each sequence. `groups_N`
+        numbers the prompts; None if all prompts differ. Raises ValueError if the arrays differ in length or if a weight is
+        not positive.
         """
         is_first = current_N is None
-        reference_N = np.full(len(candidate_N), 1.0 + self.first_margin) if current_N is None else current_N
+        reference_N = np.full(len(candidate_N), 1.0 + self.min_first_gain) if current_N is None else current_N
         groups_N = np.arange(len(candidate_N)) if groups_N is None else groups_N
         if not len(candidate_N) == len(reference_N) == len(weights_N) == len(groups_N):
             raise ValueError("candidate, current, weights and groups must be of the same sequences")
@@ -80,7 +86,7 @@ class PublishGate:
         means = (float(np.average(values, weights=weights_N)) for values in (candidate_N, reference_N))
         reason = (
             f"{'published' if published else 'refused'}: held-out acceptance length {next(means):.3f}, {against} "
-            f"{next(means):.3f}{f' (1 and a margin of {self.first_margin})' if is_first else ''}; the difference is at least "
+            f"{next(means):.3f}{f' (1 plus the required gain of {self.min_first_gain})' if is_first else ''}; the difference is at least "
             f"{bound:+.3f} at confidence {self.confidence} over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
         )
         return GateDecision(published, difference, bound, self.confidence, num_samples, reason)
@@ -92,11 +98,11 @@ class PublishGate:
 def lower_bound(
     differences_N: np.ndarray, weights_N: np.ndarray, groups_N: np.ndarray, confidence: float
 ) -> tuple[float, float]:
-    """The weighted mean of differences, and what it is at least, one-sided, at `confidence`. Needs two groups.
+    """Returns the weighted mean of the differences and its one-sided lower confidence bound. Needs at least two groups.
 
-    The error is the jackknife's, over groups. Where differences are skewed towards losses, Student's quantile would be too
-    kind; it is widened as Hall, "On the removal of skewness by transformation" (JRSS B, 1992) does, with twice the skewness
-    of the sample, which underestimates it. Nothing helps against losses so rare that the sample has none.
+    The standard error is the jackknife's over groups. If differences are skewed towards losses, Student's quantile is too
+    optimistic. It is then widened as in Hall, "On the removal of skewness by transformation" (JRSS B, 1992), with twice the
+    sample skewness. No method detects losses that are so rare that the sample has none.
     """
     _, group_N = np.unique(groups_N, return_inverse=True)
     shares_N = weights_N / weights_N.sum()
@@ -106,7 +112,8 @@ def lower_bound(
     squares = float((influence_G**2).sum())
     if squares == 0.0:
         return mean, mean
-    num_effective = 1.0 / float((shares_G**2).sum())  # a few long sequences may weigh nearly all
+    # A few long sequences may carry nearly all the weight.
+    num_effective = 1.0 / float((shares_G**2).sum())
     quantile = student_quantile(confidence, max(1, math.floor(num_effective - 1.0)))
     skewness = SKEWNESS_WEIGHT * float((influence_G**3).sum()) / squares**1.5
     if skewness < 0.0:
@@ -117,7 +124,7 @@ def lower_bound(
 
 @lru_cache(maxsize=64)
 def student_quantile(confidence: float, degrees: int) -> float:
-    """The quantile of Student's t at `confidence` in [0.5, 1), for any `degrees` of freedom, to 4 digits."""
+    """Returns the quantile of Student's t at `confidence` in [0.5, 1) with `degrees` of freedom, to 4 digits."""
     if degrees > NORMAL_ABOVE:
         return NormalDist().inv_cdf(confidence)
     # With t = sqrt(degrees) * tan(angle) the density is cos(angle)^(degrees - 1), up to a constant.

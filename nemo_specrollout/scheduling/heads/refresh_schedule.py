@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's refreshes, one after the other: what the trigger is told, and what is learned from how each went. Pure.
+"""Schedule of a run's head refreshes: feeds the trigger, learns from each refresh, and adapts the learning rate.
 
 Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
@@ -18,37 +18,47 @@ from nemo_specrollout.scheduling.heads.refresh_trigger import (
 )
 
 FIRST_REFRESH_S = 8.0
-"""Seconds that a refresh is thought to take before one was done."""
-SMOOTHING = 0.5
+"""Assumed seconds of the first refresh."""
 SHORTEST_S = 0.5
+"""Minimum seconds of a refresh."""
+SMOOTHING = 0.5
+"""Weight of the latest step in the mean acceptance length."""
+RATE_STEP = 3.0
+"""Factor by which a worse candidate lowers the learning rate."""
+LEAST_SHARE = 1e-3
+"""Minimum share of the usual learning rate."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """An RL step: the head's acceptance length (`HeadUse`; None if it drafted nothing), generated tokens, seconds, steps to
-    come, what decoding costs, and the share of the requests' steps in which the head drafted."""
+    """Facts about a finished RL step."""
 
     acceptance_length: float | None
+    """The head's acceptance length (`HeadUse`); None if the head drafted nothing."""
     num_tokens: int
+    """Generated tokens."""
     seconds: float
+    """Duration of the step."""
     steps_to_come: int
     costs: DecodeCosts
     head_share: float = 1.0
+    """Share of the requests' decode steps in which the head drafted."""
 
 
 @dataclass(frozen=True)
 class HeadUse:
-    """What a head did in a rollout: `acceptance_length`, mean tokens of a request's step in which it drafted, whatever other
-    drafters did in the rest; `share` of all requests' steps that it drafted for."""
+    """Use of a head in a rollout."""
 
     acceptance_length: float | None
+    """Mean tokens of a request's step in which the head drafted, whatever other drafters did in other steps."""
     share: float
+    """Share of all requests' decode steps in which the head drafted."""
 
     @classmethod
     def counted(
         cls, proposed: Mapping[str, Sequence[int]], accepted: Mapping[str, Sequence[int]], num_request_steps: int
     ) -> "HeadUse":
-        """From the draft tokens of each drafter by position, and those of them that were accepted."""
+        """Counts the use from each drafter's draft tokens by position, all and accepted."""
         head = next((name for name in proposed if name in MODEL_DRAFTERS), None)
         if head is None or not proposed[head][0]:
             return cls(None, 0.0)
@@ -57,14 +67,14 @@ class HeadUse:
 
 
 class RefreshSchedule:
-    """Decides after each RL step whether to refresh; owns the trigger and what it has seen of the run.
+    """Decides after each RL step whether to refresh. Owns the trigger and the history of the run's refreshes.
 
-    Example: `decision = schedule.after_step(facts)`; if it says refresh, train for `schedule.budget_s()` and tell
-    `schedule.refreshed(seconds, gain)`. A better head is hoped to draft in every step, until one was published: from then on
-    in as large a share of them as that one did at best.
+    Example: `decision = schedule.after_step(facts)`. If it says refresh, train for `schedule.budget_s()` seconds and call
+    `schedule.refreshed(seconds, gain)`. Before the first publish, a better head is expected to draft in every step.
+    Afterwards it is expected to draft in the largest share of steps that the published head reached.
 
-    `in_background`: the run goes on while a head is trained, and waits for none; what is bounded is then the trainer's share
-    of the time, and a refresh may take as long as an RL step.
+    With `in_background`, the run does not wait for training. Then `max_time_share` limits the trainer's share of the time, and
+    a refresh may take as long as an RL step.
     """
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
@@ -78,7 +88,7 @@ class RefreshSchedule:
         self._run_s = self._waited_s = self._step_s = 0.0
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
-        """The decision, with its reason; asked once an RL step."""
+        """Returns the decision with its reason. Call it once in each RL step."""
         length = facts.acceptance_length
         if length is not None:
             self._length = length if self._length is None else self._length + SMOOTHING * (length - self._length)
@@ -104,7 +114,7 @@ class RefreshSchedule:
         )
 
     def budget_s(self) -> float:
-        """The longest that the next refresh may train: its share of the run so far, less what is used up."""
+        """Returns the maximum training seconds of the next refresh: its share of the run, minus the time already used."""
         share = self._config.max_time_share
         usual_s = max(FIRST_REFRESH_S, self._step_s) if self._in_background else FIRST_REFRESH_S
         wanted_s = self._config.max_train_seconds or usual_s
@@ -114,8 +124,10 @@ class RefreshSchedule:
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
-        """A refresh took so long; the head published makes `gain` times as many draft tokens right as the one before,
-        None if it was refused."""
+        """Notes a finished refresh.
+
+        `gain` is the published head's number of right draft tokens relative to the previous head. None if it was refused.
+        """
         self._run_s += 0.0 if self._in_background else seconds
         self._waited_s += seconds
         self._steps_since = 0
@@ -131,5 +143,27 @@ class RefreshSchedule:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that refreshes took."""
+        """Seconds of all refreshes."""
         return self._waited_s
+
+
+class RefreshRate:
+    """Share of the usual learning rate that the next refresh takes. Owns the share.
+
+    A converged head gets worse at a rate that suits an unfinished head, and a few steps do not repair it. Therefore a worse
+    candidate lowers the share by `RATE_STEP`. A published one raises it by the root of `RATE_STEP`, up to 1.
+    Example: train at `usual * rate.share`, then call `rate.judged(difference, published)`.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def judged(self, difference: float, published: bool) -> None:
+        """Adjusts the share after a candidate was judged.
+
+        `difference` is the candidate's held-out acceptance length minus the current head's. NaN changes nothing.
+        """
+        if published:
+            self.share = min(1.0, self.share * RATE_STEP**0.5)
+        elif difference < 0.0:
+            self.share = max(LEAST_SHARE, self.share / RATE_STEP)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When does refreshing the draft head pay? Pure policies: observation in, decision out, once an RL step.
+"""Refresh triggers: pure policies that decide once in each RL step whether to refresh the draft head.
 
 Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
@@ -10,60 +10,66 @@ from dataclasses import dataclass, replace
 from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
 
 FIRST_SURPLUS = 0.1
+"""Acceptance length that the first refresh is expected to win beyond the loss since the last publish."""
 LEARNING_WEIGHT = 0.5
-MIN_RECOVERY, MAX_RECOVERY = 0.05, 1.5
+"""Weight of the latest refresh in the outlook."""
+MIN_RECOVERY = 0.05
+MAX_RECOVERY = 1.5
 SMALLEST_FALL = 0.02
+"""Loss of acceptance length below which recovery cannot be measured."""
 MAX_BACKOFF = 64
+"""Maximum factor on `min_gap` after refused candidates."""
 
 
 @dataclass(frozen=True)
 class DecodeCosts:
-    """What decoding a token costs: `plain_s` without drafts; with them a request's step takes `drafted_step_s`, its share
-    of the batch's, however many of its drafts are accepted."""
+    """Cost of decoding."""
 
     plain_s: float
+    """Seconds of a token without drafts."""
     drafted_step_s: float
+    """Seconds of a request's step with drafts: its share of the batch's step, however many drafts are accepted."""
 
     @classmethod
     def measured(
         cls, rollout_s: float, plain_estimate_s: float | None, num_tokens: int, num_request_steps: int
     ) -> "DecodeCosts":
-        """From a rollout, and what it would have taken without drafts, where that is known."""
+        """Returns the costs of a measured rollout. `plain_estimate_s` is its duration without drafts, if known."""
         return cls((plain_estimate_s or rollout_s) / num_tokens, rollout_s / num_request_steps)
 
     def token_s(self, acceptance_length: float) -> float:
-        """Seconds per token. Drafts that do not pay are not made."""
+        """Returns the seconds of a token. Drafts that do not pay are not made."""
         return min(self.plain_s, self.drafted_step_s / max(acceptance_length, 1.0))
 
 
 @dataclass(frozen=True)
 class RefreshOutlook:
-    """What the refreshes so far let expect of the next. Begins hopeful: all of the fall is won back, and a little more.
-
-    `recovery`: share of the fall since the last publish that a refresh wins back. `surplus`: acceptance length that it
-    wins beyond that. `refresh_s`: seconds it takes. `num_rejected`: candidates in a row that the gate did not let through.
-    """
+    """Expected result of the next refresh. At first, all of the loss is expected to be won back, and a little more."""
 
     refresh_s: float
+    """Seconds of a refresh."""
     recovery: float = 1.0
+    """Share of the loss since the last publish that a refresh wins back."""
     surplus: float = FIRST_SURPLUS
+    """Acceptance length that a refresh wins beyond that."""
     num_rejected: int = 0
+    """Candidates in a row that the gate refused."""
 
     def after_publish(
         self, length_before: float, length_at_last_publish: float, length_after: float, seconds: float
     ) -> "RefreshOutlook":
-        """The outlook once a refresh of `seconds` took acceptance from `length_before` to `length_after`."""
+        """Returns the outlook after a refresh of `seconds` that changed acceptance from `length_before` to `length_after`."""
         fall = length_at_last_publish - length_before
         recovery = self.recovery
         if fall >= SMALLEST_FALL:
             won_back = min(max((length_after - length_before) / fall, 0.0), MAX_RECOVERY)
             recovery = max(MIN_RECOVERY, _towards(self.recovery, won_back))
-        # A head that falls short of the level at the last publish has no surplus; what it lacks is in the recovery.
+        # A head below the level of the last publish has no surplus. The recovery accounts for the difference.
         surplus = max(0.0, _towards(self.surplus, length_after - max(length_at_last_publish, length_before)))
         return RefreshOutlook(_towards(self.refresh_s, seconds), recovery, surplus)
 
     def after_rejection(self, seconds: float) -> "RefreshOutlook":
-        """The outlook once the gate refused a candidate that took `seconds`: hopes halve."""
+        """Returns the outlook after the gate refused a candidate of `seconds`: expected gains halve."""
         recovery = max(MIN_RECOVERY, _towards(self.recovery, 0.0))
         return RefreshOutlook(
             _towards(self.refresh_s, seconds), recovery, _towards(self.surplus, 0.0), self.num_rejected + 1
@@ -72,59 +78,63 @@ class RefreshOutlook:
 
 @dataclass(frozen=True)
 class RefreshObservation:
-    """Where the run stands after an RL step.
-
-    `acceptance_length`: now, a decayed mean; `published_length`: the same right after the last publish, or at the start of
-    the run. `tokens_per_step`, `steps_to_come`: generated tokens of an RL step, steps left. `steps_since_refresh`: since one
-    was last tried. `run_s`, `waited_s`: seconds of the run so far, and of those it waited for refreshes. `cost_weight`: the
-    share of a refresh's seconds that the run waits for; 0 if training fills idle time.
-    """
+    """State of a run after an RL step."""
 
     acceptance_length: float
+    """Current acceptance length, a decayed mean."""
     published_length: float
+    """Acceptance length right after the last publish, or at the start of the run."""
     tokens_per_step: float
+    """Generated tokens of an RL step."""
     steps_to_come: int
     steps_since_refresh: int
+    """RL steps since the last refresh, published or not."""
     costs: DecodeCosts
     outlook: RefreshOutlook
     run_s: float
+    """Seconds of the run so far."""
     waited_s: float = 0.0
+    """Seconds of these that the run waited for refreshes."""
     cost_weight: float = 1.0
+    """Share of a refresh's seconds that the run waits for; 0 if training fills idle time."""
 
     @property
     def cost_s(self) -> float:
-        """Seconds that the run would wait for a refresh."""
+        """Seconds that the run waits for a refresh."""
         return self.outlook.refresh_s * self.cost_weight
 
     @property
     def expected_length(self) -> float:
-        """Acceptance length expected right after a refresh."""
+        """Expected acceptance length right after a refresh."""
         fall = max(0.0, self.published_length - self.acceptance_length)
         return self.acceptance_length + self.outlook.recovery * fall + self.outlook.surplus
 
     @property
     def gain_s_per_step(self) -> float:
-        """Seconds by which a step would be shorter with a refreshed head."""
+        """Seconds by which a refreshed head shortens an RL step."""
         saved_s = self.costs.token_s(self.acceptance_length) - self.costs.token_s(self.expected_length)
         return self.tokens_per_step * saved_s
 
 
 @dataclass(frozen=True)
 class RefreshDecision:
-    """Whether to refresh now. `gain_s`: what it would save until the run ends; `reason`: a sentence for the log."""
+    """Decision about a refresh."""
 
     refresh: bool
     gain_s: float
+    """Seconds that a refresh saves until the run ends."""
     reason: str
+    """Sentence for the log."""
 
 
 class RefreshTrigger(ABC):
-    """Decides, once an RL step, whether to refresh; never beyond `max_time_share` of the run's time."""
+    """Decides once in each RL step whether to refresh. Refreshes never take more than `max_time_share` of the run's time."""
 
     def __init__(self, max_time_share: float) -> None:
         self.max_time_share = max_time_share
 
     def decide(self, observed: RefreshObservation) -> RefreshDecision:
+        """Returns the decision with its reason."""
         wanted = self._decide(observed)
         waited_s, run_s = observed.waited_s + observed.cost_s, observed.run_s + observed.cost_s
         if not wanted.refresh or waited_s <= self.max_time_share * run_s:
@@ -137,15 +147,15 @@ class RefreshTrigger(ABC):
 
     @abstractmethod
     def _decide(self, observed: RefreshObservation) -> RefreshDecision:
-        """The decision, leaving aside the share of the run's time."""
+        """Returns the decision without regard to `max_time_share`."""
 
 
 class AutoTrigger(RefreshTrigger):
-    """Refreshes when what the stale head has cost since the last refresh reaches what a refresh costs.
+    """Refreshes when the stale head has cost as much time since the last refresh as a refresh takes.
 
-    That is the best moment where acceptance falls evenly, and never more than twice the cost of the best where it does
-    not (the ski-rental rule). What is left of the run must also repay it, by `margin` more; at least `min_gap` steps lie
-    between two refreshes, twice as many after each candidate in a row that the gate refused.
+    This ski-rental rule is optimal if acceptance falls evenly, and otherwise never costs more than twice the optimum. The rest
+    of the run must also repay the refresh with `margin` to spare. At least `min_gap` steps lie between two refreshes. The gap
+    doubles after each candidate in a row that the gate refused.
     """
 
     def __init__(self, max_time_share: float, margin: float = 0.25, min_gap: int = 2) -> None:
@@ -155,7 +165,7 @@ class AutoTrigger(RefreshTrigger):
         self._since = 0
 
     def _decide(self, observed: RefreshObservation) -> RefreshDecision:
-        if observed.steps_since_refresh <= self._since:  # one was done since the last decision
+        if observed.steps_since_refresh <= self._since:
             self._lost_s = 0.0
         self._since = observed.steps_since_refresh
         self._lost_s += observed.gain_s_per_step
@@ -175,7 +185,7 @@ class AutoTrigger(RefreshTrigger):
 
 
 class FixedInterval(RefreshTrigger):
-    """Refreshes every `interval` steps, come what may."""
+    """Refreshes every `interval` steps, whatever the gain."""
 
     def __init__(self, interval: int, max_time_share: float = 1.0) -> None:
         super().__init__(max_time_share)
@@ -189,15 +199,8 @@ class FixedInterval(RefreshTrigger):
         return RefreshDecision(True, gain_s, f"refreshed: {steps}")
 
 
-class EveryStep(FixedInterval):
-    """Refreshes after every step but the last."""
-
-    def __init__(self, max_time_share: float = 1.0) -> None:
-        super().__init__(1, max_time_share)
-
-
 class Never(RefreshTrigger):
-    """Keeps the head that there is."""
+    """Never refreshes."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
@@ -209,16 +212,14 @@ class Never(RefreshTrigger):
 
 
 def build_trigger(config: DraftRefreshConfig) -> RefreshTrigger:
-    """The policy that `config.trigger` names."""
+    """Returns the policy that `config.trigger` names."""
     if config.trigger == "auto":
         return AutoTrigger(config.max_time_share, config.margin, config.min_gap)
     if config.trigger == "interval":
         return FixedInterval(config.interval, config.max_time_share)
     if config.trigger == "every_step":
-        return EveryStep(config.max_time_share)
-    if config.trigger == "never":
-        return Never()
-    raise ValueError(f"unknown trigger {config.trigger!r}")
+        return FixedInterval(1, config.max_time_share)
+    return Never()
 
 
 def _towards(old: float, new: float) -> float:
