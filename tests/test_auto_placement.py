@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placement: auto`: a run takes the drafter where the measured times say that it belongs."""
+"""`placement: auto`: a run places its remote drafter by measured times."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,45 +41,45 @@ def types(block: SpecrolloutConfig) -> list[str]:
     return [d.type for d in block.drafters]
 
 
-def test_a_quick_drafter_stays_beside_the_policy_as_far_ahead_as_is_worth_it() -> None:
+def test_a_fast_drafter_stays_separate_with_the_planned_window() -> None:
     option = choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE)
     block = placed(BLOCK, option)
     assert types(block) == ["suffix", "remote"] and block.remote is not None
     assert block.remote.workers == 1 and block.remote.most_ahead == option.window > BLOCK.num_speculative_tokens
 
 
-def test_an_engine_is_told_of_a_drafter_that_is_placed_and_has_an_address() -> None:
+def test_a_placed_block_with_addresses_is_valid() -> None:
     block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE))
     told = with_addresses(block, ["tcp://127.0.0.1:9"])
     assert build(SpecrolloutConfig, asdict(told), BLOCK_PATH) == told
 
 
-def test_one_that_is_quick_only_within_the_policys_engine_goes_there() -> None:
+def test_a_drafter_fast_only_in_the_policys_engine_moves_there() -> None:
     block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.02, coupled_s=0.0005), MACHINE))
     assert types(block) == ["suffix", "draft_model"] and block.drafters[1].model == "draft"
 
 
-def test_with_one_core_there_is_no_room_beside_the_policy() -> None:
+def test_on_one_core_the_drafter_moves_into_the_engine() -> None:
     block = placed(BLOCK, choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=1, cores=1)))
     assert types(block) == ["suffix", "draft_model"]
 
 
-def test_where_drafts_do_not_pay_there_is_no_drafter_and_what_reads_text_stays() -> None:
+def test_a_drafter_that_does_not_pay_is_removed() -> None:
     poor = replace(BLOCK, drafters=(SuffixDrafterConfig(), replace(REMOTE, acceptance=0.3)))
     assert types(placed(poor, choose(poor, tables(0.02, 0.02, row_s=0.01), MACHINE))) == ["suffix"]
 
 
-def test_an_engine_that_has_a_drafter_with_weights_takes_no_other() -> None:
+def test_an_engine_has_at_most_one_draft_model() -> None:
     both = SpecrolloutConfig(drafters=(REMOTE, MtpDrafterConfig()))
     assert types(placed(both, choose(both, tables(draft_s=0.02, coupled_s=0.0001), MACHINE))) == ["mtp"]
 
 
-def test_threads_that_were_not_measured_are_taken_to_be_as_quick_as_those_that_were() -> None:
+def test_unmeasured_thread_counts_use_the_measured_ones() -> None:
     assert choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=2, cores=4)).mode == "decoupled"
 
 
 @pytest.mark.parametrize("change", [{"workers": 0, "addresses": ("tcp://127.0.0.1:9",)}, {"profile": None}])
-def test_it_needs_a_profile_and_drafters_of_the_run(change: dict[str, object]) -> None:
+def test_auto_placement_needs_a_profile_and_own_drafters(change: dict[str, object]) -> None:
     values = {"type": "remote", "model": "x", "workers": 1, "placement": "auto", "profile": "p", **change}
     with pytest.raises(ConfigError, match=r"drafters\.placement: 'auto'.*nemo-specrollout profile"):
         build_drafter({k: v for k, v in values.items() if v is not None}, "drafters")
@@ -96,12 +96,12 @@ def test_it_needs_a_profile_and_drafters_of_the_run(change: dict[str, object]) -
         ({"type": "mtp", "model": "x"}, "model: 'x'; .* use type eagle3 or draft_model or dflash or dspark or remote"),
     ],
 )
-def test_an_option_of_another_type_is_refused_by_its_name(values: dict[str, object], message: str) -> None:
+def test_an_option_of_another_drafter_type_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^drafters\[0\]\.{message}"):
         build_drafter(values, "drafters[0]")
 
 
-def test_check_says_where_the_drafter_will_be(
+def test_check_prints_the_placement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

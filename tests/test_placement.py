@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement planner: its pipelines against a simulation of them, its choices against brute force, its files."""
+"""Placement planner: its pipelines against simulations, its choices against brute force, and its files."""
 
 import json
 import math
@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
-from nemo_specrollout.scheduling.placement.pipeline import (
-    coupled_tokens,
-    lockstep_tokens,
-    lockstep_tokens_as_transcribed,
-    settle,
-    streamed_rates,
-)
+from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens, steady_state, streamed_rates
 from nemo_specrollout.scheduling.placement.planner import (
     COUPLED,
     DECOUPLED,
@@ -35,16 +29,16 @@ pytestmark = pytest.mark.unit
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-# The pipelines.
+# Pipelines
 
 
 def jittered(m: float, rng: random.Random) -> Callable[[], int]:
-    """Draft tokens made in a step, with clocks that jitter."""
+    """Returns a function that draws the draft tokens of a step, with clock jitter."""
     return lambda: math.floor(m) + (rng.random() < m % 1)
 
 
 def even(m: float, rng: random.Random) -> Callable[[], int]:
-    """The same, with clocks that beat evenly."""
+    """Returns the same without jitter."""
     clock = rng.random()
 
     def beat() -> int:
@@ -56,20 +50,22 @@ def even(m: float, rng: random.Random) -> Callable[[], int]:
 
 
 def simulated(p: float, k: int, window: int, num_drafted: Callable[[], int], rng: random.Random) -> tuple[float, ...]:
-    """Tokens and submitted drafts a step, and the share of steps with a draft, token by token; each draft token knows from
-    the start whether it is right, which counts if all before it are."""
-    num_steps, tail = 150_000, []
+    """Simulates the pipeline token by token. Returns emitted tokens, submitted drafts and the share of steps with a draft.
+
+    Each draft token is drawn as right or wrong when it is made, which counts if all tokens before it are right.
+    """
+    num_steps, buffer = 150_000, []
     tokens = submitted = supplied = 0
     for _ in range(num_steps):
-        verified = tail[:k]
+        verified = buffer[:k]
         for _ in range(num_drafted()):
-            if len(tail) < window:
-                tail.append(rng.random() < p)
+            if len(buffer) < window:
+                buffer.append(rng.random() < p)
         submitted, supplied = submitted + len(verified), supplied + bool(verified)
         num_right = verified.index(False) if False in verified else len(verified)
         tokens += num_right + 1
-        tail = tail[num_right:]
-        tail = tail[1:] if tail and tail[0] else []
+        buffer = buffer[num_right:]
+        buffer = buffer[1:] if buffer and buffer[0] else []
     return tokens / num_steps, submitted / num_steps, supplied / num_steps
 
 
@@ -80,7 +76,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("p", "k", "window", "m"), PIPELINES)
-def test_the_streamed_pipeline_is_what_a_simulation_of_it_does(p: float, k: int, window: int, m: float) -> None:
+def test_the_streamed_pipeline_agrees_with_its_simulation(p: float, k: int, window: int, m: float) -> None:
     rng = random.Random(f"{p} {k} {window} {m}")
     rates = streamed_rates(p, k, window, m)
     tokens, submitted, supplied = simulated(p, k, window, jittered(m, rng), rng)
@@ -91,8 +87,8 @@ def test_the_streamed_pipeline_is_what_a_simulation_of_it_does(p: float, k: int,
     assert 0.99 * rates.num_tokens < evenly < 1.045 * rates.num_tokens
 
 
-def test_a_drafter_as_slow_as_the_verifier_is_of_no_use() -> None:
-    """Its only token of a step is of the position that the step samples itself."""
+def test_a_drafter_as_slow_as_the_verifier_is_useless() -> None:
+    """Its only token in a step is for the position that the step samples itself."""
     assert streamed_rates(0.9, 4, 8, 1.0).num_tokens == pytest.approx(1.0)
 
 
@@ -102,47 +98,30 @@ def test_sure_drafts_and_no_drafts() -> None:
     assert streamed_rates(0.0, 3, 6, 5.0).num_tokens == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("p", "w", "transcribed", "renewal", "coupled"),
-    [(0.6, 3, 1.30, 1.10, 2.18), (0.8, 3, 1.99, 1.64, 2.95), (0.8, 6, 2.63, 2.12, 3.95), (0.9, 8, 4.57, 3.63, 6.13)],
-)
-def test_lockstep_tokens(p: float, w: int, transcribed: float, renewal: float, coupled: float) -> None:
-    assert lockstep_tokens_as_transcribed(p, w) == pytest.approx(transcribed, abs=0.006)
-    assert lockstep_tokens(p, w) == pytest.approx(renewal, abs=0.006)
-    assert coupled_tokens(p, w) == pytest.approx(coupled, abs=0.006)
-
-
-@pytest.mark.parametrize(("p", "w"), [(0.6, 3), (0.8, 6), (0.9, 8), (0.95, 4)])
-def test_the_transcribed_formula_promises_more_than_lockstep_decoding_gives(p: float, w: int) -> None:
-    rng = random.Random(0)
-    tokens = iterations = 0
-    while iterations < 200_000:
-        accepted = next((a for a in range(w) if rng.random() >= p), w)
-        tokens += w if accepted == w else accepted + 1
-        iterations += 1 if accepted == w else 2
-    assert lockstep_tokens(p, w) == pytest.approx(tokens / iterations, rel=0.02)
-    assert lockstep_tokens_as_transcribed(p, w) > 1.08 * tokens / iterations
+@pytest.mark.parametrize(("p", "k", "tokens"), [(0.6, 3, 2.18), (0.8, 3, 2.95), (0.8, 6, 3.95), (0.9, 8, 6.13)])
+def test_coupled_tokens_match_hand_calculations(p: float, k: int, tokens: float) -> None:
+    assert coupled_tokens(p, k) == pytest.approx(tokens, abs=0.006)
 
 
 @pytest.mark.parametrize("row_s", [0.0, 0.0001, 0.002])
-def test_the_settled_pace_is_a_fixed_point(row_s: float) -> None:
-    settled = settle(0.8, 4, 12, 0.003, lambda rows: 0.01 + row_s * rows, 16)
-    rates = streamed_rates(0.8, 4, 12, settled.step_s / 0.003)
-    assert astuple(settled.rates) == pytest.approx(astuple(rates), rel=1e-6)
-    assert settled.step_s == pytest.approx(0.01 + row_s * 16 * (1 + settled.rates.num_submitted), rel=1e-5)
+def test_the_steady_state_is_a_fixed_point(row_s: float) -> None:
+    steady = steady_state(0.8, 4, 12, 0.003, lambda rows: 0.01 + row_s * rows, 16)
+    rates = streamed_rates(0.8, 4, 12, steady.step_s / 0.003)
+    assert astuple(steady.rates) == pytest.approx(astuple(rates), rel=1e-6)
+    assert steady.step_s == pytest.approx(0.01 + row_s * 16 * (1 + steady.rates.num_submitted), rel=1e-5)
 
 
-# The planner.
+# Planner
 
 
 def curve(size: int, fixed_s: float, row_s: float) -> CostCurve:
-    """Twice the size takes 0.6 of the time."""
+    """Returns a curve on which twice the size takes 0.6 of the time."""
     factor = 0.6 ** math.log2(size)
     return CostCurve(size, COUNTS, tuple(factor * (fixed_s + row_s * n) for n in COUNTS))
 
 
 def tables(fixed_s: float = 0.01, row_s: float = 0.0001, draft: float = 0.2, drafter_sizes: int = 2) -> CostTables:
-    """Devices on which a draft token costs `draft` of what a verifier's row does."""
+    """Returns devices on which a draft token costs the share `draft` of a verifier's row."""
     return CostTables(
         "made up", "policy", "draft model",
         tuple(curve(s, fixed_s, row_s) for s in (1, 2, 4)), "GPU",
@@ -152,7 +131,7 @@ def tables(fixed_s: float = 0.01, row_s: float = 0.0001, draft: float = 0.2, dra
 
 
 def brute_force(known: CostTables, num_requests: int, num_devices: int, p: float, max_k: int) -> float:
-    """Tokens a second of the best way there is, with the longest window."""
+    """Returns the tokens a second of the best placement, with the longest window."""
     coupled_s = {c.size: c for c in known.coupled_draft_s}
     found = []
     for v in known.verify_s:
@@ -165,15 +144,15 @@ def brute_force(known: CostTables, num_requests: int, num_devices: int, p: float
                 if drafter is None:
                     found.append(coupled_tokens(p, k) / (v.at(b * (k + 1)) + k * coupled_s[v.size].at(b)))
                 elif k:
-                    settled = settle(p, k, LONGEST_WINDOW, drafter.at(b), v.at, b)
-                    found.append(settled.rates.num_tokens / settled.step_s)
+                    steady = steady_state(p, k, LONGEST_WINDOW, drafter.at(b), v.at, b)
+                    found.append(steady.rates.num_tokens / steady.step_s)
     return num_requests * max(found)
 
 
 @pytest.mark.parametrize("num_requests", [1, 7, 64, 500])
 @pytest.mark.parametrize("num_devices", [1, 3, 8])
 @pytest.mark.parametrize(("p", "row_s", "draft"), [(0.8, 0.0001, 0.2), (0.95, 0.00001, 0.1), (0.5, 0.001, 0.5)])
-def test_the_planner_finds_what_brute_force_finds(
+def test_the_planner_agrees_with_brute_force(
     num_requests: int, num_devices: int, p: float, row_s: float, draft: float
 ) -> None:
     known = tables(row_s=row_s, draft=draft)
@@ -182,7 +161,7 @@ def test_the_planner_finds_what_brute_force_finds(
     assert 0.9949 * expected <= best.tokens_per_s <= 1.0001 * expected
 
 
-def test_an_option_adds_up() -> None:
+def test_options_are_consistent_and_ranked() -> None:
     placement = place(tables(), 64, 8, 0.8, 8)
     assert {o.mode for o in placement.options} == {PLAIN, COUPLED, DECOUPLED}
     rates = [o.tokens_per_s for o in placement.options]
@@ -195,7 +174,7 @@ def test_an_option_adds_up() -> None:
     assert max(o.num_groups for o in place(tables(), 64, 8, 0.8, 8, max_groups=1).options) == 1
 
 
-def test_the_bottleneck_is_who_holds_the_other_up() -> None:
+def test_the_bottleneck_is_the_slower_side() -> None:
     slow, quick = (
         next(o for o in place(tables(draft=d), 16, 2, 0.9, 8).options if o.mode == DECOUPLED) for d in (0.7, 0.02)
     )
@@ -213,8 +192,8 @@ KNOWN = st.builds(tables, st.floats(1e-4, 0.1), st.floats(1e-7, 1e-2), st.floats
 
 @settings(max_examples=25)
 @given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0))
-@example(tables(0.0625, 0.009327110368503169, 0.75, 1), 2, 5, 0.75)  # a drafter too slow for any draft to be in time
-def test_what_is_chosen_is_never_worse_than_plain(known: CostTables, num_requests: int, devices: int, p: float) -> None:
+@example(tables(0.0625, 0.009327110368503169, 0.75, 1), 2, 5, 0.75)  # No draft of this drafter is in time.
+def test_the_best_option_is_never_worse_than_plain(known: CostTables, num_requests: int, devices: int, p: float) -> None:
     placement = place(known, num_requests, devices, p, 5)
     assert placement.best.speedup >= 1.0 and placement.plain.speedup == 1.0
     assert all(0.0 <= o.occupancy <= 1.0 and 1.0 <= o.tokens_per_step <= o.k + 1 + 1e-6 for o in placement.options)
@@ -226,7 +205,7 @@ def test_better_drafts_never_promise_less(
     known: CostTables, num_requests: int, devices: int, p: float, q: float
 ) -> None:
     worse, better = (place(known, num_requests, devices, x, 5).best.tokens_per_s for x in sorted((p, q)))
-    assert better >= 0.995 * worse  # windows are as small as costs no more than that
+    assert better >= 0.995 * worse  # A small window may cost that much.
 
 
 def test_too_few_devices_are_refused() -> None:
@@ -235,10 +214,10 @@ def test_too_few_devices_are_refused() -> None:
         place(large, 8, 2, 0.8, 4)
 
 
-# The file.
+# Files
 
 
-def test_a_curve_is_a_line_between_and_beyond_its_points() -> None:
+def test_a_curve_interpolates_and_extrapolates_linearly() -> None:
     points = CostCurve(1, (2, 4, 8), (1.0, 2.0, 6.0))
     assert [points.at(n) for n in (1, 2, 3, 6, 8, 10)] == pytest.approx([1.0, 1.0, 1.5, 4.0, 6.0, 8.0])
     falling = CostCurve(1, (1, 2, 4), (1.0, 3.0, 2.0))
@@ -246,7 +225,7 @@ def test_a_curve_is_a_line_between_and_beyond_its_points() -> None:
     assert CostCurve(1, (4,), (0.5,)).at(100) == 0.5
 
 
-def test_a_file_comes_back_as_it_was() -> None:
+def test_a_cost_file_round_trips() -> None:
     assert CostTables.from_json(tables().to_json(), "x.json") == tables()
 
 
@@ -275,6 +254,6 @@ ONE = {"size": 1, "counts": [1, 2], "seconds": [0.1, 0.2]}
         (written(format=2), "format: 2 is out of range"),
     ],
 )  # fmt: skip
-def test_bad_files_are_refused(text: str, words: str) -> None:
+def test_bad_cost_files_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CostTables.from_json(text, "x.json")

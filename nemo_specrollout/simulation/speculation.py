@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.placement.pipeline import SettledStep, coupled_tokens, settle
+from nemo_specrollout.scheduling.placement.pipeline import SteadyState, coupled_tokens, steady_state
 from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, build_budget
 from nemo_specrollout.scheduling.speculation.draft_plan import PlanObservation, build_planner
 from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
@@ -131,7 +131,7 @@ class DecoupledSpeculation(Speculation):
     def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:
         super().__init__(costs)
         self.drafter, self.ks = drafter, tuple(k for k in _KS if k <= max_k)
-        self._known: dict[tuple[int, int, int], tuple[int, SettledStep]] = {}
+        self._known: dict[tuple[int, int, int], tuple[int, SteadyState]] = {}
 
     def pace(self, p_B: np.ndarray, context: float) -> Pace:
         key = _key(p_B, context)
@@ -144,14 +144,14 @@ class DecoupledSpeculation(Speculation):
         tokens_B = settled.rates.num_tokens * gain_B / coupled_tokens(float(p_B.mean()), k)
         return Pace(np.maximum(tokens_B, 1.0), len(p_B) * (1.0 + settled.rates.num_submitted))
 
-    def _settle(self, p: float, num_requests: int, context: float) -> tuple[int, SettledStep]:
+    def _settle(self, p: float, num_requests: int, context: float) -> tuple[int, SteadyState]:
         def step_s(num_rows: float) -> float:
             return float(self.costs.step_s(num_requests, num_rows, context))
 
         # A drafter makes one token for each request in a step of its own, of as many rows.
         draft_s = float(self.drafter.step_s(num_requests, float(num_requests), context))
         # While k and the token after them are being verified, k more are drafted.
-        options = [(k, settle(p, k, 2 * k + 1, draft_s, step_s, num_requests)) for k in self.ks]
+        options = [(k, steady_state(p, k, 2 * k + 1, draft_s, step_s, num_requests)) for k in self.ks]
         best = max(options, key=lambda option: option[1].rates.num_tokens / option[1].step_s)
         gains = best[1].rates.num_tokens / best[1].step_s > 1.0 / step_s(num_requests)
         return best if gains else (0, best[1])

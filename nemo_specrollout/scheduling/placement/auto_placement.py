@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `placement: auto` makes of a run's block: the drafter stays beside the policy's engine, goes into it, or goes."""
+"""Automatic placement: keeps a remote drafter, moves it into the policy's engine, or removes it."""
 
 from dataclasses import dataclass, replace
 
@@ -11,28 +11,31 @@ from nemo_specrollout.scheduling.placement.planner import COUPLED, DECOUPLED, Op
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run has: requests at a time, threads of its own process, cores in all."""
+    """Resources of a run."""
 
     num_requests: int
+    """Requests in flight at a time."""
     threads: int
+    """Threads of the policy's process."""
     cores: int
+    """Cores of the machine."""
 
 
 def choose(block: SpecrolloutConfig, tables: CostTables, machine: Machine) -> Option:
-    """The best option of a run whose verifier has its process's threads. Raises ConfigError if those were not measured."""
+    """Returns the best option for a run. Raises ConfigError if the cores are too few for every measured verifier."""
     assert block.remote is not None
     own = replace(
         tables,
         verify_s=_of_size(tables.verify_s, machine.threads) or tables.verify_s,
         coupled_draft_s=_of_size(tables.coupled_draft_s, machine.threads) if block.model_drafter is None else (),
-        draft_s=_of_size(tables.draft_s, 1),  # what a drafter process gets
+        draft_s=_of_size(tables.draft_s, 1),  # A drafter process has one thread.
     )
     requests, k = machine.num_requests, block.num_speculative_tokens
     return place(own, requests, machine.cores, block.remote.acceptance, k, max_groups=1).best
 
 
 def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
-    """`block`, with its remote drafter where `option` has it; nothing is left to be placed."""
+    """Returns the block with its remote drafter placed as in `option`."""
     remote = block.remote
     assert remote is not None
     where: list[DrafterConfig] = []

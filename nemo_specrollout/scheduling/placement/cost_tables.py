@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verifying and drafting cost on a kind of device, as measured: seconds by size of the engine and by rows or requests.
+"""Cost tables: measured seconds of verifying and drafting on a kind of device, by engine size and by rows or requests.
 
-`nemo-specrollout profile` writes such a file, `nemo-specrollout plan` reads it; by hand it is written for devices that are
-elsewhere. A size is a number of threads, or of GPUs.
+`nemo-specrollout profile` writes such a file and `nemo-specrollout plan` reads it. For devices elsewhere it can be written by
+hand. A size is a number of threads or GPUs.
 """
 
 import json
@@ -22,19 +22,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of one step of an engine of a size, by how much it does."""
+    """Seconds of one step of an engine of one size, by the amount of work."""
 
     size: int = bounded(low=1)
     """Threads or GPUs of the engine."""
 
     counts: tuple[int, ...] = bounded(low=1)
-    """What was measured, rising: rows of a verifier's step, or requests that a drafter makes a token for."""
+    """Measured amounts of work, ascending: rows of a verifier's step, or requests of a drafter's step."""
 
     seconds: tuple[float, ...] = bounded(above=0.0)
-    """Of one step, for each of `counts`."""
+    """Seconds of one step, for each of `counts`."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless every count has its seconds."""
+        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
         if not self.counts or len(self.counts) != len(self.seconds):
             raise ConfigError(
                 f"{path}.seconds: {len(self.seconds)} for {len(self.counts)} counts; give one for each, and at least one"
@@ -42,10 +42,10 @@ class CostCurve:
         check_rising(f"{path}.counts", self.counts)
 
     def at(self, count: float) -> float:
-        """Seconds of a step of `count`: between two measurements on the line through them, never falling as it grows.
+        """Returns the seconds of a step of `count`, interpolated linearly. Never falls as `count` grows.
 
-        Below the first as at the first. Beyond the last on the slope of the upper half of the measurements, for the last two
-        alone say little of it.
+        Below the first measurement the curve is constant. Beyond the last one it has the slope of the upper half of the
+        measurements, because the last two alone are too noisy.
         """
         known = self._pooled
         if count <= self.counts[-1]:
@@ -62,34 +62,34 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class CostTables:
-    """All that the placement planner knows of the devices. Example: `CostTables.from_json(text, name).verify_s[0].at(64)`."""
+    """Measurements for the placement planner. Example: `CostTables.from_json(text, name).verify_s[0].at(64)`."""
 
     device: str
-    """What was measured, in words."""
+    """Description of the measured device."""
 
     policy: str
-    """The policy's folder or name."""
+    """Folder or name of the policy."""
 
     draft_model: str
-    """The draft model's folder or name."""
+    """Folder or name of the draft model."""
 
     verify_s: tuple[CostCurve, ...]
-    """Seconds of a step of the policy's engine by rows: requests and their draft tokens. One curve a size."""
+    """Seconds of a step of the policy's engine by rows (requests and their draft tokens). One curve for each size."""
 
     unit: str = choice("thread", "GPU")
-    """What a size counts."""
+    """Unit of sizes."""
 
     draft_s: tuple[CostCurve, ...] = ()
-    """Seconds in which a drafter's engine makes one token for each request, by requests. One curve a size."""
+    """Seconds in which a separate drafter makes one token for each request, by requests. One curve for each size."""
 
     coupled_draft_s: tuple[CostCurve, ...] = ()
-    """Seconds of one draft token for each request where the policy's own engine drafts, by requests. One curve a size."""
+    """Seconds of one draft token for each request in the policy's own engine, by requests. One curve for each size."""
 
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
-    """The version of this file's format."""
+    """Version of the file format."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a size has two curves, or nothing verifies."""
+        """Raises ConfigError if a size has two curves or there is no verifier."""
         for name in ("verify_s", "draft_s", "coupled_draft_s"):
             sizes = sorted(sizes_of(getattr(self, name)))
             if len(set(sizes)) < len(sizes):
@@ -98,12 +98,12 @@ class CostTables:
             raise ConfigError("verify_s: empty; without it nothing can be planned")
 
     def to_json(self) -> str:
-        """The file's text; `from_json` is its inverse."""
+        """Returns the text of the file; `from_json` is its inverse."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path, field: str) -> "CostTables":
-        """From the file `path`, which the user named as `field`. Raises ConfigError with the field, the value and the fix."""
+        """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
         try:
             text = read_regular(path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +114,7 @@ class CostTables:
 
     @classmethod
     def from_json(cls, text: str, name: str) -> "CostTables":
-        """From the text of the file `name`. Raises ConfigError with the field, the value and the fix."""
+        """Builds the tables from the text of the file `name`. Raises ConfigError with the field, the value and the fix."""
         try:
             return build(cls, json.loads(text), "")
         except json.JSONDecodeError as error:
@@ -124,5 +124,5 @@ class CostTables:
 
 
 def sizes_of(curves: Sequence[CostCurve]) -> list[int]:
-    """The sizes that were measured."""
+    """Returns the measured sizes."""
     return [curve.size for curve in curves]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a verifier step yields: coupled, decoupled in lock-step as SpecActor's paper has it, and streamed as here.
+"""Models of draft pipelines: tokens of a verifier step with coupled drafting, and with a drafter that streams ahead.
 
-Symbols: p, P(a draft token is right), the same for each and independent; k, most draft tokens submitted for a request in a
-step; w, the window, most draft tokens ahead of the committed text; m, draft tokens made for a request while a step runs.
+Symbols: p is P(a draft token is right), equal and independent for all tokens. k is the maximum number of draft tokens submitted
+for a request in a step. w is the window, the maximum number of draft tokens ahead of the committed text. m is the number of draft
+tokens made for a request during one verifier step.
 
-The streamed pipeline: a step submits up to k tokens of a request's tail while the drafter goes on with it. A wrong draft
-leaves no tail, and the next step is plain for that request. Where all were right, or nothing was submitted, the step samples
-one more position, and the tail beyond stands if the drafter had got there and made the same token of it: again p. What the
-drafter learns of a step's outcome it learns at its end, at no cost, and it then drafts on from there at once.
+In the streamed pipeline, a step submits up to k tokens of a request's draft buffer while the drafter extends the buffer. A wrong
+draft empties the buffer, and the next step is plain for that request. If all drafts were right, or none was submitted, the step
+samples one more position. The rest of the buffer then survives if the drafter had made the same token there: again p. The
+drafter learns a step's outcome at its end, at no cost, and continues from there at once.
 """
 
 from collections.abc import Callable
@@ -15,63 +16,54 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# At p = 1 the longest tail that is reached would depend on where one begins.
 _ALMOST_SURE = 1.0 - 1e-9
-# The fixed point of drafts and step time: they drive each other up, so the way to it is a rising one.
-_MOST_ROUNDS, _CLOSE = 500, 1e-7
+"""Maximum p. At p = 1 the longest buffer would depend on the initial state."""
+_MOST_ROUNDS = 500
+"""Maximum iterations towards the fixed point of drafts and step time."""
+_CLOSE = 1e-7
+"""Change of the submitted drafts at which the iteration ends."""
 
 
 @dataclass(frozen=True)
 class StreamedRates:
-    """Of the streamed pipeline, per request and verifier step in the long run: `num_tokens` emitted, `num_submitted` draft
-    tokens, and `occupancy`, the share of the steps that had a draft at hand."""
+    """Long-run rates of the streamed pipeline, for each request and verifier step."""
 
     num_tokens: float
+    """Emitted tokens."""
     num_submitted: float
+    """Submitted draft tokens."""
     occupancy: float
+    """Share of steps that had a draft in time."""
 
 
 @dataclass(frozen=True)
-class SettledStep:
-    """A pipeline that has found its pace: `step_s`, seconds of a verifier step, and what it yields."""
+class SteadyState:
+    """Steady state of a verifier and its drafter."""
 
     step_s: float
+    """Seconds of a verifier step."""
     rates: StreamedRates
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of each request."""
+        return self.rates.num_tokens / self.step_s
 
 
 def coupled_tokens(p: float, k: int) -> float:
-    """Tokens that a request emits in a step that verifies k drafts, the verifier's own one included: the sum of p^0 .. p^k.
+    """Returns the tokens of a request in a step that verifies k drafts, including the verifier's own: the sum of p^0 .. p^k.
 
     Source: Leviathan et al. 2023, equation 1.
     """
     return float(np.sum(p ** np.arange(k + 1)))
 
 
-def lockstep_tokens_as_transcribed(p: float, w: int) -> float:
-    """Tokens of an iteration of lock-step decoupled decoding with windows of w, as study notes transcribe the paper's tau.
-
-    It averages ratios and so promises too much; `lockstep_tokens` does not. Source: SpecActor, arXiv 2511.16193, cost model.
-    """
-    a_W = np.arange(w)
-    return float(np.sum(p**a_W * (1 - p) * (a_W + 1) / 2) + w * p**w)
-
-
-def lockstep_tokens(p: float, w: int) -> float:
-    """Tokens of an iteration of lock-step decoupled decoding with windows of w, in the long run.
-
-    A window that is all right emits w tokens in one iteration; one that is wrong at draft a emits a + 1 and makes the next
-    iteration useless. Source: renewal theorem, on the pipeline of SpecActor, arXiv 2511.16193; no bonus token there.
-    """
-    a_W = np.arange(w)
-    num_tokens = np.sum(p**a_W * (1 - p) * (a_W + 1)) + w * p**w
-    return float(num_tokens / (p**w + 2 * (1 - p**w)))
-
-
 def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> StreamedRates:
-    """What the streamed pipeline yields; `drafts_per_step` is m, seconds of a verifier step by those of a draft token.
+    """Returns the rates of the streamed pipeline if the drafter makes m = `drafts_per_step` tokens in a verifier step.
 
-    Exact for the Markov chain of the tail's length at the start of a step. A broken m is floor(m) or one more, drawn again in
-    each step: clocks jitter. If they beat evenly it is up to 4 % more tokens (`test_placement.py`).
+    The result is exact for the Markov chain of the buffer's length at the start of a step. A fractional m means floor(m) or one
+    more token, drawn again in each step, because clocks jitter. Without jitter there are up to 4 % more tokens
+    (`test_placement.py`).
     """
     p = min(p, _ALMOST_SURE)
     lengths_L = np.arange(window + 1)
@@ -81,13 +73,13 @@ def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> Str
     return StreamedRates(1 + float(share_L @ gained_L), float(share_L @ submitted_L), float(1 - share_L[0]))
 
 
-def settle(
+def steady_state(
     p: float, k: int, window: int, draft_s: float, step_s: Callable[[float], float], num_requests: int
-) -> SettledStep:
-    """The pace at which a verifier of `num_requests` requests and its drafter run together.
+) -> SteadyState:
+    """Returns the steady state of a verifier of `num_requests` requests and its drafter.
 
-    `draft_s`: seconds in which the drafter makes one token for all requests; `step_s(rows)`: seconds of a verifier step.
-    Drafts make a step longer, a longer step brings more drafts: iterated from none, which leads to the least fixed point.
+    The drafter makes one token for all requests in `draft_s` seconds. A verifier step takes `step_s(rows)` seconds. Drafts make
+    a step longer, and a longer step brings more drafts. Iterating from no drafts leads to the least fixed point.
     """
     rates = StreamedRates(1.0, 0.0, 0.0)
     seconds = step_s(num_requests)
@@ -97,11 +89,11 @@ def settle(
         seconds = step_s(num_requests * (1 + rates.num_submitted))
         if abs(rates.num_submitted - before) < _CLOSE:
             break
-    return SettledStep(seconds, rates)
+    return SteadyState(seconds, rates)
 
 
 def _transitions(p: float, submitted_L: np.ndarray, window: int, drafts_per_step: float) -> np.ndarray:
-    """P(tail length at the next step | at this one), float64 [L, L]."""
+    """Returns P(buffer length at the next step | at this step), float64 [L, L]."""
     whole = int(min(drafts_per_step, window))
     more = min(drafts_per_step, window) - whole
     chances_LL = np.zeros((window + 1, window + 1))
@@ -115,9 +107,9 @@ def _transitions(p: float, submitted_L: np.ndarray, window: int, drafts_per_step
 
 
 def _stationary(chances_LL: np.ndarray) -> np.ndarray:
-    """The share of the steps that each state gets in the long run, float64 [L]."""
+    """Returns the stationary distribution of the chain, float64 [L]."""
     equations_LL = chances_LL.T - np.eye(len(chances_LL))
     equations_LL[-1] = 1.0
     share_L = np.linalg.solve(equations_LL, np.eye(len(chances_LL))[-1])
-    share_L = np.maximum(share_L, 0.0)  # rounding makes some less than none
+    share_L = np.maximum(share_L, 0.0)  # Rounding makes some shares slightly negative.
     return share_L / share_L.sum()

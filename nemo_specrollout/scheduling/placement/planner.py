@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to verify and where to draft: every way to place engines on the devices, by the tokens a second that it promises.
+"""Placement planner: ranks all ways to place verifiers and drafters on the devices by predicted tokens a second.
 
-As Algorithm 1 of SpecActor (arXiv 2511.16193), but with our pipeline instead of lock-step windows, with engines that do not
-speculate and engines that draft themselves among the ways, and with drafts that make the verifier's step longer.
+It follows Algorithm 1 of SpecActor (arXiv 2511.16193), but models our streamed pipeline instead of lock-step windows. It also
+considers engines without drafts and engines that draft themselves, and counts that drafts make the verifier's step longer.
 """
 
 import math
@@ -12,23 +12,27 @@ from functools import cached_property
 
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables, sizes_of
-from nemo_specrollout.scheduling.placement.pipeline import SettledStep, coupled_tokens, settle
+from nemo_specrollout.scheduling.placement.pipeline import SteadyState, coupled_tokens, steady_state
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
 VERIFIER, DRAFTER = "verifier", "drafter"
 LONGEST_WINDOW = 32
-"""Draft tokens ahead beyond which nothing is gained (`test_placement.py`)."""
-# Every k up to the first, then those of the list: from there on one more token changes next to nothing.
-_DENSE, _SPARSE = 8, (10, 12, 16, 24, 32, 48, 64)
-# The smallest window is taken that does so much of what the longest does: what is drafted ahead in vain is the less.
+"""Window in draft tokens beyond which nothing is gained (`test_placement.py`)."""
+_DENSE = 8
+"""Draft lengths up to this one are all tried."""
+_SPARSE = (10, 12, 16, 24, 32, 48, 64)
+"""Longer draft lengths that are tried."""
 _AS_GOOD = 0.995
-# A drafter is what holds a pair up if one that takes no time would let it make so much more.
-_HELD_UP, _NO_TIME = 1.1, 1e-9
+"""Share of the longest window's speed that the chosen window must reach. A smaller window wastes fewer drafts."""
+_HELD_UP = 1.1
+"""Speedup by an infinitely fast drafter from which the drafter is the bottleneck."""
+_NO_TIME = 1e-9
+"""Factor on drafting time of an infinitely fast drafter."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to place engines, and what it promises. A group is one verifier, its drafter if it has one, and their requests."""
+    """A placement and its predicted speed. A group is one verifier, its drafter if any, and their requests."""
 
     mode: str
     """`plain`, `coupled` (the verifier's engine drafts itself) or `decoupled`."""
@@ -37,54 +41,54 @@ class Option:
     """Threads or GPUs of a verifier."""
 
     drafter_size: int
-    """Threads or GPUs of a drafter; 0 without one of its own."""
+    """Threads or GPUs of a separate drafter; 0 without one."""
 
     num_groups: int
-    """Groups, side by side."""
+    """Groups side by side."""
 
     batch: int
     """Requests of the largest group."""
 
     k: int
-    """Most draft tokens of a request in a step."""
+    """Maximum draft tokens of a request in a step."""
 
     window: int
-    """Draft tokens that a drafter may be ahead; k where it is coupled."""
+    """Draft tokens that a drafter may be ahead; k if it is coupled."""
 
     step_s: float
-    """Seconds of a step, coupled drafting included."""
+    """Seconds of a step, including coupled drafting."""
 
     tokens_per_step: float
     """Tokens that a request emits in a step."""
 
     num_submitted: float
-    """Draft tokens of a request in a step, on average."""
+    """Mean draft tokens of a request in a step."""
 
     occupancy: float
     """Share of a request's steps that have a draft."""
 
     bottleneck: str
-    """Of a pair: `drafter`, if one that takes no time would bring a tenth more tokens a second; else `verifier`. Of an engine
-    that drafts itself: what takes more of its step."""
+    """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would bring a tenth
+    more tokens a second. In a coupled engine, it is the part that takes more of the step."""
 
     tokens_per_s: float
-    """Of all requests together, at the pace of the largest group."""
+    """Tokens a second of all requests, at the speed of the largest group."""
 
     speedup: float = 1.0
-    """Over the best plain option on the same devices."""
+    """Speed relative to the best plain option on the same devices."""
 
     @property
     def group_tokens_per_s(self) -> float:
-        """Of the largest group."""
+        """Tokens a second of the largest group."""
         return self.batch * self.tokens_per_step / self.step_s
 
     @property
     def num_rows(self) -> float:
-        """Rows of a verifier's step, on average: more than were measured is a guess."""
+        """Mean rows of a verifier's step. Beyond the measured rows, step times are extrapolated."""
         return self.batch * (1 + self.num_submitted)
 
     def in_words(self, unit: str) -> str:
-        """The middle of a sentence; `unit` is what sizes count."""
+        """Returns a description for the middle of a sentence. `unit` is the unit of sizes."""
         groups = "" if self.num_groups == 1 else f"{self.num_groups} groups, each "
         verifier = counted(self.verifier_size, unit)
         if self.mode == PLAIN:
@@ -98,13 +102,13 @@ class Option:
 
     @property
     def layout(self) -> tuple[str, int, int]:
-        """Which engines there are, whatever is drafted: mode, size of a verifier, size of a drafter."""
+        """Mode, size of a verifier and size of a drafter."""
         return self.mode, self.verifier_size, self.drafter_size
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Every option, the best first."""
+    """All options, the best first."""
 
     options: tuple[Option, ...]
 
@@ -114,7 +118,7 @@ class Placement:
 
     @property
     def plain(self) -> Option:
-        """The best without drafts."""
+        """The best option without drafts."""
         return next(o for o in self.options if o.mode == PLAIN)
 
     @property
@@ -127,7 +131,7 @@ class Placement:
 
 
 def counted(number: int, unit: str) -> str:
-    """E.g. 2 threads."""
+    """Returns e.g. "2 threads"."""
     return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
@@ -139,9 +143,10 @@ def place(
     max_k: int,
     max_groups: int | None = None,
 ) -> Placement:
-    """All ways to roll `num_requests` out on `num_devices`, if a draft token is right with probability `acceptance`.
+    """Ranks all ways to roll out `num_requests` requests on `num_devices` devices.
 
-    `max_groups` is how many verifiers there may be. Raises ConfigError if the devices are too few for any that was measured.
+    `acceptance` is P(a draft token is right). `max_k` limits the draft length and `max_groups` the number of verifiers. Raises
+    ConfigError if the devices are too few for every measured verifier.
     """
     search = _Search(tables, num_requests, num_devices, acceptance, max_k, max_groups)
     plain = list(search.plain())
@@ -158,6 +163,8 @@ def place(
 
 @dataclass(frozen=True)
 class _Search:
+    """All options for a number of requests and devices."""
+
     tables: CostTables
     num_requests: int
     num_devices: int
@@ -168,8 +175,7 @@ class _Search:
     def plain(self) -> Iterator[Option]:
         for verifier in self.tables.verify_s:
             if num_groups := self._num_groups(verifier.size):
-                step_s = verifier.at(self._batch(num_groups))
-                yield self._option(PLAIN, verifier.size, 0, num_groups, 0, 0, step_s, 1.0, 0.0, 0.0, VERIFIER)
+                yield self._one_engine(verifier, None, num_groups, 0)
 
     def coupled(self) -> Iterator[Option]:
         drafting = {curve.size: curve for curve in self.tables.coupled_draft_s}
@@ -177,14 +183,14 @@ class _Search:
             num_groups = self._num_groups(verifier.size)
             if num_groups and verifier.size in drafting:
                 for k in self._ks:
-                    yield self._coupled(verifier, drafting[verifier.size], num_groups, k)
+                    yield self._one_engine(verifier, drafting[verifier.size], num_groups, k)
 
     def decoupled(self) -> Iterator[Option]:
         for verifier in self.tables.verify_s:
             for drafter in self.tables.draft_s:
                 if num_groups := self._num_groups(verifier.size + drafter.size):
                     for k in self._ks:
-                        yield self._decoupled(verifier, drafter, num_groups, k)
+                        yield self._pair(verifier, drafter, num_groups, k)
 
     @cached_property
     def _ks(self) -> list[int]:
@@ -195,62 +201,53 @@ class _Search:
         limits = [self.num_devices // size, self.num_requests]
         return min([*limits, self.max_groups] if self.max_groups is not None else limits)
 
-    def _batch(self, num_groups: int) -> int:
-        return math.ceil(self.num_requests / num_groups)
-
-    def _coupled(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
-        batch = self._batch(num_groups)
-        verify_s, draft_s = verifier.at(batch * (k + 1)), k * drafter.at(batch)
-        slower = DRAFTER if draft_s > verify_s else VERIFIER
-        tokens = coupled_tokens(self.p, k)
-        return self._option(COUPLED, verifier.size, 0, num_groups, k, k, verify_s + draft_s, tokens, k, 1.0, slower)
-
-    def _decoupled(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
-        pair = _Pair(verifier, drafter, self._batch(num_groups), self.p, k)
-        window, settled = pair.with_small_window()
-        rates = settled.rates
-        return self._option(
-            DECOUPLED, verifier.size, drafter.size, num_groups, k, window, settled.step_s, rates.num_tokens,
-            rates.num_submitted, rates.occupancy, pair.bottleneck(window),
-        )  # fmt: skip
-
-    def _option(
-        self, mode: str, verifier_size: int, drafter_size: int, num_groups: int, k: int, window: int, step_s: float,
-        tokens_per_step: float, num_submitted: float, occupancy: float, bottleneck: str,
-    ) -> Option:  # fmt: skip
+    def _one_engine(self, verifier: CostCurve, drafting: CostCurve | None, num_groups: int, k: int) -> Option:
+        """Returns the option of an engine without drafts, or of one that drafts itself."""
+        batch = math.ceil(self.num_requests / num_groups)
+        verify_s = verifier.at(batch * (k + 1))
+        draft_s = k * drafting.at(batch) if drafting is not None else 0.0
+        step_s, tokens = verify_s + draft_s, coupled_tokens(self.p, k)
         return Option(
-            mode, verifier_size, drafter_size, num_groups, self._batch(num_groups), k, window, step_s, tokens_per_step,
-            num_submitted, occupancy, bottleneck, self.num_requests * tokens_per_step / step_s,
-        )  # fmt: skip
+            mode=PLAIN if drafting is None else COUPLED,
+            verifier_size=verifier.size,
+            drafter_size=0,
+            num_groups=num_groups,
+            batch=batch,
+            k=k,
+            window=k,
+            step_s=step_s,
+            tokens_per_step=tokens,
+            num_submitted=k,
+            occupancy=1.0 if k else 0.0,
+            bottleneck=DRAFTER if draft_s > verify_s else VERIFIER,
+            tokens_per_s=self.num_requests * tokens / step_s,
+        )
 
+    def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
+        """Returns the option of a verifier and a separate drafter, with the smallest window that is good enough."""
+        batch = math.ceil(self.num_requests / num_groups)
 
-@dataclass(frozen=True)
-class _Pair:
-    """A verifier and its drafter, with a number of requests."""
+        def steady(window: int, drafter_factor: float = 1.0) -> SteadyState:
+            return steady_state(self.p, k, window, drafter_factor * drafter.at(batch), verifier.at, batch)
 
-    verifier: CostCurve
-    drafter: CostCurve
-    batch: int
-    p: float
-    k: int
-
-    def with_small_window(self) -> tuple[int, SettledStep]:
-        """The smallest window that does nearly what the longest does: k, or twice, four times as much and so on."""
-        longest = max(self.k, LONGEST_WINDOW)
-        window, enough = self.k, _AS_GOOD * _rate(self._settled(longest))
-        while window < longest and _rate(self._settled(window)) < enough:
+        longest = max(k, LONGEST_WINDOW)
+        window, enough = k, _AS_GOOD * steady(longest).tokens_per_s
+        while window < longest and steady(window).tokens_per_s < enough:
             window = min(2 * window, longest)
-        return window, self._settled(window)
-
-    def bottleneck(self, window: int) -> str:
-        """Who holds the other up."""
-        is_held_up = _rate(self._settled(window, _NO_TIME)) > _HELD_UP * _rate(self._settled(window))
-        return DRAFTER if is_held_up else VERIFIER
-
-    def _settled(self, window: int, drafter_factor: float = 1.0) -> SettledStep:
-        draft_s = drafter_factor * self.drafter.at(self.batch)
-        return settle(self.p, self.k, window, draft_s, self.verifier.at, self.batch)
-
-
-def _rate(settled: SettledStep) -> float:
-    return settled.rates.num_tokens / settled.step_s
+        found = steady(window)
+        is_held_up = steady(window, _NO_TIME).tokens_per_s > _HELD_UP * found.tokens_per_s
+        return Option(
+            mode=DECOUPLED,
+            verifier_size=verifier.size,
+            drafter_size=drafter.size,
+            num_groups=num_groups,
+            batch=batch,
+            k=k,
+            window=window,
+            step_s=found.step_s,
+            tokens_per_step=found.rates.num_tokens,
+            num_submitted=found.rates.num_submitted,
+            occupancy=found.rates.occupancy,
+            bottleneck=DRAFTER if is_held_up else VERIFIER,
+            tokens_per_s=self.num_requests * found.rates.num_tokens / found.step_s,
+        )
