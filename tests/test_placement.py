@@ -193,7 +193,9 @@ KNOWN = st.builds(tables, st.floats(1e-4, 0.1), st.floats(1e-7, 1e-2), st.floats
 @settings(max_examples=25)
 @given(KNOWN, st.integers(1, 300), st.integers(1, 9), st.floats(0.0, 1.0))
 @example(tables(0.0625, 0.009327110368503169, 0.75, 1), 2, 5, 0.75)  # No draft of this drafter is in time.
-def test_the_best_option_is_never_worse_than_plain(known: CostTables, num_requests: int, devices: int, p: float) -> None:
+def test_the_best_option_is_never_worse_than_plain(
+    known: CostTables, num_requests: int, devices: int, p: float
+) -> None:
     placement = place(known, num_requests, devices, p, 5)
     assert placement.best.speedup >= 1.0 and placement.plain.speedup == 1.0
     assert all(0.0 <= o.occupancy <= 1.0 and 1.0 <= o.tokens_per_step <= o.k + 1 + 1e-6 for o in placement.options)

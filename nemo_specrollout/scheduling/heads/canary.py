@@ -68,7 +68,11 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
         (bool(shared), "shared", f"the head's {shared} lie in the policy's memory, so a refit overwrites them"),
         (health.differs_from_published, "differs", "the engine's head is not the published one; publish it again"),
         (health.layer_ids_wrong, "layer_ids", "the head gets other layers than in training; check its layer ids"),
-        (health.qkv_interleaved, "qkv", "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM"),
+        (
+            health.qkv_interleaved,
+            "qkv",
+            "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM",
+        ),
         (
             health.fails_in_long_contexts,
             "context",
@@ -267,7 +271,8 @@ def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K:
 
 
 def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
-    """Returns the rates by position of a drafter with equal acceptance at all positions and `acceptance_length` tokens a step."""
+    """Returns the rates by position of a drafter with equal acceptance at all positions and `acceptance_length` tokens
+    a step."""
     low, high = 0.0, 1.0
     positions_K = np.arange(1, num_positions + 1)
     for _ in range(40):

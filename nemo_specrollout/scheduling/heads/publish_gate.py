@@ -84,10 +84,11 @@ class PublishGate:
         published = bound >= -self.tolerance
         against = "drafting nothing" if is_first else "the head in service"
         means = (float(np.average(values, weights=weights_N)) for values in (candidate_N, reference_N))
+        required = f" (1 plus the required gain of {self.min_first_gain})" if is_first else ""
         reason = (
             f"{'published' if published else 'refused'}: held-out acceptance length {next(means):.3f}, {against} "
-            f"{next(means):.3f}{f' (1 plus the required gain of {self.min_first_gain})' if is_first else ''}; the difference is at least "
-            f"{bound:+.3f} at confidence {self.confidence} over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
+            f"{next(means):.3f}{required}; the difference is at least {bound:+.3f} at confidence {self.confidence} "
+            f"over {num_samples} prompts, {0.0 - self.tolerance:+.3f} needed"
         )
         return GateDecision(published, difference, bound, self.confidence, num_samples, reason)
 

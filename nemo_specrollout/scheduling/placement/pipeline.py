@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of draft pipelines: tokens of a verifier step with coupled drafting, and with a drafter that streams ahead.
 
-Symbols: p is P(a draft token is right), equal and independent for all tokens. k is the maximum number of draft tokens submitted
-for a request in a step. w is the window, the maximum number of draft tokens ahead of the committed text. m is the number of draft
-tokens made for a request during one verifier step.
+Symbols: p is P(a draft token is right), equal and independent for all tokens. k is the maximum number of draft tokens
+submitted for a request in a step. w is the window, the maximum number of draft tokens ahead of the committed text. m is
+the number of draft tokens made for a request during one verifier step.
 
-In the streamed pipeline, a step submits up to k tokens of a request's draft buffer while the drafter extends the buffer. A wrong
-draft empties the buffer, and the next step is plain for that request. If all drafts were right, or none was submitted, the step
-samples one more position. The rest of the buffer then survives if the drafter had made the same token there: again p. The
-drafter learns a step's outcome at its end, at no cost, and continues from there at once.
+In the streamed pipeline, a step submits up to k tokens of a request's draft buffer while the drafter extends the
+buffer. A wrong draft empties the buffer, and the next step is plain for that request. If all drafts were right, or none
+was submitted, the step samples one more position. The rest of the buffer then survives if the drafter had made the same
+token there: again p. The drafter learns a step's outcome at its end, at no cost, and continues from there at once.
 """
 
 from collections.abc import Callable
@@ -61,9 +61,9 @@ def coupled_tokens(p: float, k: int) -> float:
 def streamed_rates(p: float, k: int, window: int, drafts_per_step: float) -> StreamedRates:
     """Returns the rates of the streamed pipeline if the drafter makes m = `drafts_per_step` tokens in a verifier step.
 
-    The result is exact for the Markov chain of the buffer's length at the start of a step. A fractional m means floor(m) or one
-    more token, drawn again in each step, because clocks jitter. Without jitter there are up to 4 % more tokens
-    (`test_placement.py`).
+    The result is exact for the Markov chain of the buffer's length at the start of a step. A fractional m means
+    floor(m) or one more token, drawn again in each step, because clocks jitter. Without jitter there are up to 4 % more
+    tokens (`test_placement.py`).
     """
     p = min(p, _ALMOST_SURE)
     lengths_L = np.arange(window + 1)
@@ -78,8 +78,9 @@ def steady_state(
 ) -> SteadyState:
     """Returns the steady state of a verifier of `num_requests` requests and its drafter.
 
-    The drafter makes one token for all requests in `draft_s` seconds. A verifier step takes `step_s(rows)` seconds. Drafts make
-    a step longer, and a longer step brings more drafts. Iterating from no drafts leads to the least fixed point.
+    The drafter makes one token for all requests in `draft_s` seconds. A verifier step takes `step_s(rows)` seconds.
+    Drafts make a step longer, and a longer step brings more drafts. Iterating from no drafts leads to the least fixed
+    point.
     """
     rates = StreamedRates(1.0, 0.0, 0.0)
     seconds = step_s(num_requests)

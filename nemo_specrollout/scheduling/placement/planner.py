@@ -68,8 +68,8 @@ class Option:
     """Share of a request's steps that have a draft."""
 
     bottleneck: str
-    """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would bring a tenth
-    more tokens a second. In a coupled engine, it is the part that takes more of the step."""
+    """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would
+    bring a tenth more tokens a second. In a coupled engine, it is the part that takes more of the step."""
 
     tokens_per_s: float
     """Tokens a second of all requests, at the speed of the largest group."""
