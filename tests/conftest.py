@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all tests: the environment of an in-process CPU engine, a tiny random model, the shipped policy."""
+"""Shared fixtures and settings: the environment of in-process CPU engines, tiny random models, the shipped policy."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# OpenMP's barriers spin: two threads beside another process crawl. Numba's number of threads becomes OpenMP's.
+# OpenMP's barriers spin, so that two threads are very slow beside another process. Numba sets OpenMP's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
@@ -41,7 +41,7 @@ TINY_ROLLOUTS = {
     "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 1 << 26,
     "data.max_terms": 3,
 }
-"""Settings of a quickstart whose steps are over at once: few requests, short answers, short additions."""
+"""Overrides of the quickstart with fast steps: few requests, short answers, short additions."""
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +66,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 in small: a random Llama whose LM head is its embedding, three query heads to a KV head, five layers."""
+    """A random Llama like SmolLM2: tied LM head and embedding, three query heads to a KV head, five layers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +86,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed_vllm(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a folder with links to the files of the installed vLLM, and copies with changes: (file, old text, new text)."""
+    """Makes a copy of the installed vLLM with changes of the form (file, old text, new text); other files are links."""
     from nemo_specrollout.generation.vllm_source import installed_source
 
     def change(*changes: tuple[str, str, str]) -> Path:
@@ -112,14 +112,14 @@ def _copy_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def start_engine() -> Iterator[Callable[..., Any]]:
-    """Starts engines for a model and a `specrollout` block, and closes them when the module's tests are done."""
+    """Starts engines for a model and a `specrollout` block, and closes them after the module's tests."""
     from nemo_specrollout.config.block import SpecrolloutConfig
     from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
     from nemo_specrollout.generation.engine import RolloutEngine
 
     engines = []
     gc.collect()
-    gc.freeze()  # spares the collections below all that tests have ever imported
+    gc.freeze()  # excludes all imported modules from the collections below
 
     def start(model: Path, block: SpecrolloutConfig, max_new_tokens: int = 64, **vllm_kwargs: Any) -> RolloutEngine:
         kwargs = {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 28, **vllm_kwargs}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may write: files that inherit, overrides, the strict block, NeMo-RL's sections, the shipped configs."""
+"""Configs: inheritance, overrides, the strict block, the sections of NeMo-RL, the shipped configs."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ def quickstart(*overrides: str) -> RunConfig:
 
 
 def assert_refused(sentence: str, *overrides: str) -> None:
-    """The quickstart with `overrides` is refused with a message that begins with `sentence`."""
+    """Asserts that the quickstart with `overrides` is refused with a message that begins with `sentence`."""
     with pytest.raises(ConfigError, match=rf"^{re.escape(sentence)}"):
         quickstart(*overrides)
 
@@ -41,12 +41,12 @@ def assert_refused(sentence: str, *overrides: str) -> None:
 # Files: inheritance, interpolation, overrides.
 
 
-def test_defaults_lie_beneath(tmp_path: Path) -> None:
+def test_a_file_overrides_its_defaults(tmp_path: Path) -> None:
     child = write(tmp_path, child="defaults: parent.yaml\na: {x: 1}", parent="a: {x: 0, y: 2}\nb: 3")
     assert load_config(child) == {"a": {"x": 1, "y": 2}, "b": 3}
 
 
-def test_of_several_defaults_later_ones_win(tmp_path: Path) -> None:
+def test_later_defaults_override_earlier_ones(tmp_path: Path) -> None:
     child = write(tmp_path, child="defaults: [one.yaml, two.yaml]\nc: 3", one="a: 1\nb: 1", two="b: 2\nc: 2")
     assert load_config(child) == {"a": 1, "b": 2, "c": 3}
 
@@ -57,7 +57,7 @@ def test_defaults_are_relative_to_their_own_file(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, child="defaults: base/parent.yaml")) == {"a": 1, "b": 2}
 
 
-def test_a_parent_may_be_shared_but_not_lead_back(tmp_path: Path) -> None:
+def test_defaults_may_share_a_parent_but_not_form_a_cycle(tmp_path: Path) -> None:
     shared = write(
         tmp_path, top="defaults: [left.yaml, right.yaml]", left="defaults: base.yaml", right="b: 1", base="a: 1"
     )
@@ -80,14 +80,14 @@ def test_a_parent_may_be_shared_but_not_lead_back(tmp_path: Path) -> None:
         ("a: ${b}", "'b' not found"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_error_in_a_file_names_the_file(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:
         load_config(write(tmp_path, broken=text))
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_an_error_about_a_binary_file_names_it(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(bytes(range(256)))
     with pytest.raises(ConfigError, match=r"weights\.bin"):
         load_config(tmp_path / "weights.bin")
@@ -99,7 +99,7 @@ def test_interpolation_sees_overrides() -> None:
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_overrides_with_and_without_plus(plus: str) -> None:
+def test_an_override_may_begin_with_plus(plus: str) -> None:
     tree = load_config(QUICKSTART, [f"{plus}grpo.max_num_steps=3", f"{plus}grpo.made_up.deep=[1,two]"])
     assert (tree["grpo"]["max_num_steps"], tree["grpo"]["made_up"]) == (3, {"deep": [1, "two"]})
     assert tree["grpo"]["num_prompts_per_step"] == 8
@@ -118,7 +118,7 @@ def test_an_override_must_be_key_and_value(override: str) -> None:
         ("policy=[1]", r"override 'policy=\[1\]': policy is a list here, but a block below it; write a block"),
     ],
 )
-def test_an_override_that_cannot_be_merged_is_a_sentence(override: str, words: str) -> None:
+def test_an_override_that_cannot_be_merged_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(QUICKSTART, [override])
 
@@ -153,11 +153,11 @@ def test_an_override_that_cannot_be_merged_is_a_sentence(override: str, words: s
         ("budget", "null", ".budget: expected a block of keys, got None"),
     ],
 )
-def test_the_block_refuses(key: str, value: str, sentence: str) -> None:
+def test_the_block_refuses_wrong_keys_and_values(key: str, value: str, sentence: str) -> None:
     assert_refused(BLOCK_PATH + sentence, f"{BLOCK_PATH}.{key}={value}")
 
 
-def test_every_drafter_type_is_accepted_and_kept_in_order() -> None:
+def test_drafters_keep_their_order() -> None:
     block = build(SpecrolloutConfig, {"drafters": [{"type": t} for t in TEXT_DRAFTERS]}, BLOCK_PATH)
     assert tuple(d.type for d in block.drafters) == TEXT_DRAFTERS
 
@@ -168,22 +168,22 @@ def test_an_absent_block_is_off(tmp_path: Path) -> None:
     assert not read_run_config(tree)[0].policy.generation.specrollout.enabled
 
 
-# NeMo-RL's sections: lenient about what the local runner has no use for, strict about what it reads.
+# Sections of NeMo-RL: lenient about keys that the local runner ignores, strict about keys that it reads.
 
 
-def test_keys_without_effect_are_listed() -> None:
+def test_ignored_keys_are_listed() -> None:
     overrides = ["grpo.val_period=10", "env.math.num_workers=8", "policy.dtensor_cfg.enabled=false"]
     config, ignored = read_run_config(load_config(QUICKSTART, overrides))
     assert set(ignored) == {"grpo.val_period", "env", "policy.dtensor_cfg"}
     assert config == quickstart()
 
 
-def test_the_scheduler_of_nemo_rl_is_read() -> None:
+def test_warm_up_is_read_from_the_block_scheduler() -> None:
     optimizer = quickstart("policy.megatron_cfg.scheduler.lr_warmup_iters=5").policy.megatron_cfg.optimizer
     assert optimizer.lr_warmup_iters == 5
 
 
-def test_numbers_are_read_as_a_user_means_them() -> None:
+def test_floats_may_be_written_as_integers_or_with_exponent() -> None:
     assert quickstart("policy.megatron_cfg.optimizer.lr=1e-4").policy.megatron_cfg.optimizer.lr == 1e-4
     assert quickstart("policy.generation.temperature=1").policy.generation.temperature == 1.0
 
@@ -217,7 +217,7 @@ def test_numbers_are_read_as_a_user_means_them() -> None:
         ("runtime=ray", "runtime: 'ray' is not available"),
     ],
 )
-def test_the_sections_refuse(override: str, sentence: str) -> None:
+def test_the_sections_refuse_wrong_values(override: str, sentence: str) -> None:
     assert_refused(sentence, override)
 
 
@@ -240,21 +240,23 @@ def test_the_sections_refuse(override: str, sentence: str) -> None:
         ("{racers: 2}", ".racers: unknown key"),
     ],
 )
-def test_the_tail_s_block_refuses(block: str, sentence: str) -> None:
+def test_fastest_of_n_refuses_wrong_values(block: str, sentence: str) -> None:
     assert_refused(f"{TAIL}{sentence}", f"{TAIL}={block}", "cluster.rollout_workers=2")
 
 
-def test_racing_needs_workers_and_workers_need_requests() -> None:
+def test_racing_needs_engines_and_engines_need_requests() -> None:
     assert_refused(f"{TAIL}: there is only one rollout worker, so requests cannot move", f"{TAIL}={{}}")
     few = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
     assert_refused(
         "cluster.rollout_workers: 5 workers for 4 requests of a step; lower it", *few, "cluster.rollout_workers=5"
     )
     assert_refused("cluster.rollout_workers: 0 is out of range", "cluster.rollout_workers=0")
-    assert quickstart(f"{TAIL}={{enabled: false}}").cluster.rollout_workers == 1, "what is off needs nobody"
+    assert quickstart(f"{TAIL}={{enabled: false}}").cluster.rollout_workers == 1, (
+        "a disabled block needs no second engine"
+    )
 
 
-def test_an_engine_has_one_drafter_with_weights_and_each_worker_an_engine() -> None:
+def test_each_engine_has_at_most_one_drafter_with_weights() -> None:
     heads = "drafters=[{type: eagle3, model: a}, {type: draft_model, model: b}]"
     together = ["cluster.rollout_workers=2", f"{BLOCK_PATH}.{heads}"]
     apart = f"{TAIL}={{methods: [[eagle3], [draft_model]]}}"
@@ -265,7 +267,7 @@ def test_an_engine_has_one_drafter_with_weights_and_each_worker_an_engine() -> N
     assert [[d.type for d in kind] for kind in block.drafters_of_workers] == [["eagle3"], ["draft_model"]]
 
 
-def test_a_forced_on_policy_ratio_needs_one_optimizer_step_a_rollout() -> None:
+def test_a_forced_on_policy_ratio_needs_one_optimizer_step() -> None:
     forced = "loss_fn.force_on_policy_ratio=true"
     assert quickstart(forced, "policy.train_global_batch_size=64").loss_fn.force_on_policy_ratio
     assert_refused(
@@ -273,7 +275,7 @@ def test_a_forced_on_policy_ratio_needs_one_optimizer_step_a_rollout() -> None:
     )
 
 
-def test_more_drafts_than_the_context_holds_are_refused() -> None:
+def test_drafts_must_fit_the_context() -> None:
     small = ["policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=16"]
     assert_refused(
         f"{BLOCK_PATH}.num_speculative_tokens: 32 drafts do not fit a context of 32",
@@ -281,7 +283,7 @@ def test_more_drafts_than_the_context_holds_are_refused() -> None:
     )  # fmt: skip
 
 
-def test_a_missing_section_is_named() -> None:
+def test_an_error_names_the_missing_key() -> None:
     tree: dict[str, Any] = load_config(QUICKSTART)
     del tree["policy"]["generation"]["max_new_tokens"]
     with pytest.raises(ConfigError, match=r"^policy\.generation\.max_new_tokens: missing"):
@@ -290,14 +292,14 @@ def test_a_missing_section_is_named() -> None:
         read_run_config({})
 
 
-# What is shipped, and what it runs on.
+# Shipped configs, and supported versions.
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "configs").glob("*_cpu.yaml")), ids=lambda p: p.name)
-def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_configs_can_run_and_have_no_ignored_keys(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     overrides = []
-    if path.name == "smollm2_cpu.yaml":  # its model and its tasks come with `make smollm2`
+    if path.name == "smollm2_cpu.yaml":  # `make smollm2` makes its model and installs its tasks
         pytest.importorskip("reasoning_gym")
         block = "policy.generation.specrollout"
         overrides = [
@@ -308,13 +310,13 @@ def test_shipped_configs_can_run_and_have_no_idle_keys(path: Path, monkeypatch: 
     assert read_run_config(prepared.tree)[0] == prepared.config
 
 
-def test_the_real_model_is_made_by_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_smollm2_names_the_command_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match=r"elsewhere/smollm2 does not exist; run `make smollm2`"):
         prepare(ROOT / "examples/configs/smollm2_cpu.yaml", ["policy.model_name=elsewhere/smollm2"])
 
 
-def test_workloads_and_groups_of_a_bench_must_make_sense() -> None:
+def test_bench_refuses_equal_names_and_groups_of_one_row() -> None:
     with pytest.raises(ConfigError, match="give each a name of its own"):
         build(BenchConfig, {"workloads": [{"name": "a", "data": {}}, {"name": "a", "data": {}}]}, "bench")
     with pytest.raises(ConfigError, match="no room beside plain"):
@@ -322,13 +324,13 @@ def test_workloads_and_groups_of_a_bench_must_make_sense() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.28.0", "0.32.0", "0.32", "0.33.0", "0.32.0+cpu", "0.32.3.post1"])
-def test_supported_versions(version: str) -> None:
+def test_supported_versions_of_vllm_are_accepted(version: str) -> None:
     assert unsupported_version(version) is None
 
 
 @pytest.mark.parametrize(
     "version", ["0.25.0", "0.24.9", "0.34.0", "0.34.0rc1", "0.34.0.dev5+g12ab", "1.0.0", "0.9.1", "dev"]
 )
-def test_unsupported_versions(version: str) -> None:
+def test_unsupported_versions_of_vllm_are_refused(version: str) -> None:
     sentence = unsupported_version(version)
     assert sentence is not None and version in sentence and "0.25.1 or later, before 0.34.0" in sentence

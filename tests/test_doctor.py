@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `doctor` one by one: what is out of range, gone, changed, too small or crashes becomes a diagnosis."""
+"""The sections of `doctor`: everything out of range, missing, changed, too small or crashing becomes a diagnosis."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ Child = Callable[[str], str]
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Child:
-    """Makes a module of some lines of Python that other processes find; returns its name."""
+    """Makes a module with the given lines of Python, which other processes can import; returns its name."""
 
     def make(text: str) -> str:
         (tmp_path / "some_child.py").write_text(text)
@@ -56,7 +56,7 @@ def versions(**changes: str | None) -> dict[str, Diagnosis]:
     return {d.name: d for d in diagnose_versions(found, is_release=False)}
 
 
-def test_a_vllm_out_of_range_fails_and_the_range_is_named() -> None:
+def test_an_unsupported_vllm_fails_with_the_supported_range() -> None:
     for version in ("0.25.0", "0.34.0", "nightly"):
         diagnosis = versions(vllm=version)["vllm"]
         assert diagnosis.state is State.FAIL and version in diagnosis.found
@@ -64,16 +64,16 @@ def test_a_vllm_out_of_range_fails_and_the_range_is_named() -> None:
     assert versions()["vllm"] == Diagnosis("versions", "vllm", State.OK, "0.32.0")
 
 
-def test_a_missing_vllm_fails_but_in_the_environment_of_nemo_rl_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_fails_unless_nemo_rl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions(vllm=None)["vllm"].state is State.FAIL
-    assert versions(vllm=None, torch=None)["torch"].state is State.OK, "there is one thing to install, vLLM"
+    assert versions(vllm=None, torch=None)["torch"].state is State.OK, "only vLLM has to be installed"
     monkeypatch.setenv("NEMO_RL_VENV_DIR", "/some/venvs")
     driver = versions(vllm=None, **{"nemo-rl": "0.6.0"})["vllm"]
     assert driver.state is State.WARN
     assert "/some/venvs/nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker/bin/python" in driver.to_do
 
 
-def test_what_an_engine_needs_must_be_there_and_what_others_need_may_be_missing() -> None:
+def test_only_packages_that_an_engine_needs_must_be_installed() -> None:
     assert versions(triton=None)["triton"].state is State.FAIL
     assert (
         versions(speculators=None)["speculators"].found
@@ -88,13 +88,13 @@ def test_a_release_of_nemo_rl_fails() -> None:
     assert found["nemo-rl"].state is State.FAIL and "main of August 2026" in found["nemo-rl"].to_do
 
 
-def test_what_is_installed_here_is_found() -> None:
+def test_installed_packages_are_found() -> None:
     found = found_versions()
     assert {"python", "nemo_specrollout", "vllm", "torch", "triton"} <= set(found)
     assert "commit" in found["nemo_specrollout"]
 
 
-def test_changed_and_missing_patch_points_are_told_apart() -> None:
+def test_changed_and_missing_patch_points_are_distinguished() -> None:
     holds = (
         DUMPS,
         CHANGED,
@@ -113,7 +113,7 @@ def test_changed_and_missing_patch_points_are_told_apart() -> None:
     assert found[4].found == "absent: no module no_such_package" and found[4].to_do.startswith("Repair this import")
 
 
-def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_process_along(child: Child) -> None:
+def test_an_import_that_fails_or_crashes_is_a_diagnosis(child: Child) -> None:
     hold = PatchPoint(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", (), "")
     first, second = patch_points_of_nemo_rl((hold, DUMPS))
     assert first.found == "absent: its import fails (OSError: libcuda.so.1: cannot open shared object file)"
@@ -127,13 +127,13 @@ def test_an_import_that_fails_is_told_and_one_that_crashes_takes_only_its_proces
     assert "last words" in crashed.last_words and not any("File" in line for line in crashed.last_words)
 
 
-def test_install_refuses_the_same_patch_points() -> None:
+def test_install_refuses_a_changed_patch_point() -> None:
     check_patch_points((DUMPS,))
     with pytest.raises(ConfigError, match=r"shutil\.which no longer takes 'depth'"):
         check_patch_points((CHANGED,))
 
 
-def test_a_name_that_vllm_no_longer_has_fails(changed_vllm: Callable[..., Path]) -> None:
+def test_a_missing_name_of_vllm_fails(changed_vllm: Callable[..., Path]) -> None:
     folder = changed_vllm(("vllm/v1/worker/gpu/sample/gumbel.py", "def gumbel_sample(", "def gumbel_samples("))
     failed = [d for d in diagnose_vllm(folder) if d.state is State.FAIL]
     assert {(d.name, d.found) for d in failed} == {("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample", "absent")}
@@ -160,7 +160,7 @@ def test_every_end_of_a_child_is_an_outcome(child: Child, text: str, failure: st
     assert outcome.told == ({"order": [1, "two"]} if "answer" in text else {})
 
 
-def test_a_child_s_own_children_end_with_it_at_its_time_out(child: Child, tmp_path: Path) -> None:
+def test_a_time_out_ends_the_children_of_a_child(child: Child, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     starts = f"open({str(pid)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     run_child(child(f"import subprocess, time\n{starts}\ntime.sleep(60)"), None, 3)
@@ -169,7 +169,7 @@ def test_a_child_s_own_children_end_with_it_at_its_time_out(child: Child, tmp_pa
         time.sleep(0.05)
 
 
-def test_shared_memory_open_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_machine_are_diagnosed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.shared_memory(tmp_path / "none").state is State.FAIL
     assert machine.open_files(256).state is State.WARN and machine.open_files(1024).state is State.OK
     monkeypatch.setattr(machine, "SMALLEST_SHM", 1 << 60)
@@ -180,14 +180,14 @@ def test_shared_memory_open_files_and_folders(tmp_path: Path, monkeypatch: pytes
     assert gone.state is State.FAIL and gone.found == os.strerror(errno.ENOENT)
 
 
-def test_a_cache_that_cannot_be_written_to_is_warned_of(tmp_path: Path) -> None:
+def test_a_read_only_model_cache_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert machine.model_cache({"HF_HOME": str(tmp_path / "new")}).state is State.OK
     assert machine.model_cache({"HF_HOME": str(tmp_path / "file")}).state is State.WARN
     assert machine.model_cache({"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"}).state is State.OK
 
 
-def test_a_ray_address_at_which_nothing_listens_fails() -> None:
+def test_a_ray_address_without_a_listener_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert machine.ray_address(address).state is State.OK
@@ -197,7 +197,7 @@ def test_a_ray_address_at_which_nothing_listens_fails() -> None:
     assert "RAY_ADDRESS" not in {d.name for d in machine.diagnose_machine({"RAY_ADDRESS": "auto"})}
 
 
-def test_a_gpu_that_torch_cannot_use_fails_unless_vllm_is_for_a_cpu() -> None:
+def test_an_unusable_gpu_fails_unless_vllm_is_for_a_cpu() -> None:
     line, without = "NVIDIA H100, 81559 MiB, 580.1", Outcome({"cuda": "12.9", "gpus": []}, "", (), 1.0)
     found = {d.name: d for d in devices(without, [line], cpu_build=False)}
     assert found["driver: GPU 0"].found == line
@@ -211,7 +211,7 @@ def test_a_gpu_that_torch_cannot_use_fails_unless_vllm_is_for_a_cpu() -> None:
     assert [(d.state, d.log) for d in devices(broken, [], cpu_build=False)] == [(State.FAIL, ("last",))]
 
 
-def test_the_first_token_that_differs_is_named() -> None:
+def test_the_first_differing_token_is_named() -> None:
     assert compared([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == {"equal": 4, "total": 4, "first": None}
     told = compared([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6, 7]])
     assert told == {"equal": 4, "total": 6, "first": [1, 1, 5, 6]}
@@ -224,14 +224,14 @@ def test_the_first_token_that_differs_is_named() -> None:
 
 
 @pytest.mark.parametrize(("sign", "to_do"), CAUSES.items())
-def test_what_a_log_says_leads_to_what_to_do(sign: str, to_do: str) -> None:
+def test_a_known_cause_in_a_log_names_its_fix(sign: str, to_do: str) -> None:
     (diagnosis,) = diagnose_self_test(Outcome({}, "RuntimeError", ("a", f"b {sign} c"), 1.0))
     assert diagnosis.state is State.FAIL and diagnosis.to_do == to_do
     assert "--json" in next(diagnose_self_test(NO_ENGINE)).to_do
     assert next(diagnose_engine(NO_ENGINE)).state is State.FAIL
 
 
-def test_what_keeps_vllm_from_the_v2_model_runner_fails_before_an_engine_starts() -> None:
+def test_settings_that_prevent_the_v2_model_runner_fail() -> None:
     found = {d.name: d for d in diagnose_environment({"VLLM_USE_V2_MODEL_RUNNER": "0"})}
     assert found["VLLM_USE_V2_MODEL_RUNNER"].to_do == "Unset VLLM_USE_V2_MODEL_RUNNER."
     assert platform_plugin("lora_resolver").state is State.FAIL
@@ -247,7 +247,7 @@ def test_what_keeps_vllm_from_the_v2_model_runner_fails_before_an_engine_starts(
         ("not an override", "not an override"),
     ],
 )
-def test_a_config_that_cannot_run_fails_with_the_sentence_of_check(
+def test_a_config_that_cannot_run_fails_with_checks_message(
     monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -256,7 +256,7 @@ def test_a_config_that_cannot_run_fails_with_the_sentence_of_check(
     assert {d.state for d in diagnose_config(QUICKSTART, [])} == {State.OK}
 
 
-def test_a_nemo_rl_config_and_a_missing_file_fail_in_the_same_way(tmp_path: Path) -> None:
+def test_a_nemo_rl_config_and_a_missing_file_fail(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("runtime: nemo_rl\npolicy: {generation: {specrollout: {enabled: true}}}\n")
     assert State.FAIL in {d.state for d in diagnose_config(config, [])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor` as a user runs it: real engines, environments that are broken, and never a stack trace."""
+"""`nemo-specrollout doctor` as a user runs it: real engines, broken environments, and never a stack trace."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from nemo_specrollout.doctor.self_test import diagnose_self_test, try_engines
 pytestmark = pytest.mark.integration
 
 COMMAND = [sys.executable, "-m", "nemo_specrollout.cli.main", "doctor"]
-# What the tests' own environment sets for engines, and a user's does not.
+# Prefixes of variables that the tests set for engines, but users do not.
 OURS = ("VLLM_", "NEMO_SPECROLLOUT_", "HF_", "TORCH")
-# Not in the environment without an engine.
+# Packages that are missing in the environment without an engine.
 HEAVY = (
     "vllm",
     "torch",
@@ -34,7 +34,7 @@ HEAVY = (
     "nemo_specrollout",
 )
 
-# The self-test, with a verifier for which each draft is right.
+# The self-test with a verifier that accepts every draft.
 LENIENT = """
 from nemo_specrollout.doctor.child import answer
 from nemo_specrollout.doctor.self_test_child import try_engines
@@ -54,7 +54,7 @@ def user_environment() -> dict[str, str]:
 
 
 def run(*arguments: str | Path, **environment: str) -> tuple[int, str]:
-    """The exit code, and all that is printed, which has no stack trace."""
+    """Returns the exit code and the output, after checking that it has no stack trace."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)], env={**user_environment(), **environment}, cwd=ROOT,
         capture_output=True, text=True, check=False,
@@ -68,7 +68,7 @@ def diagnoses(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(d["section"], d["name"]): d for d in json.loads(file.read_text())["diagnoses"]}
 
 
-def test_a_sound_environment(tmp_path: Path) -> None:
+def test_a_sound_environment_passes(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
     code, output = run(QUICKSTART, "grpo.max_num_steps=3", "--json", file)
     assert code == 0, output
@@ -85,7 +85,7 @@ def test_a_sound_environment(tmp_path: Path) -> None:
     assert states["fail"] == 0 and sum(states.values()) == len(found)
 
 
-def test_a_self_test_that_is_killed_is_a_failed_line(tmp_path: Path) -> None:
+def test_a_killed_self_test_is_a_failed_line(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
     process = subprocess.Popen(
         [*COMMAND, "--json", str(file)],
@@ -104,7 +104,7 @@ def test_a_self_test_that_is_killed_is_a_failed_line(tmp_path: Path) -> None:
 
 
 def wait_for_self_test(parent: int) -> int:
-    """The process id of the child that starts engines."""
+    """Returns the process id of the child that starts engines."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
@@ -115,7 +115,7 @@ def wait_for_self_test(parent: int) -> int:
 
 
 @pytest.mark.slow
-def test_the_other_model_runner_fails_with_a_reason(tmp_path: Path) -> None:
+def test_the_v1_model_runner_fails_with_a_reason(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
     code, _ = run("--json", file, VLLM_USE_V2_MODEL_RUNNER="0")
     assert code == 1
@@ -124,7 +124,7 @@ def test_the_other_model_runner_fails_with_a_reason(tmp_path: Path) -> None:
     assert any("Traceback" in line for line in found["log"]), "the file has what the terminal leaves out"
 
 
-def test_a_verifier_that_takes_wrong_drafts_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifier_that_accepts_wrong_drafts_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lenient_self_test.py").write_text(LENIENT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     outcome = try_engines("lenient_self_test")
@@ -134,8 +134,8 @@ def test_a_verifier_that_takes_wrong_drafts_is_found_out(tmp_path: Path, monkeyp
     assert all("first difference: response" in d.found for d in tokens)
 
 
-def test_without_vllm_torch_and_nemo_rl_the_doctor_says_so(tmp_path: Path) -> None:
-    """The interpreter without its site-packages, but for links to what the command line needs."""
+def test_missing_vllm_torch_and_nemo_rl_are_diagnosed(tmp_path: Path) -> None:
+    """Runs the interpreter without its site-packages, except links to the packages that the command line needs."""
     (site,) = {Path(p) for p in sys.path if p.endswith("site-packages") and (Path(p) / "rich").is_dir()}
     for entry in site.iterdir():
         if not entry.name.lower().startswith(HEAVY):
@@ -150,13 +150,13 @@ def test_without_vllm_torch_and_nemo_rl_the_doctor_says_so(tmp_path: Path) -> No
     assert done.stdout.count("fail") == 2, "the row of vLLM, and the count"
 
 
-def test_a_config_that_cannot_run_fails_and_all_else_is_looked_at() -> None:
+def test_a_bad_config_does_not_stop_the_other_checks() -> None:
     code, output = run("none.yaml", "--no-self-test")
     assert code == 1
     assert "none.yaml" in output and "names of vLLM" in output and "1 fail" in output
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_all_else(tmp_path: Path) -> None:
+def test_an_unwritable_json_file_is_refused_at_once(tmp_path: Path) -> None:
     for file in (tmp_path / "none" / "facts.json", tmp_path, "/dev/null"):
         code, output = run("--json", file)
         assert code == 2 and output.startswith(f"nemo-specrollout: --json: {file}") and output.count("\n") == 1

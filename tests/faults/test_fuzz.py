@@ -42,18 +42,18 @@ KEYS = [
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shipped configs name their models from there."""
+    """Runs tests in the repository root, because shipped configs name their models relative to it."""
     monkeypatch.chdir(ROOT)
 
 
 def few(number: int) -> Callable[[Any], Any]:
-    """That many cases by default; the same test is made again with many."""
+    """Returns settings with `number` cases and without a deadline."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     return settings(max_examples=number, deadline=None, suppress_health_check=checks)
 
 
 def fuzz(number: int) -> Callable[[Any], Any]:
-    """Two tests of one body: `number` cases by default, thirty times as many marked slow."""
+    """Makes two tests of one body: `number` cases by default, and thirty times as many, marked slow."""
 
     cases = [pytest.param(number, id="few"), pytest.param(30 * number, id="many", marks=pytest.mark.slow)]
 
@@ -69,7 +69,7 @@ def fuzz(number: int) -> Callable[[Any], Any]:
 
 
 def checked(kind: str, tree: Any, *overrides: str) -> bool:
-    """`check` of a config file with that content; whether it went well."""
+    """Runs `check` on a config file with the content `tree`; returns whether it passed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         file.write_bytes(tree if isinstance(tree, bytes) else yaml.safe_dump(tree, allow_unicode=True).encode())
@@ -81,14 +81,14 @@ def checked(kind: str, tree: Any, *overrides: str) -> bool:
 
 
 @fuzz(50)
-def test_configs(data: st.DataObject) -> None:
+def test_mutated_configs_run_or_are_refused(data: st.DataObject) -> None:
     tree = data.draw(st.sampled_from([QUICKSTART_TREE, HEAD_TREE, TWO_WORKERS_TREE, ASYNC_TREE]))
     checked("configs: values and keys", data.draw(mutated(tree)))
 
 
 @fuzz(40)
-def test_nemo_rl_configs(data: st.DataObject) -> None:
-    """What is said of a NeMo-RL config, though NeMo-RL is not here."""
+def test_mutated_nemo_rl_configs_run_or_are_refused(data: st.DataObject) -> None:
+    """NeMo-RL itself need not be installed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "config.yaml")
         file.write_text(yaml.safe_dump(data.draw(mutated(NEMO_RL_TREE)), allow_unicode=True))
@@ -110,20 +110,20 @@ SCENARIO_KEYS = [
 
 
 @fuzz(40)
-def test_scenarios(data: st.DataObject) -> None:
-    """Overrides of one that does not exist, of a file that is none, and of a small one."""
+def test_random_scenarios_run_or_are_refused(data: st.DataObject) -> None:
+    """Overrides of a missing scenario, of a file that is not a scenario, and of a command."""
     value = data.draw(SCALARS.map(lambda v: v if isinstance(v, str) else json.dumps(v)))
     override = f"{data.draw(st.sampled_from(SCENARIO_KEYS))}={value}".replace("\0", "")
     assert_refused_or_fine("scenarios", "simulate", data.draw(st.sampled_from(["nope", "/dev/null", "list"])), override)
 
 
 @fuzz(40)
-def test_text_of_configs(data: st.DataObject) -> None:
+def test_configs_with_random_bytes_run_or_are_refused(data: st.DataObject) -> None:
     checked("configs: bytes of the file", flipped(QUICKSTART.read_bytes(), data))
 
 
 @fuzz(100)
-def test_overrides(data: st.DataObject) -> None:
+def test_overrides_with_random_values_run_or_are_refused(data: st.DataObject) -> None:
     key = data.draw(st.sampled_from(KEYS))
     value = data.draw(VALUES)
     text = value if isinstance(value, str) else json.dumps(value)
@@ -131,14 +131,14 @@ def test_overrides(data: st.DataObject) -> None:
 
 
 @fuzz(40)
-def test_keys_of_overrides(data: st.DataObject) -> None:
+def test_overrides_with_random_keys_run_or_are_refused(data: st.DataObject) -> None:
     override = data.draw(st.text(max_size=20) | st.from_regex(r"\+{0,3}[a-z.\[\] =]{0,20}=?.{0,6}", fullmatch=True))
     if not override.startswith("-"):
         assert_refused_or_fine("overrides: keys", "check", str(QUICKSTART), override)
 
 
 def linked(folder: Path, source: Path) -> Path:
-    """A folder of links to the files of another, of which some may be replaced."""
+    """Makes a folder of links to the files of another folder, so that a test may replace some."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).symlink_to(file)
@@ -146,7 +146,7 @@ def linked(folder: Path, source: Path) -> Path:
 
 
 def changed_file(folder: Path, data: st.DataObject, names: list[str]) -> None:
-    """One of the files, changed in its values if it is JSON, or in its bytes."""
+    """Damages one of the files: its values if it is JSON, its bytes, or its existence."""
     file = folder / data.draw(st.sampled_from(names))
     content = file.read_bytes()
     file.unlink()
@@ -160,7 +160,7 @@ def changed_file(folder: Path, data: st.DataObject, names: list[str]) -> None:
 
 
 @fuzz(80)
-def test_model_folders(data: st.DataObject) -> None:
+def test_mutated_model_folders_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
         names = ["config.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -169,7 +169,7 @@ def test_model_folders(data: st.DataObject) -> None:
 
 
 @fuzz(80)
-def test_heads(data: st.DataObject) -> None:
+def test_mutated_heads_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         head = linked(Path(folder, "head"), HEAD)
         changed_file(head, data, ["config.json", "config.json", "config.json", "head_card.json", "model.safetensors"])
@@ -178,7 +178,7 @@ def test_heads(data: st.DataObject) -> None:
 
 
 @fuzz(40)
-def test_draft_models(data: st.DataObject) -> None:
+def test_mutated_draft_models_run_or_are_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = linked(Path(folder, "model"), STEP_ADDER)
         changed_file(model, data, ["config.json", "model.safetensors"])
@@ -190,7 +190,7 @@ def test_draft_models(data: st.DataObject) -> None:
 
 
 def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
-    """A run directory of two steps, with nothing left to do."""
+    """Writes a run directory with two finished steps."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     (folder / "run.json").write_text('{"command": "x", "versions": {}, "commit": null, "started": "now"}')
@@ -205,10 +205,10 @@ def write_complete_run(folder: Path, tree: dict[str, Any]) -> None:
 
 
 @fuzz(8)
-def test_run_directories(data: st.DataObject) -> None:
+def test_mutated_run_directories_lose_nothing(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        overrides = [f"logger.log_dir={run}", "grpo.max_num_steps=1"]  # fewer than it has: it never starts an engine
+        overrides = [f"logger.log_dir={run}", "grpo.max_num_steps=1"]  # fewer than are done, so that no engine starts
         write_complete_run(run, load_config(QUICKSTART, overrides))
         names = ["config.yaml", "metrics.jsonl", "trace.jsonl", "run.json", "checkpoints/step_1/checksums.json",
                  "checkpoints/step_1/rank_0_of_1.pt", "checkpoints/step_0/checksums.json"]  # fmt: skip
@@ -234,8 +234,8 @@ ARGUMENTS = st.sampled_from([
 
 
 @fuzz(50)
-def test_arguments(data: st.DataObject) -> None:
-    """Commands that would start something are left out where all is well with their arguments."""
+def test_random_arguments_run_or_are_refused(data: st.DataObject) -> None:
+    """Commands that start engines are left out, because valid arguments would start them."""
     command = data.draw(
         st.sampled_from(["check", "explain", "plan", "simulate", "report", "refresh-draft", "publish-draft"])
     )
