@@ -27,10 +27,8 @@ class BudgetConfig:
 
     policy: str = choice(*BUDGET_POLICIES, default="auto")
     """`auto`: as many as pay by the measured step times. `fixed`: always `k`. `random`: a random number, for tests."""
-
     k: int = bounded(3, low=0, high=64)
     """Draft tokens of each request under `policy: fixed`."""
-
     margin: float = bounded(0.03, low=0.0, high=1.0)
     """Under `policy: auto`, the relative gain in tokens a second that drafting must promise over no drafts."""
 
@@ -49,29 +47,21 @@ class SpecrolloutConfig:
 
     enabled: bool = True
     """False: NeMo-RL and vLLM run as if this package were not installed."""
-
     num_speculative_tokens: int = bounded(8, low=1, high=64)
     """The most draft tokens of a request in one step; vLLM reserves KV cache for them."""
-
     drafters: tuple[DrafterConfig, ...] = tagged(DRAFTERS, default=(SuffixDrafterConfig(), NgramDrafterConfig()))
     """The drafters. The draft board picks among them for each request and step. Empty: no speculation, but the same sampler,
     hence the same tokens."""
-
     budget: BudgetConfig = BudgetConfig()
     """Number of draft tokens."""
-
     verify: VerifyConfig = VerifyConfig()
     """Check that drafts do not change tokens."""
-
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; null is off."""
-
     fastest_of_n: FastestOfNConfig | None = None
     """Lets rollout workers take over or race each other's stragglers; null is off."""
-
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
-
     http_seeds: str = choice("derived", "required", default="derived")
     """Requests without a seed at an engine's HTTP server. `derived`: the prompt determines the seed. `required`: refused."""
 

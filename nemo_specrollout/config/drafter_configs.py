@@ -38,7 +38,6 @@ class LookupDrafterConfig(TextDrafterConfig):
 
     max_order: int = bounded(6, low=2, high=16)
     """Longest context, in tokens, by which a continuation is looked up."""
-
     num_slots: int | None = bounded(None, low=1 << 10, high=1 << 26)
     """Contexts that the index remembers, a power of two; each takes 40 bytes, and the least used make room. null: sized by
     the number and length of the requests, up to 1 GiB."""
@@ -125,43 +124,31 @@ class RemoteDrafterConfig(DrafterConfig):
     """`remote`: a small model in an engine of its own, which drafts ahead while the policy's engine verifies."""
 
     type: str = choice("remote", default="remote")
-
     model: str = required("name the folder of its weights")
     """Folder of the small model."""
-
     sampling: str = choice(*DRAFT_SAMPLING, default="shared_noise")
     """`shared_noise` or `greedy`, as for the other drafters with weights."""
-
     workers: int = bounded(0, low=0, high=64)
     """Drafter processes that the run starts and supervises, in NeMo-RL through Ray; 0 with `addresses`."""
-
     addresses: tuple[str, ...] = ()
     """Addresses of drafters that `serve-drafter` started, e.g. tcp://10.0.0.7:5570."""
-
     gpus: float = bounded(0.0, low=0.0, high=1.0)
     """GPUs of each drafter that NeMo-RL starts, in addition to the GPUs of `cluster`. Two drafters may share one (0.5);
     0 runs on a CPU."""
-
     most_ahead: int = bounded(24, low=1, high=64)
     """Draft tokens by which a drafter may be ahead of a request's committed text. While one step's drafts are being verified,
     the next step's are drafted: less than twice `num_speculative_tokens` makes drafters wait."""
-
     max_requests: int = bounded(256, low=1, high=4096)
     """Requests that one drafter process serves at a time, all engines together."""
-
     allowed_hosts: tuple[str, ...] = ()
     """IP addresses of the hosts that may ask for drafts; empty allows every host that knows the secret."""
-
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
-
     placement: str = choice(*PLACEMENTS, default="as_written")
     """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
     fastest by the times in `profile` (`scheduling/placement/auto_placement.py`)."""
-
     profile: str | None = None
     """For `placement: auto`, the file that `nemo-specrollout profile` wrote on this machine."""
-
     acceptance: float = bounded(0.8, low=0.0, high=1.0)
     """For `placement: auto`, the expected probability that a draft token is accepted if all before it were."""
 
