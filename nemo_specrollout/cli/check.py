@@ -29,7 +29,7 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, check_nemo_rl, effective_block, malformed
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, check_nemo_rl, effective_config, malformed
 from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
@@ -47,7 +47,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 from nemo_specrollout.config.run_sections import DataConfig
 from nemo_specrollout.config.runtime import runtime_of
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
 from nemo_specrollout.training.head.head_checks import misfit
 
@@ -228,10 +228,9 @@ def _unfit_drafters(tree: Tree) -> list[str]:
 
     Checks EAGLE-3 heads that the run refreshes, and drafters of whole blocks.
     """
-    block, policy = effective_block(tree), str(at(tree, "policy.model_name"))
-    if not block:
+    config, policy = effective_config(tree), str(at(tree, "policy.model_name"))
+    if config is None:
         return []
-    config = build(SpecrolloutConfig, block, BLOCK_PATH)
     why = misfit(config.head, policy) if config.head is not None and config.draft_refresh is not None else None
     reasons = [] if why is None else [f"{BLOCK_PATH}.drafters: {why}"]
     folder = Path(policy)
@@ -303,15 +302,14 @@ def _explain_trainer(tree: Tree) -> str:
 
 def _explain_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     try:
-        block = effective_block(tree)
+        config = effective_config(tree)
     except ConfigError:  # reported among the errors
         return []
-    if block is None:
+    if config is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
     engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
-    config = build(SpecrolloutConfig, block, BLOCK_PATH)
     return [*_explain_speculation(config, native, by_ray=True), ("engine", engine), *_explain_engines(config, tree)]
 
 

@@ -21,10 +21,10 @@ from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_config import effective_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at
 from nemo_specrollout.config.runtime import runtime_of
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 from nemo_specrollout.simulation.compare import Comparison
@@ -77,8 +77,7 @@ def _subject(tree: dict[str, Any]) -> Subject:
         return Subject(tree, explain_local(prepared), prepared.config.policy.generation.specrollout, [])
     findings = nemo_rl_findings(tree)
     is_valid = not any(finding.kind == "error" for finding in findings)
-    found = effective_block(tree) if is_valid else None
-    block = OFF if found is None else build(SpecrolloutConfig, found, BLOCK_PATH)
+    block = (effective_config(tree) if is_valid else None) or OFF
     return Subject(tree, explain_nemo_rl(tree), block, findings)
 
 

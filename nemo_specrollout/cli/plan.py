@@ -14,7 +14,7 @@ from rich.table import Table
 from nemo_specrollout.cli.consoles import log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_config import effective_config
 from nemo_specrollout.config.nemo_rl_tree import Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.config.runtime import runtime_of
@@ -85,8 +85,7 @@ def _of_local(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_nemo_rl(tree: Tree) -> dict[str, Any]:
     """Returns the request of a NeMo-RL config. The samples of a step count as in flight, even in an asynchronous run."""
-    block = effective_block(tree)
-    config = build(SpecrolloutConfig, block or {}, BLOCK_PATH)
+    config = effective_config(tree) or SpecrolloutConfig()
     return {
         "batch": size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt"),
         "devices": generating_gpus(tree),

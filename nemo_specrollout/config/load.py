@@ -5,6 +5,7 @@ import operator
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _KEY = re.compile(r"[^\s.=\[\]{}:,'\"$#&*!|>%@`]+(\.[^\s.=\[\]{}:,'\"$#&*!|>%@`]
 """Dotted names of keys, without characters that have a meaning in YAML or OmegaConf."""
 
 
-def load_config(path: Path, overrides: list[str] = ()) -> dict[str, Any]:  # type: ignore[assignment]
+def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the resolved tree of the file at `path`, on top of its `defaults`, with `overrides` applied.
 
     `defaults` names one or several files relative to the file that has it; later ones win. An override may begin with `+`,
@@ -60,7 +61,7 @@ def _register_resolvers() -> None:
                 OmegaConf.register_new_resolver(name, function)
 
 
-def _origin(error: OmegaConfBaseException, path: Path, overrides: list[str]) -> str:
+def _origin(error: OmegaConfBaseException, path: Path, overrides: Sequence[str]) -> str:
     """Returns the override that has the key of an error, else the file."""
     key = str(error.full_key or "")
     own = [o for o in overrides if f"{key}.".startswith(f"{o.partition('=')[0].lstrip('+')}.")]

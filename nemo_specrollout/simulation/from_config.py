@@ -18,10 +18,10 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     TextDrafterConfig,
 )
-from nemo_specrollout.config.nemo_rl_config import effective_block
+from nemo_specrollout.config.nemo_rl_config import effective_config
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables, sizes_of
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
@@ -48,7 +48,7 @@ _SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, 
 
 def of_nemo_rl(tree: Tree, device: str) -> Scenario:
     """A run in NeMo-RL on GPUs of that name. Raises ConfigError."""
-    block = build(SpecrolloutConfig, effective_block(tree) or {}, BLOCK_PATH)
+    block = effective_config(tree) or SpecrolloutConfig()
     generating, all_gpus = (
         generating_gpus(tree),
         size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node"),
