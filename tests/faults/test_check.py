@@ -107,7 +107,7 @@ def test_damaged_json_files_of_a_model_are_refused(
     [
         ([], "config.json: not a JSON object"),
         ({"eagle_aux_hidden_state_layer_ids": "x"}, "eagle_aux_hidden_state_layer_ids is 'x'; it must be a list"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, "1"]}, "it must be a list of layers' numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, "1"]}, "it must be a list of layer numbers"),
         ({"head_dim": 0}, "head_dim is 0; it must be a whole number, at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"transformer_layer_config": "x"}, "transformer_layer_config is 'x'; it must be a block of keys"),
@@ -159,7 +159,7 @@ def test_a_log_dir_that_cannot_be_made_is_refused(refused: Refused, log_dir: str
         ("loss_fn.ratio_clip_max=1e308", "ratio_clip_max: 1e+308 is out of range"),
         (
             f"{BLOCK}.fastest_of_n.ladder=/nope.json cluster.rollout_workers=2",
-            "fastest_of_n.ladder: /nope.json is no ladder",
+            "fastest_of_n.ladder: /nope.json is not a ladder",
         ),
     ],
 )
