@@ -229,12 +229,12 @@ def test_the_sections_refuse_wrong_values(override: str, sentence: str) -> None:
         ("{max_racers: 1, moving: false}", ": moving false and max_racers 1 leave nothing to do"),
         (
             "{moving: false}",
-            ".moving: false, and all workers have the same drafters, so no request would be raced; set it to true",
+            ".moving: false, and all engines have the same drafters, so no request would be raced; set it to true",
         ),
         ("{min_gain: -0.1}", ".min_gain: -0.1 is out of range"),
         ("{methods: [[suffix], [ngarm]]}", ".methods: 'ngarm' is not among the drafters; did you mean 'ngram'?"),
         ("{methods: [[suffix], [random]]}", ".methods: 'random' is not among the drafters"),
-        ("{methods: [[suffix], []]}", ".methods: no worker drafts by ngram; give it to one"),
+        ("{methods: [[suffix], []]}", ".methods: no engine drafts by ngram; give it to one"),
         ("{methods: [[suffix], [ngram], []]}", ".methods: 3 entries for 2 rollout workers; the last would never draft"),
         ("{methods: [suffix, ngram]}", ".methods[0]: expected a list, got 'suffix'"),
         ("{racers: 2}", ".racers: unknown key"),
@@ -264,7 +264,7 @@ def test_each_engine_has_at_most_one_drafter_with_weights() -> None:
     one_has_both = f"{TAIL}={{methods: [[eagle3, draft_model], []]}}"
     assert_refused(f"{BLOCK_PATH}.drafters: eagle3 and draft_model; an engine", *together, one_has_both)
     block = quickstart(*together, apart).policy.generation.specrollout
-    assert [[d.type for d in kind] for kind in block.drafters_of_workers] == [["eagle3"], ["draft_model"]]
+    assert [[d.type for d in kind] for kind in block.drafters_of_engines] == [["eagle3"], ["draft_model"]]
 
 
 def test_a_forced_on_policy_ratio_needs_one_optimizer_step() -> None:

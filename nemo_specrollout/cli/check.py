@@ -120,7 +120,7 @@ def _explain_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[s
     """Returns lines on the rollout workers and on their stragglers; none if there is one worker."""
     if num_workers == 1:
         return []
-    kinds = block.drafters_of_workers
+    kinds = block.drafters_of_engines
     methods = ["+".join(d.type for d in kinds[w % len(kinds)]) or "no drafter" for w in range(num_workers)]
     alike = len(set(methods)) == 1
     who = f"each with {methods[0]}" if alike else ", ".join(f"{w} with {name}" for w, name in enumerate(methods))
@@ -317,7 +317,7 @@ def _explain_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, st
     """Returns a line on stragglers, if the block has `fastest_of_n` and there are several engines."""
     if block.fastest_of_n is None or num_engines(tree) < 2:
         return []
-    kinds = {types for d in block.drafters_of_workers[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
+    kinds = {types for d in block.drafters_of_engines[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
     return [("fastest_of_n", _explain_racing(block.fastest_of_n, alike=len(kinds) == 1))]
 
 

@@ -59,7 +59,7 @@ class SpecrolloutConfig:
     draft_refresh: DraftRefreshConfig | None = None
     """Trains the `eagle3` head while the policy is trained; null is off."""
     fastest_of_n: FastestOfNConfig | None = None
-    """Lets rollout workers take over or race each other's stragglers; null is off."""
+    """Lets engines take over or race each other's stragglers; null is off."""
     logprob_gap_alarm: float = bounded(0.02, low=0.0)
     """Mean |log-prob of the engine - log-prob of the trainer| per token above which a run raises an alarm."""
     http_seeds: str = choice("derived", "required", default="derived")
@@ -81,7 +81,7 @@ class SpecrolloutConfig:
         return next((d for d in self.drafters if isinstance(d, RemoteDrafterConfig)), None)
 
     @property
-    def drafters_of_workers(self) -> tuple[tuple[DrafterConfig, ...], ...]:
+    def drafters_of_engines(self) -> tuple[tuple[DrafterConfig, ...], ...]:
         """The drafters of each kind of engine: one kind that has all, unless `fastest_of_n.methods` lists several."""
         methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
         return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
@@ -106,12 +106,12 @@ class SpecrolloutConfig:
                     f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once"
                 )
         self._check_methods(f"{path}.fastest_of_n", types)
-        for drafters in self.drafters_of_workers:
+        for drafters in self.drafters_of_engines:
             with_weights = [d.type for d in drafters if isinstance(d, ModelDrafterConfig)]
             if len(with_weights) > 1:
                 raise ConfigError(
                     f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep "
-                    "one, or give them to different workers by fastest_of_n.methods"
+                    "one, or give them to different engines by fastest_of_n.methods"
                 )
         if self.draft_refresh is not None and self.head is None:
             raise ConfigError(
@@ -124,23 +124,23 @@ class SpecrolloutConfig:
 
     def _check_methods(self, path: str, types: list[str]) -> None:
         """Raises ConfigError unless `methods` of `fastest_of_n`, at `path`, and the drafters' types name the same drafters."""
-        tail = self.fastest_of_n
-        if tail is None:
+        fastest = self.fastest_of_n
+        if fastest is None:
             return
-        named = [name for worker in tail.methods for name in worker]
+        named = [name for types_of_engine in fastest.methods for name in types_of_engine]
         for name in named:
             if name not in types:
                 raise ConfigError(
                     f"{path}.methods: {name!r} is not among the drafters{nearest(name, types)}; add it to drafters"
                 )
-        kinds = {frozenset(d.type for d in drafters) for drafters in self.drafters_of_workers}
-        if tail.enabled and not tail.moving and len(kinds) == 1:
+        kinds = {frozenset(d.type for d in drafters) for drafters in self.drafters_of_engines}
+        if fastest.enabled and not fastest.moving and len(kinds) == 1:
             raise ConfigError(
-                f"{path}.moving: false, and all workers have the same drafters, so no request would be raced; set it to true, "
-                "or give each worker its own drafters by methods"
+                f"{path}.moving: false, and all engines have the same drafters, so no request would be raced; set it to true, "
+                "or give each engine its own drafters by methods"
             )
-        unused = [t for t in types if tail.methods and t not in named]
+        unused = [t for t in types if fastest.methods and t not in named]
         if unused:
             raise ConfigError(
-                f"{path}.methods: no worker drafts by {', '.join(unused)}; give it to one, or remove the drafter"
+                f"{path}.methods: no engine drafts by {', '.join(unused)}; give it to one, or remove the drafter"
             )

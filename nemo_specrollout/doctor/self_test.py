@@ -72,7 +72,7 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
     if facts is None:
         yield ENGINE.fail("engine", "it did not start", "See the self-test.")
         return
-    runner = f"{facts['model_runner']}, checked by our worker when it started"
+    runner = f"{facts['model_runner']}, checked by our vLLM worker when it started"
     yield ENGINE.ok("model runner", runner)
     if facts["async_scheduling"]:
         yield ENGINE.ok("scheduling", "asynchronous")

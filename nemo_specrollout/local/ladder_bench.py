@@ -46,7 +46,7 @@ def methods_of(block: SpecrolloutConfig) -> list[Method]:
     together: list[Method] = [
         tuple(name for name in types if name not in with_weights or name == kept) for kept in with_weights or [""]
     ]
-    of_engines: list[Method] = [tuple(d.type for d in drafters) for drafters in block.drafters_of_workers]
+    of_engines: list[Method] = [tuple(d.type for d in drafters) for drafters in block.drafters_of_engines]
     of_engines = [m for m in of_engines if len(set(m) & set(with_weights)) <= 1]
     return list(dict.fromkeys([*alone, *together, *of_engines, ()]))
 

@@ -29,7 +29,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
     compat.check_drafters(block)
     allow_text_drafters()
-    if len(block.drafters_of_workers) > 1:
+    if len(block.drafters_of_engines) > 1:
         block = block_of_engine(block, engine_number(generation_config["vllm_cfg"]))
     device = compat.device_type()
     arguments = with_specrollout(llm_kwargs, block, device, compat.vllm_abilities())

@@ -12,7 +12,7 @@ def block_of_engine(block: SpecrolloutConfig, engine: int) -> SpecrolloutConfig:
 
     An engine without a draft head does not refresh one.
     """
-    methods = block.drafters_of_workers
+    methods = block.drafters_of_engines
     own = replace(block, fastest_of_n=None, drafters=methods[engine % len(methods)])
     return own if own.head is not None else replace(own, draft_refresh=None)
 

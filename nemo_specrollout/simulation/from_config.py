@@ -110,7 +110,7 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the board
     takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
     drafters = sorted(block.drafters, key=_is_look_up)
-    if not all(block.drafters_of_workers) and USELESS not in [drafter.type for drafter in drafters]:
+    if not all(block.drafters_of_engines) and USELESS not in [drafter.type for drafter in drafters]:
         drafters.append(RandomDrafterConfig())
     of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
     methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]

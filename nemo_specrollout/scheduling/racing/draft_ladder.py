@@ -38,7 +38,7 @@ def ladder_method(drafter_types: Sequence[str]) -> str:
 
 def methods_of(block: SpecrolloutConfig) -> list[str]:
     """Returns the names of the draft methods of a block's engines, each once."""
-    kinds = ([d.type for d in drafters] for drafters in block.drafters_of_workers)
+    kinds = ([d.type for d in drafters] for drafters in block.drafters_of_engines)
     return list(dict.fromkeys(map(ladder_method, kinds)))
 
 
