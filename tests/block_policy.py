@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random policy, and drafters for it that propose a block in one pass: DFlash and DSpark, as vLLM loads them."""
+"""A small random policy, and random DFlash and DSpark drafters for it, in the layouts that vLLM loads."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MASK = 95
-"""The token that stands for one not drafted yet."""
+"""Token at positions that are not drafted yet."""
 LAYER_IDS = (0, 2)
-"""The policy's layers whose output the drafters read."""
+"""Layers of the policy whose outputs the drafters read."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False, "initializer_range": 0.1,
@@ -23,8 +23,10 @@ _SIZES: dict[str, Any] = {
 
 
 def save_block_policy(folder: Path) -> None:
-    """Its next token hangs on the last one by half, and on nothing by the other half. So a drafter that knows no text is right
-    now and then, if it draws the noise of the right position."""
+    """Saves a policy whose next token depends half on the last token and half on nothing.
+
+    So a drafter that knows no text is sometimes right, if it draws the noise of the right position.
+    """
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=3, **_SIZES))
     with torch.no_grad():
@@ -41,15 +43,17 @@ def save_block_policy(folder: Path) -> None:
 
 
 def save_dflash(folder: Path, **changes: Any) -> Path:
-    """A random DFlash of two layers, which shares the policy's embedding and LM head. `changes`: of its config."""
+    """Saves a random DFlash of two layers, which shares the policy's embedding and LM head; `changes` go to its config."""
     known = {"mask_token_id": MASK, "target_layer_ids": list(LAYER_IDS)}
     config = {"architectures": ["DFlashDraftModel"], "dflash_config": known, "block_size": 8, **changes}
     return _save(folder, config, _backbone())
 
 
 def save_dspark(folder: Path, policy: Path, num_tokens: int = 96, **changes: Any) -> Path:
-    """A random DSpark, of which only the Markov head knows the last token. It drafts the last `num_tokens` tokens of the
-    vocabulary, and has a confidence head."""
+    """Saves a random DSpark with a confidence head, in which only the Markov head knows the last token.
+
+    It drafts the last `num_tokens` tokens of the vocabulary.
+    """
     of_policy = load_file(policy / "model.safetensors")
     table, lm_head = of_policy["model.embed_tokens.weight"].float(), of_policy["lm_head.weight"].float()
     tensors = _backbone()
@@ -71,7 +75,7 @@ def save_dspark(folder: Path, policy: Path, num_tokens: int = 96, **changes: Any
 
 
 def _backbone() -> dict[str, torch.Tensor]:
-    """The layers that both have, by their checkpoints' names."""
+    """Returns the layers that both drafters have, by their names in checkpoints."""
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, **_SIZES))
     tensors = {n: t.detach().clone() for n, t in model.model.state_dict().items() if not n.startswith("embed")}

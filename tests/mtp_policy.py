@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random policy with a multi-token prediction head of its own, as vLLM's MiMo: a Qwen2 with one more layer."""
+"""A small random policy with a multi-token prediction head, in the layout of MiMo: a Qwen2 with one more layer."""
 
 import json
 import shutil
@@ -9,8 +9,10 @@ from conftest import STEP_ADDER
 
 
 def save_mtp_policy(folder: Path) -> None:
-    """The next token hangs mostly on the last one, by its embedding; the head reads that too, so that most of its drafts are
-    right, and fewer if its attention, or the noise that it draws, is not the one it should be."""
+    """Saves a policy whose next token depends mostly on the embedding of the last one.
+
+    The head reads that embedding too, so most of its drafts are right. Fewer are right if its attention or its noise is wrong.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""parallel_engine.py MODEL RANKS BLOCK: tokens of eight requests of one tensor-parallel engine under the JSON block, as a
-line of JSON."""
+"""Rolls out eight requests in a tensor-parallel engine, and prints their tokens as a line of JSON.
+
+Usage: parallel_engine.py MODEL RANKS BLOCK, with the block as JSON.
+"""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark: vLLM's speculators that draft a block in one pass, under the noise of the target."""
+"""DFlash and DSpark: vLLM's speculators that draft a block in one pass, with the target's noise."""
 
 import json
 from collections.abc import Callable
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.integration
 
 SAMPLED, GREEDY = {**LONG, "temperature": 1.0}, {**LONG, "temperature": 0.0}
 FOUR = BudgetConfig("fixed", k=4)
-# The least shares of drafts that are right at T=1, of those before which all were, and at T=0 of the first ones. With other
-# noise than the target's, or that of another position, less than 0.05 of DFlash's are, and 0.25 of DSpark's.
+# Smallest share of right drafts among drafts after right ones: at T=1 at any position, and at T=0 at the first position.
+# With noise of another seed or position, less than 0.05 of DFlash's drafts are right at T=1, and 0.25 of DSpark's.
 LEAST = {"dflash": (0.25, 0.3), "dspark": (0.5, 0.8), "reduced": (0.4, 0.5)}
 
 
@@ -67,7 +67,7 @@ def expected(start_engine: Callable[..., RolloutEngine], policy: Path) -> dict[s
 
 
 def rates(engine: RolloutEngine, sampling: dict[str, Any], expected: list[Rollout], drafter: int = 0) -> np.ndarray:
-    """The share of drafts at each of four positions that were right, of those before which all were."""
+    """Returns the share of right drafts among drafts after right ones, at each of four positions."""
     before = engine.stats()
     assert_equal(engine.generate(asked(), **sampling), expected)
     after = engine.stats()
@@ -87,7 +87,7 @@ def rates(engine: RolloutEngine, sampling: dict[str, Any], expected: list[Rollou
         pytest.param("dspark", True, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_are_those_of_plain_decoding_and_drafts_have_the_noise_of_their_positions(
+def test_block_drafters_change_no_token_and_share_the_noise(
     start_engine: Callable[..., RolloutEngine],
     policy: Path,
     drafters: dict[str, BlockDrafterConfig],
@@ -124,15 +124,17 @@ def test_greedy_drafts_change_no_token_either(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_what_a_drafter_did_not_draft_it_has_read_all_the_same(
+def test_a_block_drafter_reads_the_text_of_skipped_steps(
     start_engine: Callable[..., RolloutEngine],
     policy: Path,
     drafters: dict[str, BlockDrafterConfig],
     expected: dict[str, list[Rollout]],
     name: str,
 ) -> None:
-    """Beside another drafter, under budgets down to nothing, it drafts what it would if it were asked in every step. The block
-    must be as long: its tokens look at each other."""
+    """The drafter drafts the same tokens as if it were asked in every step, beside another drafter and with budgets down to zero.
+
+    The blocks must have equal lengths, because the tokens of a block attend to each other.
+    """
     busy_engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters[name],), budget=FOUR))
     busy = recorded(busy_engine)
     assert_equal(busy_engine.generate(asked(), **SAMPLED), expected["T=1"])
@@ -150,7 +152,7 @@ def test_what_a_drafter_did_not_draft_it_has_read_all_the_same(
 def test_each_layer_norms_the_context_by_its_own_weights(
     start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
-    """And what is zero or shared in a sound DFlash is no cause of an alarm."""
+    """Also, zero or shared weights of a sound DFlash are not reported as faults."""
     from nemo_specrollout.generation.head_health import head_health
 
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters["dflash"],), budget=FOUR))
@@ -170,7 +172,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
 # What needs no engine.
 
 
-def test_the_block_names_vllm_s_own_method(tmp_path: Path) -> None:
+def test_a_block_drafter_uses_vllms_own_method(tmp_path: Path) -> None:
     block = SpecrolloutConfig(drafters=(DsparkDrafterConfig(model="a/b"), NGRAM), num_speculative_tokens=7)
     native = {"method": "dspark", "model": "a/b", "num_speculative_tokens": 7}
     assert with_specrollout({}, block, "cpu", VllmAbilities(keeps_last_block=False))["speculative_config"] == native
@@ -231,7 +233,7 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
         ),
     ],
 )
-def test_a_checkpoint_of_another_kind_or_policy_is_a_sentence(
+def test_a_checkpoint_of_another_kind_or_policy_is_refused(
     policy: Path, tmp_path: Path, kind: str, changes: dict[str, Any], words: str | None
 ) -> None:
     found = misfit_of_block_drafter(
@@ -245,7 +247,7 @@ def test_a_checkpoint_of_another_kind_or_policy_is_a_sentence(
         raise ValueError(found)
 
 
-def test_tensors_that_do_not_go_with_the_config_are_a_sentence(policy: Path, tmp_path: Path) -> None:
+def test_tensors_that_contradict_the_config_are_refused(policy: Path, tmp_path: Path) -> None:
     one_layer = {"mask_token_id": 1, "target_layer_ids": [2]}
     drafter = DflashDrafterConfig(model=str(save_dflash(tmp_path, dflash_config=one_layer)))
     found = misfit_of_block_drafter(drafter, policy)
@@ -255,7 +257,7 @@ def test_tensors_that_do_not_go_with_the_config_are_a_sentence(policy: Path, tmp
     assert found is not None and "not a whole safetensors file" in found and "\n" not in found
 
 
-def test_an_unreadable_checkpoint_is_a_sentence_and_a_hub_s_name_is_left_to_vllm(policy: Path, tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_refused_in_one_sentence(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     found = misfit_of_block_drafter(DflashDrafterConfig(model=str(tmp_path)), policy)
     assert found is not None and "config.json: not JSON" in found and "name another checkpoint" in found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features captured from the rollout itself: each sequence's own, in order, without what drafts left behind.
+"""Features captured from the rollout itself: complete sequences, in order, without rows of rejected drafts.
 
 Shapes: S request slots, B requests of the batch, R rows of a forward pass, H hidden size.
 """
@@ -27,12 +27,15 @@ RUNNER = SimpleNamespace(
     model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN),
 )  # fmt: skip
 Pass = tuple[int, int, int, int]
-"""Of a request in a step: slot, first position, rows, and how many of them were drafts that the policy refused."""
+"""A request in a step: slot, first position, rows, and number of rejected drafts among them."""
 
 
 class World:
-    """A capture, and an engine's steps. The token at position p of slot s is 100 * s + p, unless it is said; its hidden state
-    says where it was, and 1 at a place where a draft was refused."""
+    """A capture, and an engine's steps.
+
+    The token at position p of slot s is 100 * (s + 1) + p, unless `others` has another. Its hidden state encodes slot and
+    position. A rejected draft is token 999.
+    """
 
     def __init__(self, capacity: int = 64, share: float = 1.0, max_bytes: int = 1 << 20) -> None:
         self.capture = FeatureCapture(RUNNER, capacity, (NUM_AUX + 1) * HIDDEN, share, max_bytes)
@@ -47,7 +50,7 @@ class World:
         return self.others.get((slot, position), 100 * (slot + 1) + position)
 
     def step(self, *passes: Pass) -> None:
-        """A forward pass, padded by three rows."""
+        """Runs a forward pass, padded by three rows."""
         slots_B, counts_B = np.array([p[0] for p in passes]), np.array([p[2] for p in passes])
         rejected_B = tensor([p[3] for p in passes], dtype=torch.int32)
         rows = [(slot, first + i, i >= count - refused) for slot, first, count, refused in passes for i in range(count)]
@@ -63,18 +66,18 @@ class World:
         self.capture.observe(batch, layers[-1], layers[:-1], rejected_B)
 
     def decode(self, slot: int, positions: range) -> None:
-        """A step for each position."""
+        """Runs a step for each position."""
         for position in positions:
             self.step((slot, position, 1, 0))
 
     def take(self) -> dict[int, tuple[int, int]]:
-        """What was captured of each slot, which must be right: (first position, tokens). One sequence a slot."""
+        """Returns (first position, tokens) of each slot's only sequence, and checks the features."""
         return {
             self.check(features): (features.first_position, features.num_tokens) for features in self.capture.take()
         }
 
     def check(self, features: SequenceFeatures) -> int:
-        """The slot that the features are of."""
+        """Checks the features, and returns their slot."""
         slot = int(features.final_TH[0, 0])
         positions_T = torch.arange(features.num_tokens) + features.first_position
         assert features.token_ids_T.tolist() == [self.token(slot, int(p)) for p in positions_T]
@@ -88,12 +91,12 @@ def hidden_of(slots_R: Tensor, positions_R: Tensor, layer: int) -> Tensor:
     return torch.stack([slots_R, positions_R + layer / 8], dim=1).float()
 
 
-def test_a_sequence_is_prompt_and_response_without_its_last_token() -> None:
+def test_a_sequence_is_the_whole_text_without_its_last_token() -> None:
     world = World()
     world.open(0, prompt_length=6, limit=20)
     world.step((0, 0, 6, 0))
     world.decode(0, range(6, 19))  # the token at position 19 is the last, and is never read
-    assert world.take() == {}, "it is under way"
+    assert world.take() == {}, "it is running"
     world.capture.close([0])
     (features,) = world.capture.take()
     assert world.check(features) == 0 and features.num_tokens == 19
@@ -101,7 +104,7 @@ def test_a_sequence_is_prompt_and_response_without_its_last_token() -> None:
     assert features.prompt_ids_P is None and world.take() == {}, "it was taken"
 
 
-def test_a_sequence_whose_prompt_was_cached_in_part_knows_the_whole_prompt() -> None:
+def test_a_sequence_with_a_cached_prefix_knows_the_whole_prompt() -> None:
     world = World()
     world.open(0, prompt_length=6, limit=20)
     world.step((0, 4, 2, 0))  # positions 0 to 3 are a sibling's
@@ -124,7 +127,7 @@ def test_rows_of_refused_drafts_are_left_out() -> None:
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
-    """The buffer's capacity, and steps: of each slot, how many rows it has and how many of them were refused."""
+    """Draws the buffer's capacity, and the steps: rows and rejected rows of each slot."""
     passes = st.integers(0, 5).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(0, max(rows - 1, 0))))
     steps = draw(st.lists(st.lists(passes, min_size=NUM_SLOTS, max_size=NUM_SLOTS), min_size=8, max_size=24))
     return draw(st.integers(20, 60)), steps
@@ -132,8 +135,8 @@ def rollouts(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
 
 @settings(max_examples=40)
 @given(rollouts(), st.randoms(use_true_random=False))
-def test_whatever_the_steps_a_sequence_is_what_the_policy_read(rollout: tuple, random: Any) -> None:
-    """Requests in any order, some of which are not captured; the buffer is emptied many times."""
+def test_a_sequence_is_the_text_that_the_policy_read(rollout: tuple, random: Any) -> None:
+    """Requests come in any order, some are not captured, and the buffer is flushed many times."""
     capacity, steps = rollout
     world, lengths = World(capacity), [0] * NUM_SLOTS
     world.open(0, 1, 3)
@@ -150,7 +153,7 @@ def test_whatever_the_steps_a_sequence_is_what_the_policy_read(rollout: tuple, r
 
 
 def test_a_gap_cuts_a_sequence() -> None:
-    """A prefix that was cached is never computed; what comes before a gap and after it are two sequences."""
+    """A cached prefix is never computed. Rows before and after a gap belong to two sequences."""
     world = World()
     world.open(0, prompt_length=16)
     world.step((0, 12, 10, 0))
@@ -162,8 +165,8 @@ def test_a_gap_cuts_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("prompt_length", [4, 12])
-def test_a_stop_token_ends_a_sequence_unless_it_stands_in_the_prompt(prompt_length: int) -> None:
-    """Asynchronous scheduling computes a step more, or two, before it learns that a request has ended."""
+def test_a_stop_token_ends_a_sequence_unless_in_the_prompt(prompt_length: int) -> None:
+    """Asynchronous scheduling computes one or two more steps before it learns that a request has ended."""
     world = World()
     world.others = {(0, 10): STOP, (0, 14): STOP}
     world.open(0, prompt_length=prompt_length)
@@ -172,7 +175,7 @@ def test_a_stop_token_ends_a_sequence_unless_it_stands_in_the_prompt(prompt_leng
     assert world.take() == {0: (0, 10 if prompt_length == 4 else 14)}
 
 
-def test_a_stop_token_ends_a_sequence_of_which_the_first_tokens_were_cached() -> None:
+def test_a_stop_token_ends_a_sequence_with_a_cached_prefix() -> None:
     world = World()
     world.others = {(0, 15): STOP, (0, 24): STOP}
     world.open(0, prompt_length=16)
@@ -190,7 +193,7 @@ def test_a_request_s_limit_ends_a_sequence(first: int) -> None:
     assert world.take() == {0: (first, 19 - first)}
 
 
-def test_short_sequences_are_no_use() -> None:
+def test_short_sequences_are_dropped() -> None:
     world = World()
     world.open(0, 1)
     world.step((0, 0, SHORTEST - 1, 0), (1, 0, SHORTEST, 0))
@@ -214,7 +217,7 @@ def test_new_weights_cut_a_sequence() -> None:
     assert world.capture.version == 3
 
 
-def test_the_device_s_memory_is_given_back_and_what_was_captured_is_kept() -> None:
+def test_sleep_frees_device_memory_and_keeps_captured_rows() -> None:
     world = World()
     world.open(0, 1)
     world.step((0, 0, 10, 0), (1, 0, 12, 0))
@@ -232,13 +235,13 @@ def test_the_device_s_memory_is_given_back_and_what_was_captured_is_kept() -> No
     ]
 
 
-def test_a_step_with_more_rows_than_there_is_room_for_is_left_out() -> None:
+def test_a_step_with_more_rows_than_the_buffer_is_left_out() -> None:
     world = World(capacity=16)
     world.open(0, 1)
     world.step((0, 0, 9, 0))
     world.step((0, 9, 17, 0))
     world.step((0, 26, 16, 0))
-    world.step((1, 0, 8, 0), (2, 0, 30, 0))  # who is not captured takes no room
+    world.step((1, 0, 8, 0), (2, 0, 30, 0))  # a request that is not captured takes no room
     world.capture.close([0, 1])
     found = [(world.check(f), f.first_position, f.num_tokens) for f in world.capture.take()]
     assert found == [(0, 0, 9), (0, 26, 16), (1, 0, 8)]
@@ -250,7 +253,7 @@ def test_a_slot_s_next_request_is_another_sequence() -> None:
         world.open(2, seed=seed)
         world.step((2, 0, 10 + seed, 0))
         world.capture.close([2])
-    world.step((2, 0, 30, 0))  # nobody's
+    world.step((2, 0, 30, 0))  # no request's
     assert [f.num_tokens for f in world.capture.take()] == [17, 18]
 
 
@@ -269,7 +272,7 @@ def test_a_share_of_the_requests_is_captured_by_their_seeds() -> None:
     assert 15 < len(few) < 45 and 120 < len(half) < 180
 
 
-def test_what_takes_too_much_of_the_time_is_left_alone() -> None:
+def test_nothing_is_captured_beyond_the_time_share() -> None:
     world = World()
     world.capture._max_time_share, world.capture.seconds = 0.01, 1e6
     world.open(0)
@@ -278,7 +281,7 @@ def test_what_takes_too_much_of_the_time_is_left_alone() -> None:
     assert world.take() == {}
 
 
-def test_what_nobody_takes_is_forgotten_oldest_first() -> None:
+def test_untaken_sequences_are_dropped_oldest_first() -> None:
     world = World(max_bytes=30 * 4 * (1 + (NUM_AUX + 1) * HIDDEN))  # of 30 tokens
     for length in (10, 11, 12, 13):
         world.open(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host knows of the device's figures and times, without waiting: on a CPU, and on a GPU where there is one."""
+"""Values and times that the host reads from the device without waiting, on a CPU, and on a GPU if there is one."""
 
 import time
 
@@ -45,7 +45,7 @@ def test_values_are_those_of_the_refresh_before_on_a_gpu() -> None:
         assert (copy.values == max(step - 1, 0)).all()
 
 
-def test_a_stage_is_timed_and_told_once() -> None:
+def test_a_stage_is_timed_and_returned_once() -> None:
     timer = StageTimer(torch.device("cpu"))
     assert timer.finished() == []
     for tag in ("first", (2, 3)):
@@ -59,7 +59,7 @@ def test_a_stage_is_timed_and_told_once() -> None:
 
 @pytest.mark.gpu
 @gpu
-def test_a_stage_on_a_gpu_is_told_when_it_has_ended() -> None:
+def test_a_stage_on_a_gpu_is_returned_when_it_has_ended() -> None:
     timer, big = StageTimer(torch.device("cuda")), torch.rand(4096, 4096, device="cuda")
     for tag in range(3):
         timer.start()

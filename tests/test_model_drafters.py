@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with weights: vLLM's own networks under the requests' noise, asked where their drafts pay."""
+"""Drafters with weights: vLLM's own networks, with the noise of the requests, asked only where their drafts pay."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> DrafterConfig:
-    """An EAGLE-3 head of random weights: what it drafts is nonsense, but always the same nonsense.
+    """An EAGLE-3 head of random weights. Its drafts are useless but reproducible.
 
     Its LM head is not the policy's, which vLLM would let it share, in the policy's precision.
     """
@@ -86,7 +86,7 @@ def drafting_of(engine: RolloutEngine) -> Any:
 
 
 def recorded(engine: RolloutEngine) -> Drafts:
-    """Every draft that the engine's drafter with weights makes from now on."""
+    """Returns a record to which every later draft of the engine's drafter with weights is added."""
     drafting, found, seed_of = drafting_of(engine), Drafts(), {}
     board, open_requests = drafting.board, drafting.open
     choose = board.choose
@@ -128,7 +128,7 @@ def test_tokens_do_not_depend_on_a_drafter_with_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafters", ["always", "greedy drafts"])
-def test_tokens_do_not_depend_on_how_it_samples_either(
+def test_tokens_do_not_depend_on_how_a_drafter_samples(
     start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]], head: DrafterConfig, drafters: str
 ) -> None:
     drafter = head if drafters == "always" else GREEDY
@@ -141,7 +141,7 @@ def test_tokens_do_not_depend_on_how_it_samples_either(
 def test_a_drafter_equal_to_the_policy_is_always_right(
     start_engine: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
-    """Which needs the very noise of request and position, and a KV cache without gaps, however it was asked."""
+    """This needs the exact noise of request and position, and a KV cache without gaps."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF, NGRAM), budget=BudgetConfig("random")))
     for sampling in ("T=1", "T=0", "T=0.7"):
         assert_equal(engine.generate(requests(8, 4), **SAMPLINGS[sampling]), expected[sampling])
@@ -154,7 +154,7 @@ def test_a_drafter_equal_to_the_policy_is_always_right(
 def test_acceptance_of_the_shipped_pair_is_what_it_was(
     start_engine: Callable[..., RolloutEngine], sampling: str
 ) -> None:
-    """The shipped policy and its head, seeded requests: a wrong layout, position or noise shows here."""
+    """With seeded requests, a wrong weight layout, position or noise changes the acceptance of the shipped head."""
     trained = Eagle3DrafterConfig(model=str(STEP_ADDER_HEAD), sampling=sampling)
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(trained,), budget=BudgetConfig("fixed", k=4)))
     for temperature, golden_K in GOLDEN[sampling].items():
@@ -169,7 +169,7 @@ def test_acceptance_of_the_shipped_pair_is_what_it_was(
 
 @pytest.fixture(scope="module")
 def drafts_of_a_busy_head(start_engine: Callable[..., RolloutEngine], head: DrafterConfig) -> Drafts:
-    """What the head drafts when it is asked in every step."""
+    """Drafts of a head that is asked in every step."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
     drafts = recorded(engine)
     engine.generate(requests(6, 4, first=50), **LONG)
@@ -184,13 +184,13 @@ def drafts_of_a_busy_head(start_engine: Callable[..., RolloutEngine], head: Draf
         pytest.param({"enable_prefix_caching": False}, id="no prefix caching", marks=pytest.mark.slow),
     ],
 )
-def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
+def test_a_head_that_skipped_steps_drafts_as_well_afterwards(
     start_engine: Callable[..., RolloutEngine],
     drafts_of_a_busy_head: Drafts,
     head: DrafterConfig,
     kwargs: dict[str, Any],
 ) -> None:
-    """Its drafts are those of a head that was asked in every step, whatever it had to catch up with."""
+    """The head drafts as if it were asked in every step, whatever it has to catch up with."""
     block = SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("random"))
     engine = start_engine(STEP_ADDER, block, 128, **kwargs)
     drafts = recorded(engine)
@@ -198,10 +198,10 @@ def test_a_head_that_was_not_asked_for_a_while_is_as_good_when_it_is(
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 
-def test_samples_of_a_prompt_share_all_of_its_blocks_beside_a_head(
+def test_samples_of_a_prompt_share_all_of_its_cache_blocks(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """The step that reads the prompt has as many rows as without a head."""
+    """The step that reads the prompt has as many rows as in an engine without a head."""
 
     def rows_read(drafters: tuple[DrafterConfig, ...]) -> int:
         engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters), block_size=32)
@@ -221,13 +221,13 @@ def test_samples_of_a_prompt_share_all_of_its_blocks_beside_a_head(
     assert rows_read((head,)) == rows_read(()) == 100 + 3 * 4
 
 
-def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
+def test_a_head_that_was_dormant_drafts_well_for_new_requests(
     start_engine: Callable[..., RolloutEngine],
     drafts_of_a_busy_head: Drafts,
     head: DrafterConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dormant, it drafts for no request that comes; tokens are the same."""
+    """While dormant, it drafts for no new request, and tokens are the same."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
     planner, drafts, asked = drafting_of(engine).model._planner, recorded(engine), requests(6, 4, first=50)
     generation = Generation(engine, asked, sampling=LONG)
@@ -246,15 +246,15 @@ def test_a_head_that_lay_dormant_drafts_as_ever_for_those_who_come_later(
     assert_same_drafts(drafts, drafts_of_a_busy_head)
 
 
-def test_what_a_head_did_before_it_rested_is_forgotten(
+def test_acceptance_from_before_a_dormant_period_is_forgotten(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """Other tasks may have come meanwhile."""
+    """The tasks may have changed meanwhile."""
 
     class Rests(FixedPlanner):
         follows = False
 
-        def worked(self, *_: Any) -> None:
+        def observe_step(self, *_: Any) -> None:
             self.follows = True
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)))
@@ -271,10 +271,10 @@ def test_what_a_head_did_before_it_rested_is_forgotten(
     assert_equal(generation.rollouts, rollouts)
 
 
-def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_instructions_for_it(
+def test_a_head_multiplies_in_bfloat16_if_the_cpu_can(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """Whatever the policy does, and after a refresh too."""
+    """The policy's type does not matter, and a published head is treated alike."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     for _ in range(2):
         draft = drafting_of(engine).model._speculator.model
@@ -286,7 +286,7 @@ def test_a_head_multiplies_in_bfloat16_where_the_cpu_has_instructions_for_it(
 def test_a_head_reads_no_request_that_is_decoded_plainly(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """So an equality check costs as much as plain decoding, and does not make the head look dear."""
+    """An equality check therefore costs as much as plain decoding, and does not make the head look expensive."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     model, num_read = drafting_of(engine).model, []
     propose = model._propose
@@ -299,7 +299,7 @@ def test_a_head_reads_no_request_that_is_decoded_plainly(
 
 
 def assert_same_drafts(drafts: Drafts, of_a_busy_drafter: Drafts) -> None:
-    """At the same places of the same requests, but for a near-tie here and there."""
+    """Asserts equal drafts at the same positions of the same requests, except for rare near-ties."""
     wanted = {(request, position): tokens for (request, position, _), tokens in of_a_busy_drafter.items()}
     pairs = [
         (wanted[request, position], tokens[:3])
@@ -325,7 +325,7 @@ def test_drafts_stop_at_the_end_of_the_context(start_engine: Callable[..., Rollo
 
 
 @pytest.mark.parametrize("has_own_embedding", [False, True], ids=["shared embedding", "own embedding"])
-def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
+def test_a_published_head_drafts_like_one_loaded_at_start(
     has_own_embedding: bool,
     start_engine: Callable[..., RolloutEngine],
     expected: dict[str, list[Rollout]],
@@ -333,7 +333,7 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
     drafts_of_a_busy_head: Drafts,
     tmp_path: Path,
 ) -> None:
-    """And the policy stays what it was, though vLLM lets a head share its LM head and embedding at first."""
+    """The policy does not change, although vLLM lets a head share its LM head and embedding at first."""
     from nemo_specrollout.training.head.head import create_head, save_head
 
     other = create_head(STEP_ADDER, seed=5)
@@ -353,7 +353,7 @@ def test_a_published_head_drafts_as_if_the_engine_had_started_with_it(
     assert_equal(engine.generate(requests(8, 4), max_tokens=64), expected["T=1"])
 
 
-def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
+def test_a_head_that_does_not_fit_is_refused(
     start_engine: Callable[..., RolloutEngine],
     head: DrafterConfig,
     small_vocabulary_head: DrafterConfig,
@@ -381,7 +381,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_features_of_a_rollout_equal_those_of_a_forward_pass(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a refit cuts those of the rollout: each sequence has one version of the policy. A slow machine captures as many."""
+    """A refit cuts the captured sequences, so that each has one policy version. A slow machine captures as many of them."""
     from nemo_specrollout.generation import feature_capture
     from nemo_specrollout.training.features.hf_features import hf_features, load_policy
 
@@ -406,7 +406,7 @@ def test_features_of_a_rollout_equal_those_of_a_forward_pass(
     assert {f.policy_version for f in engine.take_features()} == {1}
 
 
-def test_samples_that_share_the_kv_of_their_prompt_give_features_too(
+def test_samples_that_share_their_prompts_kv_give_features(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
@@ -455,10 +455,10 @@ def policy_tensors(scale: float = 1.0) -> list[tuple[str, Any]]:
     return [(name, t.float() * (scale if "layers.1.mlp" in name else 1.0)) for name, t in tensors.items()]
 
 
-def test_a_drafter_that_the_policy_leaves_behind_raises_an_alarm_and_is_turned_off(
+def test_a_stale_drafter_raises_an_alarm_and_is_turned_off(
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
-    """After a refit that changes little there is no alarm; tokens are exact throughout."""
+    """A refit that changes little raises no alarm, and tokens are exact throughout."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), 128)
     asked = requests(6, 4, first=50)
@@ -474,10 +474,10 @@ def test_a_drafter_that_the_policy_leaves_behind_raises_an_alarm_and_is_turned_o
     assert engine.stats().proposed == proposed
 
 
-def test_a_drafter_that_is_weighed_stays_on_after_an_alarm_unless_its_weights_are_broken(
+def test_a_weighed_drafter_is_turned_off_only_if_it_is_broken(
     start_engine: Callable[..., RolloutEngine],
 ) -> None:
-    """Tasks may have changed. What is usual is learned again, so the alarm is not repeated."""
+    """The tasks may have changed, so the canary learns a new baseline and does not repeat the alarm."""
 
     class Weighs(FixedPlanner):
         weighs_model = True
@@ -505,7 +505,7 @@ def test_a_drafter_that_is_weighed_stays_on_after_an_alarm_unless_its_weights_ar
 def test_a_head_that_loses_its_weights_raises_an_alarm(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """As when a wake does not bring them back."""
+    """A wake-up that does not restore the weights looks like this."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
     engine.generate(requests(6, 4, first=50), **LONG)
     draft = worker_of(engine).model_runner.speculator.model
@@ -515,10 +515,10 @@ def test_a_head_that_loses_its_weights_raises_an_alarm(
     assert alarm["cause"] == "all_zero" and alarm["seen"] < 0.2 and alarm["expected"] > 0.8
 
 
-def test_samples_tell_their_versions_and_drafts_and_are_exact_for_each_span(
+def test_samples_know_their_versions_and_each_span_is_exact(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig
 ) -> None:
-    """The policy gets new weights in the middle of requests: with drafts and without, tokens are the same."""
+    """Weights change while requests run, and tokens are the same with and without drafts."""
     asked = requests(3, 2, first=50)
     engines = [
         start_engine(STEP_ADDER, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")), 96)
@@ -579,7 +579,7 @@ def mtp_engine(start_engine: Callable[..., RolloutEngine], mtp_policy: Path) -> 
     return start_engine(mtp_policy, SpecrolloutConfig(drafters=(MTP,), budget=BudgetConfig("fixed", k=3)))
 
 
-def test_the_policy_s_own_heads_draft_and_what_they_skipped_is_caught_up_with(
+def test_mtp_heads_draft_and_catch_up_with_skipped_steps(
     start_engine: Callable[..., RolloutEngine],
     mtp_policy: Path,
     mtp_engine: RolloutEngine,
@@ -598,7 +598,7 @@ def test_the_policy_s_own_heads_draft_and_what_they_skipped_is_caught_up_with(
     assert_same_drafts(lazy, busy)
 
 
-def test_the_policy_s_own_heads_under_the_automatic_budget(
+def test_mtp_heads_change_no_token_under_the_automatic_budget(
     start_engine: Callable[..., RolloutEngine], mtp_policy: Path, expected_of_mtp_policy: dict[str, list[Rollout]]
 ) -> None:
     engine = start_engine(mtp_policy, SpecrolloutConfig(drafters=(MTP, NGRAM)))
@@ -607,10 +607,10 @@ def test_the_policy_s_own_heads_under_the_automatic_budget(
     assert sum(engine.stats().proposed[0]) > 0
 
 
-def test_the_policy_s_own_heads_follow_its_weights(
+def test_mtp_heads_follow_the_policys_weights(
     mtp_engine: RolloutEngine, mtp_policy: Path, expected_of_mtp_policy: dict[str, list[Rollout]]
 ) -> None:
-    """They come with the policy's checkpoint; if their part of it is broken, the alarm does not blame what they share."""
+    """The heads come with the policy's checkpoint. If their part is broken, the alarm does not blame shared modules."""
     from safetensors.torch import load_file
 
     tensors = load_file(mtp_policy / "model.safetensors")
@@ -631,8 +631,8 @@ def test_the_policy_s_own_heads_follow_its_weights(
 
 
 @pytest.mark.slow
-def test_a_drafter_that_fails_in_long_contexts_only_is_told_apart(start_engine: Callable[..., RolloutEngine]) -> None:
-    """Its table of rotations ends too early, as that of a head whose config names a shorter context."""
+def test_a_failure_in_long_contexts_alone_is_recognized(start_engine: Callable[..., RolloutEngine]) -> None:
+    """The drafter's table of rotations ends too early here, as if its config named a shorter context."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(GREEDY,), budget=BudgetConfig("fixed", k=3)))
     sampling = {**LONG, "max_tokens": 360}
     engine.generate(requests(6, 4, first=50), **sampling)
@@ -649,7 +649,7 @@ def test_a_drafter_that_fails_in_long_contexts_only_is_told_apart(start_engine: 
     assert "context limit or RoPE" in alarms[0]["sentence"]
 
 
-def test_a_head_with_another_rope_is_named_so_and_none_can_be_loaded_into_an_engine_of_another(
+def test_a_head_with_another_rope_is_recognized_and_not_loaded(
     start_engine: Callable[..., RolloutEngine], head: DrafterConfig, tmp_path: Path
 ) -> None:
     from nemo_specrollout.training.head.head import create_head, save_head

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V2 kernels before 0.29 sample another distribution where a drafter samples; by our rule they sample the policy's.
+"""Before 0.29, vLLM's V2 kernels sample another distribution than the policy's if a drafter samples. Our rule does not.
 
-The kernels of the vLLM at hand run in Triton's interpreter, on distributions that are fixed: no engine, no model.
+The kernels of the installed vLLM run in Triton's interpreter on fixed distributions, without an engine or a model.
+
 Shapes: B requests, R rows, V vocabulary.
 """
 
@@ -20,7 +21,7 @@ NUM_REQUESTS, POSITION = 2000, 17
 TARGET_V = torch.tensor([0.65, 0.25] + [0.1 / 6] * 6)
 DRAFT_V = torch.tensor([0.45, 0.005] + [0.545 / 6] * 6)
 LIMIT = 24.3
-"""Of chi-square with 7 degrees of freedom, exceeded by chance once in a thousand."""
+"""Chi-square with 7 degrees of freedom that is exceeded by chance once in a thousand."""
 
 
 def chi_square(tokens_B: torch.Tensor) -> float:
@@ -30,7 +31,7 @@ def chi_square(tokens_B: torch.Tensor) -> float:
 
 
 def first_tokens(*, by_equality: bool) -> tuple[torch.Tensor, float]:
-    """The first token of each request with one draft, and the share of drafts that were accepted."""
+    """Returns the first token of each request with one draft, and the share of accepted drafts."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -58,7 +59,7 @@ def first_tokens(*, by_equality: bool) -> tuple[torch.Tensor, float]:
     return sampled_BK[:, 0], float((counts_B - 1).float().mean())
 
 
-def test_of_vllm_s_own_rule() -> None:
+def test_vllms_own_rule_was_inexact_before_0_29() -> None:
     import vllm
 
     from nemo_specrollout.config.versions import version_numbers
@@ -72,7 +73,7 @@ def test_of_vllm_s_own_rule() -> None:
     assert found > LIMIT if numbers < (0, 29, 0) else found < LIMIT
 
 
-def test_by_equality() -> None:
+def test_verification_by_equality_is_exact() -> None:
     tokens_B, accepted = first_tokens(by_equality=True)
     print(f"by equality: chi-square {chi_square(tokens_B):.1f} of {len(tokens_B)} tokens, {accepted:.3f} accepted")
     assert chi_square(tokens_B) < LIMIT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget of older runners: which drafts are left out of a step, and what the scheduler is left to read."""
+"""The budget of older runners: drafts left out of a step, and the output that the scheduler reads later."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class Scheduled:
 
 
 def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
-    """After a step in which the drafts of `SLOTS`, in their order, were found to come true at these rates."""
+    """Returns a budget after a step in which the drafts of `SLOTS`, in their order, had these acceptance rates."""
     speculator = SimpleNamespace(draft_token_confidence_probs=torch.tensor(rates_BK))
     runner: Any = SimpleNamespace(
         req_states=SimpleNamespace(req_id_to_index=SLOTS), speculator=speculator, max_num_reqs=4, num_speculative_steps=3,
@@ -48,7 +48,7 @@ def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert budget_with([[0.9, 0.8, 0.7]] * 3, k=1).trimmed(Scheduled()).total_num_scheduled_tokens == 18
 
 
-def test_steps_without_drafts_or_with_masks_for_them_stay() -> None:
+def test_steps_without_drafts_or_with_masks_stay_as_they_are() -> None:
     budget = budget_with([[0.0] * 3] * 3)
     for scheduled in (Scheduled(scheduled_spec_decode_tokens={}), Scheduled(has_structured_output_requests=True)):
         assert budget.trimmed(scheduled) is scheduled

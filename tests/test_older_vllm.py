@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promise on an older vLLM, on its own V2 model runner, whose kernels Triton's interpreter runs: few, short requests."""
+"""Exactness on an older vLLM, with its own V2 model runner. Triton's interpreter runs its kernels, so requests are few."""
 
 import os
 from collections.abc import Callable
@@ -38,7 +38,7 @@ BLOCKS = {
 }
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 1 << 26}
 ASKED = requests(3, 2)
-# Triton's interpreter fails in vLLM's kernel for top-k and top-p.
+# Without top-k and top-p: Triton's interpreter fails in vLLM's kernel for them.
 WAYS = ("T=1", "T=0", "T=0.7, penalties", "T=1, min-p, bias", "T=1, bad words, min tokens")
 
 
@@ -52,7 +52,7 @@ def start(start_engine: Callable[..., RolloutEngine]) -> Callable[..., RolloutEn
 
 @pytest.fixture(scope="module")
 def expected(start: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
-    """What plain decoding makes, without asynchronous scheduling."""
+    """Responses of plain decoding, without asynchronous scheduling."""
     plain = start(SpecrolloutConfig(drafters=()), async_scheduling=False)
     return {name: plain.generate(ASKED, **SAMPLINGS[name]) for name in WAYS}
 
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_plain_decoding(
 
 
 def test_every_way_of_sampling(start: Callable[..., RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
-    """Bad words too, where the kernel of vLLM 0.25 looks at the wrong draft."""
+    """This includes bad words, for which the kernel of vLLM 0.25 looks at the wrong draft."""
     engine = start(SpecrolloutConfig(drafters=(NGRAM, SUFFIX), budget=RANDOM))
     for name in WAYS:
         assert_equal(engine.generate(ASKED, **SAMPLINGS[name]), expected[name])
@@ -103,9 +103,7 @@ def test_the_default_budget_and_new_weights(
 
 
 @pytest.mark.parametrize("type_", ["draft_model", "remote"])
-def test_drafters_that_an_older_runner_has_no_place_for_are_refused(
-    start: Callable[..., RolloutEngine], type_: str
-) -> None:
+def test_drafters_that_an_older_vllm_lacks_are_refused(start: Callable[..., RolloutEngine], type_: str) -> None:
     more: dict[str, Any] = {"addresses": ("tcp://127.0.0.1:1",)} if type_ == "remote" else {}
     drafter = build_drafter({"type": type_, "model": str(STEP_ADDER), **more}, "drafter")
     with pytest.raises(ConfigError, match=rf"drafters\[1\]\.type: {type_}; the V2 model runner of vLLM .* no place"):

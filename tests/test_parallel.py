@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of several ranks, two processes on this CPU: the same tokens as one rank, with drafts and without."""
+"""An engine of two ranks, two processes on this CPU, makes the same tokens as one rank, with drafts and without."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def engine(model: Path, ranks: int, block: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 whose heads can be shared out between two ranks."""
+    """A random Qwen3 whose attention heads can be split between two ranks."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -57,7 +57,7 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(two_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained EAGLE-3 head, which has the policy's LM head: some of its drafts are right."""
+    """An untrained EAGLE-3 head with the policy's LM head, so that some of its drafts are right."""
     from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("heads") / "untrained"
@@ -66,7 +66,7 @@ def head(two_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same_tokens(model: Path, block: dict[str, Any], count: str = "accepted") -> list[int]:
-    """Asserts that two ranks under `block` sample what one rank does plainly; drafts accepted, or proposed, by drafter."""
+    """Asserts that two ranks under `block` sample the tokens of plain decoding. Returns the `count` of drafts by drafter."""
     one, two = engine(model, 1, PLAIN), engine(model, 2, json.dumps(block))
     assert two["tokens"] == one["tokens"]
     assert two["ranks"] == 2 and len(two["totals"]) == 1  # the rank whose drafts count
@@ -81,7 +81,7 @@ def test_two_tensor_parallel_ranks_sample_the_tokens_of_one(two_heads: Path, dra
 
 @pytest.mark.parametrize("policy", ["random", "auto"])
 def test_two_tensor_parallel_ranks_hold_a_part_of_the_head_each(two_heads: Path, head: Path, policy: str) -> None:
-    """The first rank alone plans who drafts and how deep; the other takes part in just that."""
+    """Only the first rank plans which drafter drafts and how deep; the other rank follows."""
     drafters = [{"type": "eagle3", "model": str(head)}, {"type": "ngram"}]
     block = {"drafters": drafters, "budget": {"policy": policy}}
     count = "accepted" if policy == "random" else "proposed"  # by measured times few drafts may pay

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written on each sample: which weights made it, which head drafted for it, and how its drafts fared."""
+"""Statistics of samples: policies that made them, heads that drafted for them, and the outcome of their drafts."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SEED, OTHER = 77, 78
 
 @pytest.fixture
 def counts_S2() -> Tensor:
-    """What the draft board counts."""
+    """Counts of the draft board."""
     return torch.zeros(NUM_SLOTS, 2, dtype=torch.int32)
 
 
@@ -29,7 +29,7 @@ def lengths(**of_slots: int) -> Tensor:
     return tensor([of_slots.get(f"slot_{slot}", 0) for slot in range(NUM_SLOTS)], dtype=torch.int32)
 
 
-def test_a_stamp_tells_of_the_policy_the_head_and_the_drafts(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+def test_sample_stats_name_policy_head_and_drafts(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
     sample_stats.policy_version, sample_stats.head_version = 5, 3
     sample_stats.open(2, SEED, prompt_length=10, num_tokens=10)
     counts_S2[2] = tensor([8, 6])
@@ -41,7 +41,7 @@ def test_a_stamp_tells_of_the_policy_the_head_and_the_drafts(sample_stats: Sampl
     assert sample_stats.take([SEED]) == [None], "it was taken"
 
 
-def test_a_request_under_way_has_a_stamp_too_and_keeps_it(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+def test_a_running_request_has_stats_that_can_be_taken_again(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
     sample_stats.open(1, SEED, prompt_length=4, num_tokens=4)
     for num_drafted in (3, 5):
         counts_S2[1] = tensor([num_drafted, 2])
@@ -68,7 +68,7 @@ def test_the_head_is_that_of_the_beginning_and_that_of_the_end(sample_stats: Sam
 
 
 @pytest.mark.parametrize("is_updated", [False, True])
-def test_a_request_that_was_put_aside_goes_on_where_it_was(
+def test_a_preempted_request_continues_its_record(
     sample_stats: SampleStatsLog, counts_S2: Tensor, is_updated: bool
 ) -> None:
     sample_stats.head_version = 2
@@ -87,18 +87,18 @@ def test_a_request_that_was_put_aside_goes_on_where_it_was(
     assert sample_stats.take_ended() == [(SEED, SampleStats(spans, (2, 5), 18, 7))]
 
 
-def test_all_that_ended_are_told_once_and_in_order(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
+def test_ended_requests_are_returned_once_and_in_order(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
     for slot, seed in ((2, 30), (0, 10), (1, 20)):
         sample_stats.open(slot, seed, prompt_length=4, num_tokens=4)
         counts_S2[slot] = seed
     sample_stats.close([1, 2])
     assert [(seed, sample.num_drafted) for seed, sample in sample_stats.take_ended()] == [(20, 20), (30, 30)]
     assert sample_stats.take_ended() == []
-    sample_stats.close([0, 3])  # of slot 3 nobody knew
+    sample_stats.close([0, 3])  # slot 3 had no request
     assert [seed for seed, _ in sample_stats.take_ended()] == [10]
 
 
-def test_what_nobody_takes_is_forgotten_oldest_first(counts_S2: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untaken_sequences_are_dropped_oldest_first(counts_S2: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_KEPT", 3)
     sample_stats = SampleStatsLog(counts_S2)
     for seed in range(8):
@@ -108,7 +108,7 @@ def test_what_nobody_takes_is_forgotten_oldest_first(counts_S2: Tensor, monkeypa
     assert [(seed, sample.num_accepted) for seed, sample in sample_stats.take_ended()] == [(5, 5), (6, 6), (7, 7)]
 
 
-def test_a_stamp_that_was_taken_is_not_kept_when_the_slot_is_freed() -> None:
+def test_stats_that_were_taken_are_not_kept_for_the_freed_slot() -> None:
     sample_stats = SampleStatsLog(torch.zeros(2, 2, dtype=torch.int32))
     for seed in range(1000):
         sample_stats.open(0, seed, 4, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of a step: what each stage takes."""
+"""The profile of a step by stages."""
 
 import time
 from collections.abc import Callable

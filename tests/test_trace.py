@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step trace under a clock that the test turns."""
+"""The step trace, with a clock that the tests set."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def step(trace: StepTrace, clock: Clock, forward_s: float, num_rows: int = 4, **end: float) -> tuple | None:
-    """A decode step of four requests that samples after `forward_s` and ends a second later."""
+    """Records a decode step of four requests that samples after `forward_s` seconds and ends a second later."""
     clock.now += forward_s
     trace.begin_step(4, num_rows, num_rows)
     clock.now += 1.0
@@ -35,7 +35,7 @@ def step(trace: StepTrace, clock: Clock, forward_s: float, num_rows: int = 4, **
 
 def test_a_step_lasts_from_the_end_of_the_one_before(clock: Clock) -> None:
     trace = StepTrace([])
-    assert step(trace, clock, 5.0) is None  # who knows since when
+    assert step(trace, clock, 5.0) is None  # its start is unknown
     assert step(trace, clock, 5.0) == (4, 4, 6.0, 0)
     assert step(trace, clock, 7.0, num_rows=9) == (4, 9, 8.0, 4)
     assert step(trace, clock, 7.0) == (4, 4, 8.0, 9)
@@ -50,7 +50,7 @@ def test_our_host_time_counts_only_where_there_were_drafts(clock: Clock) -> None
     assert [(row[seconds], row[host_s]) for row in trace.since(1).rows] == [(6.0, 0.5), (6.0, 0.5)]
 
 
-def test_an_engine_that_stood_still_was_not_slow(clock: Clock) -> None:
+def test_time_without_steps_counts_for_no_step(clock: Clock) -> None:
     trace = StepTrace([])
     step(trace, clock, 5.0)
     clock.now += 40.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of vLLM that we import, override or read is there, by the source of a version that need not be installed.
+"""Every name of vLLM that we import, override or read exists in the source of a version, which need not be installed.
 
-`VLLM_SOURCE` names the folder of an unpacked wheel; without it the installed vLLM's source is read, and not imported.
+`VLLM_SOURCE` names the folder of an unpacked wheel. Without it the installed vLLM's source is read, but not imported.
 """
 
 import os
@@ -16,7 +16,7 @@ from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
 pytestmark = pytest.mark.unit
 GPU_FOLDER = "vllm/v1/worker/gpu"
 FEWEST = {Use.IMPORTED: 31, Use.OF_MODULE: 11, Use.OF_OBJECT: 61, Use.OVERRIDDEN: 9, Use.CALLED: len(SIGNATURES)}
-"""So many names at least are looked for, or the search itself is broken."""
+"""Smallest number of names for each use. Fewer mean that the search itself is broken."""
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,13 @@ def names(folder: Path) -> list[VllmName]:
 
 
 @pytest.mark.parametrize("use", Use)
-def test_every_name_is_there(names: list[VllmName], use: Use) -> None:
+def test_every_name_exists_in_this_vllm(names: list[VllmName], use: Use) -> None:
     found = [n for n in names if n.use is use]
     assert len(found) >= FEWEST[use]
     assert not [n for n in found if n.change]
 
 
-def test_names_that_are_gone_or_changed_are_told(changed_vllm: Callable[..., Path]) -> None:
+def test_missing_and_changed_names_are_found(changed_vllm: Callable[..., Path]) -> None:
     gumbel, verifier = f"{GPU_FOLDER}/sample/gumbel.py", f"{GPU_FOLDER}/spec_decode/rejection_sampler_utils.py"
     folder = changed_vllm(
         (gumbel, "def gumbel_sample(", "def gumbel_samples("),

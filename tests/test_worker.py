@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: absent when the block is off, refuses to serve when not in force, and its counts add up."""
+"""The vLLM worker: absent if the block is disabled, refused if it is not in force, and its counts add up."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ FIXED = SpecrolloutConfig(num_speculative_tokens=8, drafters=DRAFTERS, budget=Bu
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> RolloutEngine:
-    """An engine that drafts three tokens for every request whenever it can."""
+    """An engine that drafts three tokens for each request in every step."""
     return start_engine(tiny_model, FIXED)
 
 
@@ -51,7 +51,7 @@ def worker_of(engine: RolloutEngine) -> Any:
 
 
 def requests(num_prompts: int = 4, num_samples: int = 4) -> list[RolloutRequest]:
-    """Prompts that repeat themselves, several samples of each: something to draft from."""
+    """Several samples of prompts that repeat themselves, so that text drafters find something."""
     prompts = [[20 + i, 30, 31, 32, 33 + i] * 3 for i in range(num_prompts)]
     return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]
 
@@ -66,7 +66,7 @@ def test_a_disabled_block_changes_no_argument() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_enabled_block_names_the_worker_and_what_it_is_told(device: str) -> None:
+def test_an_enabled_block_sets_worker_and_additional_config(device: str) -> None:
     result = with_specrollout({"max_num_seqs": 8, "additional_config": {"theirs": 1}}, FIXED, device)
     assert result["worker_cls"] == arguments.WORKER_CLASSES[device] and result["max_num_seqs"] == 8
     assert result["additional_config"]["theirs"] == 1
@@ -83,16 +83,14 @@ def test_an_enabled_block_names_the_worker_and_what_it_is_told(device: str) -> N
         ("cuda", {"enforce_eager": False}, True),
     ],
 )
-def test_drafters_without_weights_go_by_a_method_that_asks_for_none(
-    device: str, given: dict[str, Any], adapts: bool
-) -> None:
-    """Drafts that are chosen on the device need CUDA graphs that are prepared for it."""
+def test_text_drafters_use_a_method_without_weights(device: str, given: dict[str, Any], adapts: bool) -> None:
+    """CUDA graphs must be prepared for drafts that are chosen on the device."""
     adaptive = {"enable_adaptive_verification": True} if adapts else {}
     expected = {"method": "ngram_gpu", "num_speculative_tokens": NUM_DRAFTS, **adaptive}
     assert with_specrollout(given, FIXED, device)["speculative_config"] == expected
 
 
-def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
+def test_a_drafter_with_weights_uses_vllms_own_method() -> None:
     def config(*drafters: DrafterConfig, **block: Any) -> dict[str, Any]:
         return with_specrollout({}, SpecrolloutConfig(drafters=drafters, **block), "cpu")["speculative_config"]
 
@@ -103,7 +101,7 @@ def test_a_drafter_with_weights_goes_by_vllm_s_own_method() -> None:
     assert config(MtpDrafterConfig(), num_speculative_tokens=2) == {"method": "mtp", "num_speculative_tokens": 2} | kept
 
 
-def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multiplies_it() -> None:
+def test_a_head_of_a_float32_policy_uses_bfloat16_if_the_cpu_can() -> None:
     def asks(drafter: DrafterConfig, dtype: str = "float32", able: bool = True) -> bool:
         block = SpecrolloutConfig(drafters=(drafter,))
         result = with_specrollout({"dtype": dtype}, block, "cpu", VllmAbilities(multiplies_bfloat16=able))
@@ -115,7 +113,7 @@ def test_a_head_beside_a_float32_policy_asks_for_bfloat16_where_the_cpu_multipli
     assert not asks(DraftModelDrafterConfig(model="/models/small"))
 
 
-def test_a_budget_of_no_drafts_is_no_speculation() -> None:
+def test_a_budget_without_drafts_means_no_speculation() -> None:
     block = SpecrolloutConfig(drafters=DRAFTERS, budget=BudgetConfig("fixed", k=0))
     result = with_specrollout({"max_num_seqs": 4096, "max_num_batched_tokens": 4096}, block, "cuda")
     assert "speculative_config" not in result and result["max_num_batched_tokens"] == 4096
@@ -132,7 +130,7 @@ def test_a_budget_of_no_drafts_is_no_speculation() -> None:
         (512, 9999, 9999),
     ],
 )
-def test_a_step_has_room_for_all_requests_with_all_their_drafts(
+def test_a_step_has_room_for_all_requests_with_their_drafts(
     max_num_seqs: int | None, given: int | None, expected: int | None
 ) -> None:
     """A request takes 1 + 3 rows."""
@@ -165,14 +163,14 @@ def test_arguments_that_contradict_the_block_are_refused(given: dict[str, Any], 
 
 
 @pytest.mark.parametrize(("sampling", "refused"), [("shared_noise", True), ("greedy", False)])
-def test_the_policy_s_noise_must_be_the_drafter_s(sampling: str, refused: bool) -> None:
+def test_policy_and_drafter_must_have_the_same_noise(sampling: str, refused: bool) -> None:
     head = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model="folder", sampling=sampling),))
     with pytest.raises(ValueError, match=r"vllm_kwargs\.use_fp64_gumbel: true") if refused else nullcontext():
         with_specrollout({"use_fp64_gumbel": True}, head, "cpu")
 
 
 def test_an_engine_with_the_block_off_is_vllms_own(tiny_model: Path, sampler_only: RolloutEngine) -> None:
-    """In a process of its own: this one has loaded the worker. Of vLLM's seeds it makes the tokens that ours makes."""
+    """Runs in its own process, because this one has loaded the worker. With vLLM's seeds it makes the same tokens as ours."""
     code = f"""
 import sys
 from pathlib import Path
@@ -210,7 +208,7 @@ def test_a_sound_worker_passes(engine: RolloutEngine, sampler_only: RolloutEngin
     worker_of(sampler_only)._verify_in_force()
 
 
-def test_another_verification_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_rejection_sampler_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     worker = worker_of(engine)
@@ -221,7 +219,7 @@ def test_another_verification_is_refused(engine: RolloutEngine, monkeypatch: pyt
         worker._verify_in_force()
 
 
-def test_another_drafter_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_proposal_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = worker_of(engine)
     speculator = worker.model_runner.speculator
     monkeypatch.setattr(speculator, "propose", type(speculator).propose.__get__(speculator))
@@ -229,8 +227,8 @@ def test_another_drafter_is_refused(engine: RolloutEngine, monkeypatch: pytest.M
         worker._verify_in_force()
 
 
-def test_another_speculative_config_is_refused(sampler_only: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block names drafters, but vLLM was not told to speculate."""
+def test_a_missing_speculative_config_is_refused(sampler_only: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block has drafters, but vLLM was not configured to speculate."""
     worker = worker_of(sampler_only)
     monkeypatch.setattr(worker, "specrollout_config", FIXED)
     with pytest.raises(RuntimeError, match=r"drafting is not in force.*with_specrollout"):
@@ -246,7 +244,7 @@ def test_vllms_other_model_runner_is_refused() -> None:
         compat.verify_model_runner(GPUModelRunner.__new__(GPUModelRunner))
 
 
-def test_a_runner_without_what_is_bound_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_without_needed_attributes_is_refused(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_specrollout.generation import compat
 
     runner = worker_of(engine).model_runner
@@ -269,7 +267,7 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 # What it reports.
 
 
-def test_a_report_of_the_sampler_alone(sampler_only: RolloutEngine) -> None:
+def test_stats_of_an_engine_without_drafters(sampler_only: RolloutEngine) -> None:
     sampler_only.generate(requests())
     stats = sampler_only.stats()
     assert stats is not None and stats == EngineStats(stats.num_steps, stats.trace)
@@ -278,7 +276,7 @@ def test_a_report_of_the_sampler_alone(sampler_only: RolloutEngine) -> None:
 
 @pytest.fixture(scope="module")
 def accounted(engine: RolloutEngine) -> tuple[list[Rollout], EngineStats, EngineStats]:
-    """Responses that nothing cuts short, and the reports before and after them."""
+    """Responses of full length, and the engine stats before and after them."""
     before = engine.stats()
     rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     assert before is not None
@@ -290,7 +288,7 @@ def accounted(engine: RolloutEngine) -> tuple[list[Rollout], EngineStats, Engine
 Accounted = tuple[list[Rollout], EngineStats, EngineStats]
 
 
-def test_the_shape_of_a_report(accounted: Accounted) -> None:
+def test_the_shape_of_engine_stats(accounted: Accounted) -> None:
     _, before, after = accounted
     assert after.drafters == ["suffix", "ngram"]
     assert np.shape(after.proposed) == np.shape(after.accepted) == (2, NUM_DRAFTS)
@@ -311,7 +309,7 @@ def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) 
 
 
 def test_every_token_is_accounted_for(accounted: Accounted) -> None:
-    """With asynchronous scheduling a step more may run after a request has ended, of which nobody hears."""
+    """With asynchronous scheduling one more step may run after a request has ended; its token is dropped."""
     rollouts, before, after = accounted
     assert [len(r.token_ids) for r in rollouts] == [LENGTH] * len(rollouts)
     drafted, accepted = (
@@ -325,10 +323,10 @@ def test_every_token_is_accounted_for(accounted: Accounted) -> None:
         assert np.sum(getattr(after, name)) - np.sum(getattr(before, name)) == counts.sum()
 
 
-def test_drafts_are_accounted_for_whenever_drafting_rests(
+def test_drafts_are_accounted_for_across_drafting_pauses(
     start_engine: Callable[..., RolloutEngine], tiny_model: Path
 ) -> None:
-    """Rests begin at random here, also right after a step that verified drafts."""
+    """Pauses begin at random here, also right after a step that verified drafts."""
     engine = start_engine(tiny_model, replace(FIXED, budget=BudgetConfig("random")))
     rollouts = engine.generate(requests(), ignore_eos=True, stop_token_ids=[], max_tokens=LENGTH)
     stats = engine.stats()
@@ -354,7 +352,7 @@ def test_requests_may_decline_speculation(engine: RolloutEngine, accounted: Acco
 # Taking a rollout in turns.
 
 
-def test_turns_change_no_token_and_their_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
+def test_turns_change_no_token_and_gaps_count_for_no_step(engine: RolloutEngine, accounted: Accounted) -> None:
     before = engine.stats(first_step=1 << 60)
     sampling = {"ignore_eos": True, "stop_token_ids": [], "max_tokens": LENGTH}
     generation, turns = Generation(engine, requests(), sampling=sampling), 0
