@@ -131,7 +131,7 @@ def test_a_block_drafter_reads_the_text_of_skipped_steps(
     expected: dict[str, list[Rollout]],
     name: str,
 ) -> None:
-    """The drafter drafts the same tokens as if it were asked in every step, beside another drafter and with budgets down to zero.
+    """The drafter drafts as if it were asked in every step, beside another drafter and with budgets down to zero.
 
     The blocks must have equal lengths, because the tokens of a block attend to each other.
     """
