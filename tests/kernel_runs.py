@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs behind `test_kernels.py`: they begin with the session and take the core that the other tests leave idle."""
+"""The pytest processes behind `test_kernels.py`. They start with the session and use the core that other tests leave idle."""
 
 import os
 import subprocess
@@ -19,8 +19,10 @@ MODULES = {
     "ours": (["interpreted/own_kernels.py"], INTERPRETED),
     "ours, on a GPU that is not there": (FAKE_GPU, COMPILED),
 }
-"""`ours, on a GPU that is not there`: no step of ours waits for the device or launches more than it did, vLLM replays full
-CUDA graphs for decode steps, and our kernels, compiled for an H100, are no longer than they were."""
+"""Test modules and environment by name.
+
+`ours, on a GPU that is not there` checks that no step waits for the device or has more launches than recorded. It also checks
+that vLLM replays full CUDA graphs for decode steps, and that our kernels, compiled for an H100, have not grown."""
 
 
 def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:

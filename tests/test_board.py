@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft board on a CPU: what is learned of drafters, who drafts, what is counted. For a GPU: `test_kernels.py`.
+"""The draft board on a CPU: what it learns, which drafter it chooses, what it counts. On a GPU: `test_kernels.py`.
 
 Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence, C classes of context
 length.
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.unit
 
 LONGEST, K = 400, 3
 Proposals = dict[int, dict[int, list[int]]]
-"""Of each drafter, by slot, the tokens that it proposes."""
+"""The proposed tokens by drafter and slot."""
 
 
 class World:
-    """A board, and requests whose whole texts are known from the start: what the policy will sample."""
+    """A board, and requests whose whole texts are known from the start: the tokens that the policy will sample."""
 
     def __init__(
         self, num_drafters: int = 1, num_slots: int = 2, edges: tuple[int, ...] = (), model: int | None = None
@@ -50,12 +50,12 @@ class World:
         self.board.open(tensor(slots), torch.full((len(slots),), limit, dtype=torch.int32))
 
     def next_tokens(self, slot: int, num: int = K) -> list[int]:
-        """What the policy will sample of a request."""
+        """Returns the next tokens that the policy will sample for a request."""
         length = int(self.total_len_S[slot])
         return self.text_SL[slot, length : length + num].tolist()
 
     def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0, row_price: float = 0.0) -> Tensor:
-        """The drafters propose; the rates of what is submitted, [B, K]."""
+        """Lets the drafters propose and the board choose. Returns the rates of the submitted drafts, [B, K]."""
         board = self.board
         board.found_DB.zero_()
         board.levels_DBK.fill_(level)
@@ -67,12 +67,14 @@ class World:
         return board.rates_BK[: len(slots)].clone()
 
     def drafts(self, row: int) -> list[int]:
-        """What was submitted for a row of the batch."""
+        """Returns the drafts that were submitted for a row of the batch."""
         return self.board.drafts_BK[row, self.board.rates_BK[row] > 0].tolist()
 
     def verify(self, *slots: int, most: int = K) -> tuple[Counter, Counter]:
-        """The policy samples, with at most so many of each request's drafts verified; drafts verified, and accepted, by slot.
-        Slot -1 stands for a row of nobody."""
+        """Lets the policy sample, with at most `most` drafts of each request verified. Slot -1 is a row without a request.
+
+        Returns the numbers of verified and of accepted drafts by slot.
+        """
         num_sampled, num_rejected = [], []
         verified, accepted = Counter(), Counter()
         for row, slot in enumerate(slots):
@@ -90,13 +92,13 @@ class World:
         return verified, accepted
 
 
-# What is learned
+# Learning
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("is_submitted", [True, False])
-def test_estimates_follow_what_came_true_whether_submitted_or_not(is_submitted: bool, is_right: bool) -> None:
-    """Drafter 0 is always right three tokens deep. Drafter 1 is alone, or proposes one token, which is never submitted."""
+def test_rates_follow_outcomes_of_all_proposals_submitted_or_not(is_submitted: bool, is_right: bool) -> None:
+    """Drafter 0 is always right for three tokens. Drafter 1 is alone, or proposes one token that is never submitted."""
     world = World(num_drafters=2)
     for _ in range(90):
         right = world.next_tokens(0)
@@ -111,7 +113,7 @@ def test_estimates_follow_what_came_true_whether_submitted_or_not(is_submitted: 
     assert rates_BK.max() <= np.float32(MAX_RATE)
 
 
-def test_levels_are_learned_apart() -> None:
+def test_each_level_has_its_own_rate() -> None:
     world = World()
     for n in range(100):
         is_even = n % 2 == 0
@@ -123,9 +125,9 @@ def test_levels_are_learned_apart() -> None:
 
 
 @pytest.mark.parametrize(("row_price", "chosen"), [(0.0, 0), (0.5, 1), (0.95, 0)])
-def test_of_a_long_proposal_only_the_tokens_worth_their_rows_count(row_price: float, chosen: int) -> None:
-    """Three tokens of rate 0.65 promise 1.35 tokens, one of rate 0.9 promises 0.9. At half a token a row, only the first of
-    the three pays, and wins 0.15 where the other wins 0.4. Where no token is worth its row, the promise decides."""
+def test_tokens_that_do_not_pay_for_their_row_hardly_count(row_price: float, chosen: int) -> None:
+    """Three tokens of rate 0.65 are worth 1.35 tokens, one of rate 0.9 is worth 0.9. If a row costs half a token, only the
+    first of the three pays. It wins 0.15, and the other proposal wins 0.4. If no token pays, the expected tokens decide."""
     world = World(num_drafters=2)
     world.board.evidence_DE2[0, :, 0] = 0.65 * world.board.evidence_DE2[0, :, 1]
     world.board.evidence_DE2[1, :, 0] = 0.9 * world.board.evidence_DE2[1, :, 1]
@@ -133,7 +135,7 @@ def test_of_a_long_proposal_only_the_tokens_worth_their_rows_count(row_price: fl
     assert world.board.chosen_S[0] == chosen
 
 
-def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:
+def test_a_request_has_its_own_factor() -> None:
     world = World()
     for _ in range(30):
         world.choose(0, 1, proposals={0: {0: world.next_tokens(0), 1: [99, 99, 99]}})
@@ -142,9 +144,9 @@ def test_a_request_that_is_harder_than_others_is_believed_to_be() -> None:
     assert easy > 0.8 and hard < 0.3
 
 
-def test_factors_count_as_far_as_they_foretold_hits() -> None:
-    """The first drafter is always right for one request and never for the other. The second is right at random in both, so
-    its factors predict nothing."""
+def test_factors_count_as_far_as_they_have_predicted_hits() -> None:
+    """Drafter 0 is always right for one request and never for the other. Drafter 1 is right at random for both, so its
+    factors predict nothing."""
     world = World(num_drafters=2)
     rng = np.random.default_rng(0)
     for _ in range(110):
@@ -152,12 +154,12 @@ def test_factors_count_as_far_as_they_foretold_hits() -> None:
         tossed = {slot: right[slot] if rng.random() < 0.5 else [99] for slot in (0, 1)}
         world.choose(0, 1, proposals={0: {0: right[0], 1: [99]}, 1: tossed})
         world.verify(0, 1, most=0)
-    told, square = (world.board.factor_weight_D2 + 1).T
-    assert told[0] / square[0] > 0.9 and told[1] / square[1] < 0.4
+    products, squares = (world.board.factor_weight_D2 + 1).T
+    assert products[0] / squares[0] > 0.9 and products[1] / squares[1] < 0.4
 
 
-def test_what_contradicts_the_witness_is_believed_less() -> None:
-    """The text drafter is right in every other step, the witness always: no level tells, but whether they agree does."""
+def test_a_token_that_contradicts_the_witness_has_a_lower_rate() -> None:
+    """The text drafter is right in every other step, the witness always. Only their agreement tells which."""
     world = World(num_drafters=2, model=1)
     for n in range(120):
         right = world.next_tokens(0, 1)
@@ -166,7 +168,7 @@ def test_what_contradicts_the_witness_is_believed_less() -> None:
     assert world.board.level_rates_DE[0, 0].item() == pytest.approx(0.5, abs=0.1)
     apart = [{0: {0: [1]}}, {0: {0: [1]}, 1: {0: [1]}}, {0: {0: [1, 2, 3]}, 1: {0: [1, 9]}}]
     alone, agreed, contradicted = (world.choose(0, proposals=proposals)[0] for proposals in apart)
-    assert alone[0].item() == pytest.approx(LEVEL_PRIORS[0], rel=0.2), "nothing like it was seen"
+    assert alone[0].item() == pytest.approx(LEVEL_PRIORS[0], rel=0.2), "no such evidence was observed"
     assert agreed[0] > 0.9 and contradicted[0] > 0.9
     rates_E = world.board.evidence_DE2[..., 0] / world.board.evidence_DE2[..., 1]
     assert rates_E[0, 2 * NUM_LEVELS] < 0.1 and world.board.chosen_S[0] == 1
@@ -182,7 +184,7 @@ def test_what_contradicts_the_witness_is_believed_less() -> None:
         ([], [], [1, 2], [[], [], [0, 0]]),
     ],
 )
-def test_a_token_s_evidence_says_what_the_other_side_proposes_after_the_same_tokens(
+def test_evidence_holds_the_relation_to_the_other_side(
     text: list[int], other: list[int], witness: list[int], expected: list[list[int]]
 ) -> None:
     world = World(num_drafters=3, model=2)
@@ -192,28 +194,28 @@ def test_a_token_s_evidence_says_what_the_other_side_proposes_after_the_same_tok
         assert levels == [NUM_LEVELS * relation + 3 for relation in relations]
 
 
-def test_a_proposal_that_is_not_submitted_waits_until_it_is_refuted_or_used_up() -> None:
+def test_a_proposal_stays_open_until_it_is_refuted_or_confirmed() -> None:
     world = World(num_drafters=2)
     board, right = world.board, world.next_tokens(0)
-    waiting = []
+    open_proposals = []
     for proposal in ([right[0], 99, right[2]], [77], [78], [79], world.next_tokens(0, 6)[4:], [80], [81]):
         world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: proposal}})
-        assert board.chosen_S[0] == 0 and board.length_SD[0, 0] == 3, "who is submitted proposes anew"
-        waiting.append((board.tokens_SDK[0, 1, 0].item(), board.checked_SD[0, 1].item()))
+        assert board.chosen_S[0] == 0 and board.length_SD[0, 0] == 3, "the submitted drafter proposes again"
+        open_proposals.append((board.tokens_SDK[0, 1, 0].item(), board.checked_SD[0, 1].item()))
         world.verify(0, most=0)  # one token is sampled
     fifth = world.text_SL[0, 14].item()
-    assert waiting == [(right[0], 0), (right[0], 1), (78, 0), (79, 0), (fifth, 0), (fifth, 1), (81, 0)]
+    assert open_proposals == [(right[0], 0), (right[0], 1), (78, 0), (79, 0), (fifth, 0), (fifth, 1), (81, 0)]
     assert board.position_DK2[1].tolist() == [[2, 5], [1, 2], [0, 0]], "hits and trials"
 
 
-def test_a_proposal_that_is_submitted_replaces_what_waited() -> None:
+def test_a_submitted_proposal_replaces_the_open_one() -> None:
     world = World(num_drafters=2)
     world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: world.next_tokens(0, 2)}})
     world.choose(0, proposals={1: {0: [99]}})
     assert world.drafts(0) == [99] and world.board.tokens_SDK[0, 1, 0] == 99
 
 
-def test_a_new_request_does_not_inherit_its_slot_s_past() -> None:
+def test_a_new_request_inherits_nothing_from_its_slot() -> None:
     world = World()
     for _ in range(20):
         world.choose(0, proposals={0: {0: [99]}})
@@ -229,7 +231,7 @@ def test_a_new_request_does_not_inherit_its_slot_s_past() -> None:
     assert rates_BK[0, 0] == rates_BK[1, 0] < LEVEL_PRIORS[0]
 
 
-def test_a_drafter_with_new_weights_is_judged_anew() -> None:
+def test_a_drafter_with_new_weights_starts_from_the_priors() -> None:
     world, never_used = World(num_drafters=2, model=1), World(num_drafters=2, model=1)
     for d in (0, 1) * 20:
         world.choose(0, proposals={d: {0: [99]}})
@@ -244,21 +246,21 @@ def test_a_drafter_with_new_weights_is_judged_anew() -> None:
     assert world.choose(0, proposals={1: {0: [1]}})[0, 0].item() == pytest.approx(LEVEL_PRIORS[0])
 
 
-# Who drafts
+# Choice
 
 
 def test_the_better_drafter_is_chosen_for_each_request() -> None:
     world = World(num_drafters=2)
     board = world.board
     world.choose(1, 0, proposals={0: {1: [1, 2, 3], 0: [4, 5, 6]}, 1: {1: [7, 8, 9], 0: [10, 11]}})
-    board.levels_DBK[0, 0], board.levels_DBK[1, 1] = 3, 3  # each has strong evidence for one of the requests
+    board.levels_DBK[0, 0], board.levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one request
     board.choose(tensor([1, 0]), world.total_len_S)
     assert board.drafts_BK.tolist() == [[1, 2, 3], [10, 11, 0]]
     assert board.chosen_S.tolist() == [1, 0] and board.submitted_S.tolist() == [2, 3]
     assert board.rates_BK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 1], [1, 1, 0]]))
 
 
-def test_a_longer_proposal_beats_a_surer_one_if_more_of_it_is_expected() -> None:
+def test_the_proposal_of_most_expected_tokens_is_chosen() -> None:
     """Rates of 0.3, 0.45, 0.6 and 0.8: three tokens at 0.6 are worth 1.176, one at 0.8 is worth 0.8, three at 0.45 0.74."""
     world = World(num_drafters=2)
     board = world.board
@@ -269,8 +271,8 @@ def test_a_longer_proposal_beats_a_surer_one_if_more_of_it_is_expected() -> None
         assert board.drafts_BK[0].tolist() == drafts
 
 
-def test_no_draft_goes_beyond_a_request_s_room() -> None:
-    """A request of 10 tokens that may get `limit` long has room for its next token and `limit` - 11 drafts."""
+def test_no_draft_exceeds_the_length_limit() -> None:
+    """A request of 10 tokens with length limit `limit` can take its next token and `limit` - 11 drafts."""
     world = World(num_slots=5)
     for slot, limit in enumerate((0, 11, 12, 13, LONGEST)):
         world.open(slot, limit=limit)
@@ -287,8 +289,8 @@ def test_without_a_proposal_nothing_is_drafted() -> None:
     assert world.board.submitted_S.tolist() == [0, 0]
 
 
-def test_what_is_expected_of_a_model_that_was_not_asked_yet_is_what_is_usual() -> None:
-    """By position, as far as there is room."""
+def test_the_outlook_of_a_new_request_is_the_usual_survival() -> None:
+    """The usual survival is the product of the rates of the positions, up to the length limit."""
     world = World(num_drafters=2, model=1)
     world.open(1, limit=13)
     world.choose(0, 1)
@@ -304,8 +306,8 @@ def test_what_is_expected_of_a_model_that_was_not_asked_yet_is_what_is_usual() -
     assert first > 0.9 and third <= second < 0.1
 
 
-def test_a_later_draft_position_is_believed_to_be_like_the_one_before_where_nothing_recent_is_known() -> None:
-    """Drafts were good at all positions; since then they are one token deep, and one in four is right."""
+def test_a_position_without_recent_data_is_like_the_one_before() -> None:
+    """Drafts were good at all positions. Since then they have one token, and one in four is right."""
     world = World(num_drafters=2, model=1)
     world.board.position_DK2[1] = torch.tensor([0.95, 1.0]) * EVIDENCE_WINDOW
     world.choose(0)
@@ -320,8 +322,8 @@ def test_a_later_draft_position_is_believed_to_be_like_the_one_before_where_noth
     assert world.board.outlook_S4K[0, 1].numpy() == pytest.approx(0.25 ** np.array([1, 2, 3]), rel=0.25)
 
 
-def test_what_is_expected_of_a_model_is_what_its_latest_drafts_of_the_request_promised() -> None:
-    """One request has sure drafts, another unsure ones. A request that is not asked for drafts returns to what is usual."""
+def test_the_outlook_follows_the_latest_drafts_of_the_request() -> None:
+    """One request has sure drafts, another unsure ones. A request without drafts returns to the usual survival."""
     world = World(num_drafters=2, model=1)
     sure, unsure = 3, 0
     for level in (sure, unsure):
@@ -341,8 +343,8 @@ def test_what_is_expected_of_a_model_is_what_its_latest_drafts_of_the_request_pr
     assert not world.board.outlook_S4K[1, 3].any()
 
 
-def test_text_drafts_that_bring_less_than_they_promise_while_the_model_is_silent_are_expected_to() -> None:
-    """The level promises 2.4 of three tokens; every other proposal is wrong from the first token on."""
+def test_text_drafts_are_calibrated_while_the_model_is_silent() -> None:
+    """The level predicts 2.4 of three tokens, but every other proposal is wrong from its first token."""
     outlooks = []
     for is_asked in (False, True):
         world = World(num_drafters=2, model=1)
@@ -352,14 +354,14 @@ def test_text_drafts_that_bring_less_than_they_promise_while_the_model_is_silent
             text = right if n % 2 else [99, 98, 97]
             world.choose(0, proposals={0: {0: text}, **({1: {0: [text[0]]}} if is_asked else {})})
             world.verify(0)
-        kept = (world.board.calibration_2[0] + PRIOR_STRENGTH) / (world.board.calibration_2[1] + PRIOR_STRENGTH)
-        assert kept == 1.0 if is_asked else 0.5 < kept < 0.85
+        calibration = (world.board.calibration_2[0] + PRIOR_STRENGTH) / (world.board.calibration_2[1] + PRIOR_STRENGTH)
+        assert calibration == 1.0 if is_asked else 0.5 < calibration < 0.85
         outlooks.append(float(world.board.outlook_S4K[0, 2].sum()))
     assert outlooks[0] < 0.8 * outlooks[1]
 
 
-def test_what_text_drafts_are_expected_to_survive_is_what_they_usually_do() -> None:
-    """The best proposal of the text drafters, found in every other step, whatever the model proposes."""
+def test_the_outlook_of_text_drafts_is_their_mean_survival() -> None:
+    """The text drafters propose in every other step. The proposals of the model make no difference."""
     world = World(num_drafters=3, model=2)
     for n in range(60):
         text = {0: {0: [1, 2]}, 1: {0: [1]}} if n % 2 else {}
@@ -370,16 +372,16 @@ def test_what_text_drafts_are_expected_to_survive_is_what_they_usually_do() -> N
     assert not world.board.outlook_S4K[0].any(), "another request"
 
 
-# What is counted
+# Counts
 
 
-def test_outcomes_are_counted_by_drafter_context_position_request_and_step() -> None:
+def test_outcomes_are_counted_by_drafter_context_and_request() -> None:
     world = World(num_drafters=2, edges=(12, 20))
     right = world.next_tokens(0)
     world.choose(0, 1, proposals={0: {0: right}, 1: {1: [*world.next_tokens(1, 2), 99]}})
-    world.verify(0, 1)  # at 10 tokens of context: three of three, and two of three
+    world.verify(0, 1)  # at 10 tokens of context: 3 of 3 and 2 of 3 accepted
     world.choose(1, 0, proposals={1: {0: [99, 99]}})
-    world.verify(1, 0)  # at 14: none of two
+    world.verify(1, 0)  # at 14: 0 of 2
     expected_DCK2 = torch.zeros(2, 3, K, 2, dtype=torch.int64)
     expected_DCK2[0, 0] = 1
     expected_DCK2[1, 0] = tensor([[1, 1], [1, 1], [1, 0]])
@@ -389,7 +391,7 @@ def test_outcomes_are_counted_by_drafter_context_position_request_and_step() -> 
     assert world.board.steps_TD2[:3].tolist() == [[[3, 3], [3, 2]], [[0, 0], [2, 0]], [[0, 0], [0, 0]]]
 
 
-def test_drafts_that_did_not_fit_into_the_budget_are_not_counted() -> None:
+def test_drafts_beyond_the_budget_are_not_counted() -> None:
     world = World()
     world.choose(0, proposals={0: {0: world.next_tokens(0)}})
     world.verify(0, most=1)
@@ -397,8 +399,8 @@ def test_drafts_that_did_not_fit_into_the_budget_are_not_counted() -> None:
     assert world.board.verified_DCK2[0, 0].tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
-def test_a_prompt_s_chunk_refutes_nothing() -> None:
-    """A step that samples nothing of a request leaves it as it was."""
+def test_a_step_of_a_prompt_changes_nothing() -> None:
+    """A step that samples no token of a request leaves its drafts open."""
     world = World()
     world.choose(0, proposals={0: {0: [99]}})
     none = tensor([0], dtype=torch.int32)
@@ -406,7 +408,7 @@ def test_a_prompt_s_chunk_refutes_nothing() -> None:
     assert world.board.submitted_S[0] == 1 and not world.board.request_S2.any()
 
 
-def test_steps_are_counted_in_a_ring() -> None:
+def test_step_counts_are_a_ring_buffer() -> None:
     world = World()
     for world.num_steps in (0, TRACED_STEPS):
         world.choose(0, proposals={0: {0: world.next_tokens(0, world.num_steps % 2 + 1)}})
@@ -417,7 +419,7 @@ def test_steps_are_counted_in_a_ring() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
 def test_counts_add_up_whatever_happens(seed: int, num_drafters: int) -> None:
-    """Drafters at random, and requests that come and go, for rows in any order, some of nobody."""
+    """Random drafters, requests that come and go, rows in any order, some of them without a request."""
     rng, world = np.random.default_rng(seed), World(num_drafters, num_slots=4, edges=(15,))
     verified, accepted = Counter(), Counter()
     for _ in range(12):
@@ -445,7 +447,7 @@ def test_counts_add_up_whatever_happens(seed: int, num_drafters: int) -> None:
     assert (board.verified_DCK2[..., 0] >= board.verified_DCK2[..., 1]).all()
 
 
-def test_a_row_of_nobody_leaves_no_trace() -> None:
+def test_a_row_without_a_request_changes_nothing() -> None:
     world = World()
     world.choose(-1, 0, proposals={0: {0: [1]}})
     world.board.found_DB[0] = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of vLLM's kernels for sampling, row by row, in whatever company. Beside the kernels: `test_kernels.py`."""
+"""The CPU bodies of vLLM's sampling kernels. `test_kernels.py` compares them with the kernels themselves."""
 
 import numpy as np
 import pytest
@@ -13,17 +13,16 @@ from vllm_v2_cpu.kernels.floats import exp_of_negative, log, stored, value_of
 pytestmark = pytest.mark.unit
 
 BLOCK = 1024
-SAMPLE = "vllm.v1.worker.gpu.sample."
 
 
 def sample(logits_RV: Tensor, temperatures_R: Tensor, divide: bool = True) -> Tensor:
-    """The sampled token of each row; row r belongs to request r, whose seed and position follow from its temperature."""
+    """Returns the sampled token of each row. Row r is of request r, whose temperature determines its seed and position."""
     num_rows, vocab_size = logits_RV.shape
     num_blocks = -(-vocab_size // BLOCK)
     tokens_RB = torch.empty(num_rows, num_blocks, dtype=torch.int64)
     maxima_RB = torch.empty(num_rows, num_blocks)
     seeds_R = (temperatures_R * 1000).long()
-    gumbel.KERNELS[f"{SAMPLE}gumbel._gumbel_sample_kernel"](
+    gumbel.gumbel_sample(
         tokens_RB, num_blocks, maxima_RB, num_blocks, None, 0, 0, None, None, 0, logits_RV, logits_RV.stride(0),
         torch.arange(num_rows), seeds_R, seeds_R + 7, temperatures_R, vocab_size, BLOCK_SIZE=BLOCK, IS_DRAFTING=False,
         APPLY_TEMPERATURE=divide, USE_FP64=False, PER_TOKEN_COL=False,
@@ -33,7 +32,7 @@ def sample(logits_RV: Tensor, temperatures_R: Tensor, divide: bool = True) -> Te
 
 def log_probs(logits_RV: Tensor, tokens_RK: Tensor) -> Tensor:
     output_RK = torch.empty(tokens_RK.shape)
-    logprobs.KERNELS[f"{SAMPLE}logprob._topk_log_softmax_kernel"](
+    logprobs.topk_log_softmax(
         output_RK, logits_RV, logits_RV.stride(0), tokens_RK, tokens_RK.stride(0), tokens_RK.shape[1],
         logits_RV.shape[1], BLOCK_SIZE=BLOCK, TOPK_BLOCK_SIZE=1,
     )  # fmt: skip
@@ -42,13 +41,12 @@ def log_probs(logits_RV: Tensor, tokens_RK: Tensor) -> Tensor:
 
 def ranks(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
     output_R = torch.empty_like(tokens_R)
-    kernel = logprobs.KERNELS[f"{SAMPLE}logprob._ranks_kernel"]
-    kernel(output_R, logits_RV, logits_RV.stride(0), tokens_R, logits_RV.shape[1], BLOCK_SIZE=8192)
+    logprobs.ranks(output_R, logits_RV, logits_RV.stride(0), tokens_R, logits_RV.shape[1], BLOCK_SIZE=8192)
     return output_R
 
 
 def inputs(num_rows: int, vocab_size: int, scale: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Logits of which a tenth is ruled out, as bfloat16 has them, and temperatures that all differ."""
+    """Returns bfloat16 logits, a tenth of them -inf, and distinct temperatures."""
     torch.manual_seed(seed)
     logits_RV = (torch.randn(num_rows, vocab_size) * scale).bfloat16()
     logits_RV[torch.rand(logits_RV.shape) < 0.1] = -torch.inf
@@ -56,8 +54,8 @@ def inputs(num_rows: int, vocab_size: int, scale: float, seed: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
-def test_no_block_is_passed_over_in_error(scale: float) -> None:
-    """Sampling computes the noise of few blocks; the token is that of the noise of all of them."""
+def test_no_block_is_skipped_wrongly(scale: float) -> None:
+    """Sampling computes the noise of few blocks. The token must be the same as with the noise of all blocks."""
     logits_RV, temperatures_R = inputs(40, 5000, scale)
     logits_RV = logits_RV.float()
     tokens_R = sample(logits_RV, temperatures_R)
@@ -69,7 +67,7 @@ def test_no_block_is_passed_over_in_error(scale: float) -> None:
         assert (row_V / temperature + np.float32(noise_V)).argmax() == tokens_R[r]
 
 
-def test_the_bound_of_the_noise_is_above_it() -> None:
+def test_the_bound_is_above_the_noise() -> None:
     bits = np.concatenate([np.arange(1 << 12), 2**32 - 1 - np.arange(1 << 12), np.arange(0, 2**32, 99991)])
     for word in bits.astype(np.uint32):
         noise_of_word = noise.gumbel_of(np.float32(noise.uniform_of(word)))
@@ -79,7 +77,7 @@ def test_the_bound_of_the_noise_is_above_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     logits_RV, temperatures_R = inputs(33, 4097, 2.0)
     logits_RV = logits_RV.to(dtype)
     tokens_R = sample(logits_RV, temperatures_R)

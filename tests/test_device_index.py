@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context index on the engine's device: what it finds, what it forgets, and that its two bodies are one.
+"""The context index on the engine's device: what it finds and forgets, and that its numba and Triton bodies agree.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. Seeds are fixed.
 """
@@ -42,7 +42,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 class Requests:
-    """Texts in request slots, as the engine holds them, and an index that follows them."""
+    """Texts in request slots, as the engine stores them, and an index that follows them."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Requests:
         return out
 
     def walk(self, num_positions: int = 6, floor: float = 0.0, rates: Tensor | None = None) -> list[list[int]]:
-        """The drafts of each row."""
+        """Returns the drafts of each row."""
         tokens_BK, _, found_B = self.walk_raw(num_positions, floor, rates)
         return [row[:n] for row, n in zip(tokens_BK.tolist(), found_B.tolist(), strict=True)]
 
@@ -105,10 +105,10 @@ def drafts_of(index: ContextIndex, text: list[int], salt: int = 5, num_positions
     return Requests(index, [text], [salt]).walk(num_positions)[0]
 
 
-# What is found
+# Lookup
 
 
-def test_what_is_learned_is_found():
+def test_learned_continuations_are_found():
     requests = learned([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
     assert drafts_of(requests.index, [1, 2, 3]) == [4, 5, 6, 7, 8, 9]
     assert drafts_of(requests.index, [1, 2, 3], num_positions=2) == [4, 5]
@@ -133,7 +133,7 @@ def test_the_longest_known_context_wins():
     assert drafts_of(index, [6, 1, 2, 3], num_positions=1) == [50]
 
 
-def test_the_commoner_continuation_wins_and_the_first_of_equals():
+def test_the_most_frequent_continuation_wins_then_the_first():
     index = learned([[1, 4], [1, 5], [1, 5], [2, 6], [2, 7]]).index
     assert drafts_of(index, [1], num_positions=1) == [5]
     assert drafts_of(index, [2], num_positions=1) == [6]
@@ -157,7 +157,7 @@ def test_learning_counts_from_where_it_stopped():
     assert torch.equal(index.words, before)
 
 
-def test_what_exceeds_the_bound_waits_for_the_next_call():
+def test_tokens_beyond_the_bound_wait_for_the_next_call():
     requests = Requests(new_index(), [list(range(10)), [50, 51]], [5, 5])
     lengths = []
     for _ in range(4):
@@ -184,7 +184,7 @@ def test_rows_without_a_slot_are_skipped():
     assert (levels_BK[:, 1:] == -9).all()
 
 
-def test_a_walk_ends_where_hope_does():
+def test_a_walk_ends_when_its_survival_falls_below_the_floor():
     requests = Requests(learned([[1, 2, 3, 4, 5, 6, 7, 8]]).index, [[9, 1]], [5])
     assert requests.walk(floor=0.25) == [[2, 3]]
     assert requests.walk(floor=0.26) == [[2]]
@@ -223,11 +223,11 @@ def test_placeholders_are_never_drafted():
     assert drafts_of(requests.index, [3]) == [4]
 
 
-# Against a definition in plain Python
+# Comparison with a reference in plain Python
 
 
-class Definition:
-    """What an index of unlimited size does."""
+class Reference:
+    """Reference: an index of unlimited size."""
 
     def __init__(self, orders: tuple[int, ...]) -> None:
         self.orders = orders
@@ -264,24 +264,24 @@ small_texts = st.lists(st.lists(st.integers(0, 3), max_size=LONGEST), min_size=1
 
 @settings(max_examples=150)
 @given(small_texts, st.sampled_from([ORDERS, (2, 3), (1,), (2, 4, 8, 16)]), st.integers(1, 40), st.data())
-def test_an_index_with_room_does_as_defined(texts, orders, max_new, data):
+def test_an_index_with_room_equals_the_reference(texts, orders, max_new, data):
     salts = [data.draw(st.integers(-1, 1)) for _ in texts]
-    index, definition = new_index(1 << 13, orders), Definition(orders)
+    index, reference = new_index(1 << 13, orders), Reference(orders)
     requests = Requests(index, texts, salts)
     while not torch.equal(requests.learned_S, requests.total_len_S):
         starts = requests.learned_S.tolist()
         requests.learn(max_new)
         for text, salt, start, end in zip(texts, salts, starts, requests.learned_S.tolist(), strict=True):
-            definition.learn(salt, text[:end], start)
-    assert requests.walk(9) == [definition.walk(salt, text, 9) for salt, text in zip(salts, texts, strict=True)]
+            reference.learn(salt, text[:end], start)
+    assert requests.walk(9) == [reference.walk(salt, text, 9) for salt, text in zip(salts, texts, strict=True)]
     starts = Requests(index, [text[: len(text) // 2] for text in texts], salts)
-    expected = [definition.walk(salt, text[: len(text) // 2], 9) for salt, text in zip(salts, texts, strict=True)]
+    expected = [reference.walk(salt, text[: len(text) // 2], 9) for salt, text in zip(salts, texts, strict=True)]
     assert starts.walk(9) == expected
 
 
 @given(small_texts, st.integers(0, 2**32))
-def test_a_table_of_any_contents_is_read_and_written_in_bounds(texts, seed):
-    """What races leave behind, and worse: no token is drafted that is not among the candidates, no slot is outside."""
+def test_tables_of_any_content_are_accessed_in_bounds(texts, seed):
+    """Tables hold random numbers, which is worse than what races leave. Every drafted token is one of the candidates."""
     rng = np.random.default_rng(seed)
     index = new_index(16, (1, 2))
     index.words.copy_(torch.from_numpy(rng.integers(-(2**63), 2**63, (2, 8))))
@@ -299,7 +299,7 @@ def test_a_table_of_any_contents_is_read_and_written_in_bounds(texts, seed):
 
 @pytest.mark.parametrize("log2_slots", [20, 22, 24])
 def test_contexts_spread_over_all_buckets(log2_slots):
-    """Texts of few tokens and salts that are small numbers: what a weak hash would trip over."""
+    """Texts of few distinct tokens and small salts would collide under a weak hash."""
     texts = np.random.default_rng(0).integers(0, 50, (64, 1024), dtype=np.int32)
     index = ContextIndex(1 << log2_slots, ORDERS, CPU)
     requests = Requests(index, [[]] * 64, list(range(64)), longest=1024)
@@ -316,7 +316,7 @@ def test_contexts_spread_over_all_buckets(log2_slots):
         assert stats.chisquare(parts).pvalue > MIN_P_VALUE
 
 
-def test_the_index_is_as_large_as_the_requests_need_and_memory_allows():
+def test_the_index_has_the_size_that_requests_need_within_memory():
     assert slots_for(512, 16384, ORDERS) == 1 << 24
     assert slots_for(512, 16384, ORDERS, max_bytes=200 << 20) == 1 << 22
     assert slots_for(64, 512, ORDERS) == 1 << 16
@@ -354,11 +354,11 @@ def test_a_bucket_is_a_cache_line():
     assert index.num_bytes == (1 << 10) * SLOT_BYTES
 
 
-# What is forgotten
+# Replacement
 
 
 def share_found(index: ContextIndex, texts: np.ndarray, first_salt: int, order: int = 2) -> float:
-    """Of the texts' tokens, those that the index drafts where it is shown the `order` tokens before."""
+    """Returns the share of the texts' tokens that the index drafts after the `order` tokens before them."""
     salts = np.repeat(np.arange(first_salt, first_salt + len(texts)), texts.shape[1] - order)
     windows = np.lib.stride_tricks.sliding_window_view(texts, order + 1, axis=1).reshape(-1, order + 1)
     requests = Requests(index, [[]] * len(windows), salts.tolist(), longest=order)
@@ -381,8 +381,8 @@ def random_texts(num: int, seed: int, length: int = 64) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 100_000, (num, length), dtype=np.int32)
 
 
-def test_a_small_index_serves_the_latest_texts_as_long_as_it_lives():
-    """Thirty times more contexts than fit, none ever asked for before: of the latest eighth, most are known throughout."""
+def test_a_small_index_always_knows_the_latest_texts():
+    """Thirty times more contexts than fit, each seen once. The index always knows most of the latest eighth."""
     index, shares = new_index(1 << 13, (1, 2)), []
     for round_ in range(240):
         texts = random_texts(8, seed=round_)
@@ -393,8 +393,8 @@ def test_a_small_index_serves_the_latest_texts_as_long_as_it_lives():
     assert np.mean(shares[-30:]) > np.mean(shares[10:40]) - 0.02
 
 
-def test_what_was_asked_a_thousand_times_long_ago_makes_room():
-    """Contexts that fill the index, counted a thousand times each, are soon replaced by those that are seen now."""
+def test_old_contexts_make_room_however_often_they_were_counted():
+    """Contexts fill the index and are counted a thousand times each. New contexts soon replace them."""
     index = new_index(1 << 10, (1, 2))
     old = random_texts(12, seed=0)
     for _ in range(1000):
@@ -411,7 +411,7 @@ def test_what_was_asked_a_thousand_times_long_ago_makes_room():
     assert share_found(index, old, 0) < 0.05
 
 
-def test_what_is_asked_again_and_again_outlives_what_is_seen_once():
+def test_repeated_contexts_outlive_those_seen_once():
     index, popular = new_index(1 << 11, (1, 2)), random_texts(4, seed=0)
     for round_ in range(100):
         learn_texts(index, popular, first_salt=0)
@@ -429,7 +429,7 @@ def test_ranks_of_a_bucket_stay_together_however_often_they_wrap():
 
 
 @pytest.mark.parametrize("times", [1, 10, 1000])
-def test_a_policy_that_changed_its_mind_is_followed(times):
+def test_a_new_continuation_replaces_the_old_one_soon(times):
     requests = Requests(new_index(1 << 10), [[1, 2] * (LONGEST // 2)], [5], learned=[1])
     for _ in range(times):
         requests.learned_S.fill_(1)
@@ -443,8 +443,8 @@ def test_a_policy_that_changed_its_mind_is_followed(times):
     assert (requests.index.candidates & COUNT_MASK).max() < MAX_COUNT
 
 
-def test_shares_follow_what_is_seen():
-    """Counts that fade still tell a continuation of 70 % from one of 30 %."""
+def test_counts_that_fade_still_rank_continuations():
+    """Counts that fade still distinguish a continuation of 70 % from one of 30 %."""
     rng, index, won = np.random.default_rng(0), new_index(1 << 10, (1,)), Counter()
     for _ in range(400):
         learn_texts(index, np.array([[1, 2 if rng.random() < 0.7 else 3]], np.int32), 5)
@@ -505,7 +505,7 @@ def check_tables(ours: ContextIndex, theirs: ContextIndex) -> None:
 def check_walks(
     both: list[Requests], num_positions: int, floor: float = 0.0, rate: float | None = None, rows: Tensor | None = None
 ) -> int:
-    """Walks with either body; returns how many tokens were found."""
+    """Compares the walks of both bodies. Returns the number of tokens found."""
     rates = torch.from_numpy(LEVEL_PRIORS).float() + 0.15 if rate is None else torch.full((NUM_LEVELS,), rate)
     ours, theirs = (requests.walk_raw(num_positions, floor, rates, rows) for requests in both)
     assert all(map(torch.equal, ours, theirs))
@@ -513,7 +513,7 @@ def check_walks(
 
 
 def check_blocks(orders: tuple[int, ...], rows: list[int]) -> None:
-    """Blocks of distinct contexts, several programs a row, rows without a slot, texts shorter than the orders."""
+    """Compares the bodies on blocks of distinct contexts, several programs for a row, rows without a slot and short texts."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 1 << 17, n).tolist() for n in (50, 3, 40, 17, 0, 1)]
     salts = rng.integers(-(2**63), 2**63, 6).tolist()
@@ -530,8 +530,10 @@ def check_blocks(orders: tuple[int, ...], rows: list[int]) -> None:
 
 
 def check_single_tokens(num_slots: int, orders: tuple[int, ...], vocabulary: int, lift: int) -> None:
-    """One token a row, into tables that the other body wrote: every rule of ranks and candidates. Ranks are lifted, which
-    changes nothing, so that some wrap."""
+    """Compares the bodies on one token for each row and equal tables, which covers every rule of ranks and candidates.
+
+    `lift` is added to all ranks, so that some wrap around.
+    """
     rng, indexes = np.random.default_rng(1), pair_of_bodies(num_slots, orders)
     learn_texts(indexes[0], rng.integers(0, vocabulary, (3, 400), dtype=np.int32), 0)
     words = indexes[0].words
@@ -547,7 +549,7 @@ def check_single_tokens(num_slots: int, orders: tuple[int, ...], vocabulary: int
         check_tables(*indexes)
     assert check_walks(both, 7, floor=0.02) > 0
     assert check_walks(both, 4, floor=0.25, rate=0.5) > 0
-    # Shares on either side of where levels part, ties, and none.
+    # Shares on either side of each edge between levels, ties, and no candidate.
     counts = tensor([[3, 0, 0, 0], [1, 3, 0, 0], [6, 9, 4, 0], [2, 0, 0, 0], [6, 9, 5, 0], [7, 7, 7, 7], [0, 0, 0, 0]])
     tokens = torch.from_numpy(rng.integers(0, vocabulary, (num_slots, 4)))
     for index in indexes:
@@ -557,7 +559,7 @@ def check_single_tokens(num_slots: int, orders: tuple[int, ...], vocabulary: int
 
 
 def check_bodies_agree() -> None:
-    """Run where Triton interprets: its programs come one after the other there, and the bodies' tables must be equal."""
+    """Runs in Triton's interpreter, where programs run one after another, so the tables must be equal."""
     check_blocks(ORDERS, rows=[3, -1, 0, 5, 2, 1, 9])
     check_blocks((2, 4, 6, 8, 10, 12, 14, 16), rows=[0, 2])
     check_single_tokens(64, (1, 2, 4), vocabulary=12, lift=0)
@@ -589,7 +591,7 @@ def test_a_cpu_needs_no_triton():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_triton_body_on_a_gpu():
-    """A GPU may lose counts where programs race; what it wrote, both bodies read alike, and it is what was shown."""
+    """A GPU may lose counts in races. Both bodies must read its tables alike, and find most of the texts."""
     rng, device = np.random.default_rng(0), torch.device("cuda")
     texts = rng.integers(0, 100_000, (300, 2000)).tolist()
     gpu = Requests(ContextIndex(1 << 22, ORDERS, device), texts, list(range(300)), longest=2000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless in distribution too: with drafts on, the first three tokens follow the model's exact marginals."""
+"""Exactness in distribution: with drafts, the first three tokens follow the model's exact marginals."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_REQUESTS = 6000
 
 
 def exact_marginals(model_folder: Path) -> list[np.ndarray]:
-    """P(token) at the first three output positions, by summing over all prefixes."""
+    """Returns P(token) at the first three output positions, summed over all prefixes."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -42,7 +42,7 @@ def exact_marginals(model_folder: Path) -> list[np.ndarray]:
 
 
 def p_value(tokens: list[int], probabilities: np.ndarray) -> float:
-    """Chi-square of the counts against the probabilities, rare tokens pooled."""
+    """Returns the chi-square p-value of the counts against the probabilities, with rare tokens pooled."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     expected = probabilities / probabilities.sum() * len(tokens)
     common = expected >= 5
@@ -57,7 +57,7 @@ def test_first_three_tokens_follow_the_exact_marginals(
     engine = start_engine(tiny_model, block)
     asked = [RolloutRequest(PROMPT, 0, sample) for sample in range(NUM_REQUESTS)]
     rollouts = engine.generate(asked, max_tokens=3, stop_token_ids=[], ignore_eos=True)
-    assert engine.stats().num_accepted > 100, "hardly a draft was accepted, so nothing was shown"
+    assert engine.stats().num_accepted > 100, "too few accepted drafts for this test to show anything"
     for position, probabilities in enumerate(exact_marginals(tiny_model)):
         tokens = [r.token_ids[position] for r in rollouts]
         assert p_value(tokens, probabilities) > 1e-4, f"output position {position}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that read text: what they propose follows from what they saw. Their index: `test_device_index.py`.
+"""Drafters that read text: their proposals follow from the texts that they saw. Their index: `test_device_index.py`.
 
 Shapes: S request slots, B requests of the batch, K draft positions, L longest sequence.
 """
@@ -32,7 +32,7 @@ class World:
         self.num_opened = 0
 
     def open(self, slot: int, prompt: list[int], group: int, response: list[int] | None = None) -> None:
-        """A request of a group takes a slot; it may have a part of its response already."""
+        """Gives a slot to a request of a group, which may have a part of its response already."""
         self.num_opened += 1
         text = prompt + (response or [])
         start = self.drafter.start_of(RequestIdentity(1000 + self.num_opened, group), len(prompt), len(text))
@@ -42,31 +42,31 @@ class World:
         self.write(slot, text)
 
     def write(self, slot: int, tokens: list[int]) -> None:
-        """A request's text grows."""
+        """Appends tokens to a request's text."""
         length = int(self.total_len_S[slot])
         self.token_ids_SL[slot, length : length + len(tokens)] = tensor(tokens, dtype=torch.int32)
         self.total_len_S[slot] += len(tokens)
 
     def propose(self, *slots: int, num_positions: int = 6, rate: float = 0.9) -> list[list[int]]:
-        """Drafts for the requests of `slots`, after what is new was read; `rate`: of any draft token to come true."""
+        """Returns drafts for the requests of `slots` after reading new tokens. Every draft token has the rate `rate`."""
         shape, num = (NUM_SLOTS, num_positions), len(slots)
         tokens_BK, levels_BK = torch.full(shape, -9, dtype=torch.int32), torch.full(shape, -9, dtype=torch.int8)
         found_B = torch.full((NUM_SLOTS,), -9, dtype=torch.int32)
         texts = Texts(tensor(slots), self.total_len_S, self.token_ids_SL)
         self.drafter.propose(texts, LONGEST, torch.full((NUM_LEVELS,), rate), Proposals(tokens_BK, levels_BK, found_B))
-        assert (found_B[num:] == -9).all() and (tokens_BK[num:] == -9).all(), "rows of nobody"
+        assert (found_B[num:] == -9).all() and (tokens_BK[num:] == -9).all(), "rows without a request"
         counts = found_B[:num].tolist()
         for levels_K, count in zip(levels_BK, counts, strict=False):
             assert ((levels_K[:count] >= 0) & (levels_K[:count] < NUM_LEVELS)).all()
         return [tokens_K[:count].tolist() for tokens_K, count in zip(tokens_BK, counts, strict=False)]
 
 
-def test_ngram_goes_on_as_the_text_went_before() -> None:
+def test_ngram_continues_as_the_text_did_before() -> None:
     world = World("ngram")
     world.open(0, [1, 2, 3, 4, 5, 6, 1, 2, 3], group=0)
     assert world.propose(0, num_positions=3) == [[4, 5, 6]]
     world.write(0, [4, 5, 9])
-    assert world.propose(0) == [[]], "what it never wrote before"
+    assert world.propose(0) == [[]], "the text never contained this before"
     world.write(0, [1, 2, 4, 5, 9])
     assert world.propose(0) == [[1, 2, 4, 5, 9, 1]]
 
@@ -78,7 +78,7 @@ def test_ngram_sees_its_own_request_only() -> None:
     assert world.propose(0, 1) == world.propose(1, 0) == [[], []]
 
 
-def test_ngram_does_not_go_on_from_a_single_token() -> None:
+def test_ngram_does_not_continue_a_single_token() -> None:
     world = World("ngram")
     world.open(0, [1, 2, 3, 9, 2], group=0)
     assert world.propose(0) == [[]]
@@ -88,7 +88,7 @@ def test_suffix_learns_from_siblings_as_their_tokens_arrive() -> None:
     world = World("suffix")
     world.open(0, [7, 8], group=5)
     world.open(1, [7, 8], group=5)
-    assert world.propose(0, 1) == [[], []], "of prompts nothing is learned"
+    assert world.propose(0, 1) == [[], []], "prompts are not learned"
     world.write(0, [1, 2, 3, 4, 5])
     world.write(1, [1])
     assert world.propose(0, 1, num_positions=4) == [[], [2, 3, 4, 5]]
@@ -109,13 +109,13 @@ def test_suffix_remembers_past_rollouts_of_the_same_prompt() -> None:
     world.open(0, [7, 8], group=5)
     world.write(0, [1, 2, 3, 4])
     world.propose(0)
-    world.open(0, [9, 9], group=6)  # another takes the slot
+    world.open(0, [9, 9], group=6)  # another request takes the slot
     world.open(3, [7, 8], group=5)
     assert world.propose(0, 3, num_positions=3) == [[], [1, 2, 3]]
 
 
-def test_a_response_that_was_begun_before_is_not_counted_twice() -> None:
-    """A request that was put aside comes back with its text: another continuation, seen twice, stays the commoner."""
+def test_a_resumed_response_is_not_counted_twice() -> None:
+    """A preempted request returns with its text. The other continuation, seen twice, stays the most frequent."""
     world = World("suffix")
     for slot, response in enumerate([[1, 5], [1, 5], [1, 4]]):
         world.open(slot, [7], group=5)
@@ -128,7 +128,7 @@ def test_a_response_that_was_begun_before_is_not_counted_twice() -> None:
     assert world.propose(3, num_positions=1) == [[5]]
 
 
-def test_the_commoner_continuation_wins() -> None:
+def test_the_most_frequent_continuation_wins() -> None:
     world = World("suffix")
     for slot, response in enumerate([[1, 4], [1, 5], [1, 5], [1]]):
         world.open(slot, [7], group=5)
@@ -136,7 +136,7 @@ def test_the_commoner_continuation_wins() -> None:
     assert world.propose(0, 1, 2, 3, num_positions=1)[3] == [5]
 
 
-def test_a_walk_ends_where_hope_does() -> None:
+def test_a_walk_ends_when_survival_is_too_small() -> None:
     world = World("ngram")
     world.open(0, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], group=0)
     for rate in (0.9, 0.3, 0.1, 0.01):
@@ -144,7 +144,7 @@ def test_a_walk_ends_where_hope_does() -> None:
         assert world.propose(0, num_positions=5, rate=rate) == [[4, 5, 6, 7, 8][:num]]
 
 
-def test_random_tokens_are_any_of_the_vocabulary_always_as_many_as_can_be() -> None:
+def test_random_tokens_cover_the_vocabulary_at_all_positions() -> None:
     torch.manual_seed(0)
     world = World("random")
     drafts = [draft for _ in range(50) for draft in world.propose(0, 3, num_positions=5)]
@@ -157,7 +157,7 @@ texts = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=L
 
 @pytest.mark.parametrize("name", TEXT_DRAFTERS)
 @given(texts=texts, num_positions=st.integers(1, 9), data=st.data())
-def test_proposals_are_tokens_and_no_longer_than_there_is_room(
+def test_proposals_are_tokens_and_fit_their_buffers(
     name: str, texts: list[list[int]], num_positions: int, data: st.DataObject
 ) -> None:
     world = World(name) if name == "random" else World(name, num_slots=1024)
@@ -173,7 +173,7 @@ def test_proposals_are_tokens_and_no_longer_than_there_is_room(
 
 
 @pytest.mark.parametrize("name", TEXT_DRAFTERS)
-def test_a_slot_of_nobody_is_no_reason_to_fail(name: str) -> None:
+def test_a_row_without_a_request_is_skipped(name: str) -> None:
     world = World(name)
     world.open(0, [1, 2, 3, 1, 2], group=0)
     world.propose(-1, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that is to be run on a GPU, where there is none: what it says, skips, and writes down when a stage fails."""
+"""The GPU check on a machine without a GPU: its message, the stages that it skips, and the record of failed stages."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,13 @@ from benchmarks.gpu import gpu_check
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")]
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_check_exits_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--out", str(tmp_path / "gpu.json")]) == gpu_check.EXIT_NO_GPU
-    assert capsys.readouterr().err == "There is no CUDA GPU here; --rehearse runs what can run on this CPU.\n"
+    assert capsys.readouterr().err == "There is no CUDA GPU here. Use --rehearse to run what can run on this CPU.\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rehearsal_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_rehearsal_gives_the_reason_of_skipped_stages(tmp_path: Path) -> None:
     out = tmp_path / "new" / "gpu.json"
     assert gpu_check.main(["--out", str(out), "--rehearse", "--stages", *gpu_check.NEEDS_GPU]) == 0
     report = json.loads(out.read_text())
@@ -29,8 +29,8 @@ def test_a_rehearsal_says_what_it_leaves_out(tmp_path: Path) -> None:
     assert "torch" in report["versions"]
 
 
-def test_a_stage_that_fails_takes_nothing_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage is a process; both of these come to nothing, and both are written down."""
+def test_a_failed_stage_does_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stages run out of time, and both are recorded."""
     out = tmp_path / "gpu.json"
     monkeypatch.setattr(gpu_check, "_device", lambda: "none")
     monkeypatch.setattr(gpu_check, "LIMIT_S", 0.05)

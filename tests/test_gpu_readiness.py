@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known of this package on a GPU without one: what its workers import, and that host and device need not share
-memory. Steps, launches, graphs and compiled kernels: `test_kernels.py`."""
+"""Checks of GPU behaviour without a GPU: imports of the workers, and separate memory of host and device.
+
+`test_kernels.py` checks steps, launches, graphs and compiled kernels.
+"""
 
 import subprocess
 import sys
@@ -39,13 +41,13 @@ assert torch.Tensor.pin_memory is pin_memory
 
 
 def test_gpu_workers_leave_torch_as_it_is() -> None:
-    """vLLM's CPU worker replaces parts of torch.cuda in its process; whatever a GPU imports must not import it."""
+    """vLLM's CPU worker replaces parts of torch.cuda in its process, so no module for a GPU may import it."""
     run = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_host_and_device_need_not_share_memory(start_engine: Callable[..., RolloutEngine], tiny_model: Path) -> None:
-    """vLLM's CPU runner gives both the same memory where a GPU has two; here the device gets a copy when vLLM says so."""
+    """vLLM's CPU runner shares one memory between host and device. Here the device has a copy, updated when vLLM says so."""
     requests = [RolloutRequest([5 + i, 6, 7, 6, 7], i, s) for i in range(3) for s in range(3)]
     plain = start_engine(tiny_model, SpecrolloutConfig(drafters=())).generate(requests, temperature=0.3)
     from vllm.v1.worker.cpu import shm  # noqa: F401 - replaces UvaBuffer once more when first imported

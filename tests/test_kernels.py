@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels, in processes of their own: Triton's, interpreted or compiled for a GPU that is not there, and their numba bodies.
+"""Compares Triton kernels, interpreted or compiled for an absent GPU, with their numba bodies, in separate processes.
 
-Triton and torch are set up there as they cannot be here. The tests themselves are in `interpreted` and `fake_gpu`.
+Those processes set up Triton and torch in ways that this one cannot. The tests themselves are in `interpreted` and `fake_gpu`.
 """
 
 import json
@@ -30,8 +30,8 @@ def test_kernels(kernel_runs: dict[str, "Future[subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
-def test_an_engine_makes_the_same_tokens_by_vllms_kernels_and_by_our_bodies() -> None:
-    """A head, text drafts and random budgets, more than a thousand tokens."""
+def test_an_engine_makes_the_same_tokens_with_either_kernels() -> None:
+    """Compares more than a thousand tokens, with a head, text drafts and random budgets."""
     command = [sys.executable, "tests/interpreted/engine_tokens.py"]
     said = []
     for interpret in ("1", "0"):

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own sampling noise (V2: murmur3 of seed, position, token id) is as good as sampling needs.
+"""Statistical tests of vLLM's sampling noise (V2: murmur3 of seed, position and token id), on about 4e9 numbers.
 
-Shown, on some 4e9 numbers: it is MurmurHash3_x86_32 of 16 bytes (seed, low half of the position, token); its numbers are
-uniform, in 2^12 bins of their upper, middle and lower bits and in the tail down to 1e-6, which decides what is sampled;
-neighbours in seed, position and token id, seeds and positions that differ in one bit, and a draft's salted position are
-independent, in their bulk and where both are small; Gumbel-max with it samples known distributions, with small and with
-random 63-bit seeds, along one request and over many, and neighbouring samples are independent.
+- The noise is MurmurHash3_x86_32 of 16 bytes: seed, low half of the position, token.
+- Its numbers are uniform in 2^12 bins of their upper, middle and lower bits, and in the tail down to 1e-6. The tail decides
+  which token is sampled.
+- Neighbours in seed, position and token id are independent, in their bulk and where both are small. So are seeds and
+  positions that differ in one bit, and a draft's salted position.
+- Gumbel-max with the noise samples known distributions, with small and random 63-bit seeds, along one request and over many.
+  Neighbouring samples are independent.
 
-Shown too, what to know of it: a row's noise depends on 32 bits of state. So two requests with random seeds have the same
-noise at all positions with probability 2^-32 (some pair of N requests with N^2 / 2^33); seeds below 2^32 never do. Rows
-whose states differ in one bit, which is as rare, have up to 4% of correlation.
+Known limits: a row's noise depends on 32 bits of state. So two requests with random seeds have the same noise at all
+positions with probability 2^-32. For some pair of N requests it is N^2 / 2^33. Seeds below 2^32 never do. Rows whose states
+differ in one bit are as rare. They have a correlation of up to 4 %.
 
-Seeds are fixed, so a test passes always or never. P-values are two-sided and corrected for their number (Bonferroni).
+Seeds are fixed, so results are reproducible. P-values are two-sided and corrected for their number (Bonferroni).
 
 Shapes: R rows (a seed and a position each), V vocabulary, C cells of a table.
 """
@@ -85,7 +87,7 @@ def gumbel_values(states_R, num_tokens):  # type: ignore[no-untyped-def]
 
 @njit
 def pair_counts(first_R, second_R, num_tokens, step):  # type: ignore[no-untyped-def]
-    """A 32 x 32 table of pairs (token v of a first row, token v + step of a second), and how often both are < 2^-7."""
+    """Counts pairs (token v of a first row, token v + step of a second) in a 32 x 32 table. Also counts pairs below 2^-7."""
     counts_CC, num_small = np.zeros((32, 32), np.int64), 0
     for r in range(len(first_R)):
         for v in range(num_tokens):
@@ -108,7 +110,7 @@ def samples(states_R, logits_V):  # type: ignore[no-untyped-def]
 
 @njit
 def smallest(states_R, num_tokens):  # type: ignore[no-untyped-def]
-    """The token of the largest noise, that is of the smallest number."""
+    """Returns the token of the largest noise, which is the token of the smallest number."""
     tokens_R = np.empty(len(states_R), np.int64)
     for r in range(len(states_R)):
         best = np.uint32(MASK_32)
@@ -128,7 +130,7 @@ def scrambled(word: int) -> int:
 
 
 def murmur3(key: bytes, seed: int = 0) -> int:
-    """MurmurHash3_x86_32 of any key."""
+    """Returns MurmurHash3_x86_32 of a key of any length."""
     whole, h = len(key) // 4 * 4, seed
     for i in range(0, whole, 4):
         h = (rotated(h ^ scrambled(int.from_bytes(key[i : i + 4], "little")), 13) * 5 + 0xE6546B64) & MASK_32
@@ -139,7 +141,7 @@ def murmur3(key: bytes, seed: int = 0) -> int:
 
 
 def small_seeds(num: int, position: int = 100) -> np.ndarray:
-    """States of requests with seeds 0, 1, ... at one position."""
+    """Returns states of requests with seeds 0, 1, ... at one position."""
     return states_of(np.arange(num), np.full(num, position))
 
 
@@ -148,12 +150,12 @@ def random_seeds(num: int) -> np.ndarray:
 
 
 def one_request(num: int, seed: int = 1234567) -> np.ndarray:
-    """States of one request at positions 0, 1, ..."""
+    """Returns states of one request at positions 0, 1, ..."""
     return states_of(np.full(num, seed), np.arange(num))
 
 
 def grid(num: int) -> np.ndarray:
-    """States of seeds 0, 1, ... by positions 0, 1, ..."""
+    """Returns states of seeds 0, 1, ... by positions 0, 1, ..."""
     side = int(num**0.5)
     seeds, positions = np.meshgrid(np.arange(side), np.arange(side))
     return states_of(seeds.ravel(), positions.ravel())
@@ -167,7 +169,7 @@ def two_sided(sf: float, cdf: float) -> float:
 
 
 def fit(counts_C: np.ndarray, expected_C: np.ndarray | None = None) -> float:
-    """P-value of a chi-square test. Cells of which few are expected are made one."""
+    """Returns the p-value of a chi-square test. Cells of small expected counts are merged."""
     counts_C = np.asarray(counts_C, float).ravel()
     expected_C = np.full(len(counts_C), counts_C.mean()) if expected_C is None else expected_C.ravel()
     few = expected_C < 10
@@ -179,7 +181,7 @@ def fit(counts_C: np.ndarray, expected_C: np.ndarray | None = None) -> float:
 
 
 def rarity(count: int, expected: float) -> float:
-    """P-value of a count of rare events."""
+    """Returns the p-value of a count of rare events."""
     return two_sided(stats.poisson.sf(count - 1, expected), stats.poisson.cdf(count, expected))
 
 
@@ -209,8 +211,8 @@ def test_numbers_are_uniform() -> None:
     assert_plausible(p_values)
 
 
-def test_no_token_is_favoured() -> None:
-    """Whose noise is largest, among 2^16 tokens: 2^12 rows, in bins of 2^8 tokens and by the last 8 bits of the id."""
+def test_all_tokens_have_equal_chances() -> None:
+    """The token of the largest noise among 2^16, in 2^12 rows: binned by the first and the last 8 bits of its id."""
     p_values = []
     for source in (small_seeds, random_seeds, one_request):
         tokens_R = smallest(source(1 << 12), 1 << 16)
@@ -220,7 +222,7 @@ def test_no_token_is_favoured() -> None:
 
 @pytest.mark.parametrize("probability", [1e-2, 1e-4, 1e-6])
 def test_tail_is_uniform(probability: float) -> None:
-    """Of 2^28 numbers from each source."""
+    """Tests 2^28 numbers of each source."""
     limit = round(probability * 2**32)
     nums = [num_below(source(1 << 12), 1 << 16, np.uint32(limit)) for source in SOURCES]
     assert_plausible([rarity(num, limit / 2**32 * 2**28) for num in nums])
@@ -260,7 +262,7 @@ def test_neighbouring_tokens_are_independent() -> None:
     assert_plausible([p for step in steps for p in pair_p_values(states_R, states_R, 1 << 13, step)])
 
 
-def test_seeds_and_positions_that_differ_in_one_bit_are_independent() -> None:
+def test_inputs_that_differ_in_one_bit_are_independent() -> None:
     seeds, positions = RNG.integers(0, 2**63, 1 << 8), RNG.integers(0, 2**BITS_OF_A_POSITION, 1 << 8)
     seeds[::2] &= 0xFFFF
     first = states_of(seeds, positions)
@@ -270,7 +272,7 @@ def test_seeds_and_positions_that_differ_in_one_bit_are_independent() -> None:
 
 
 def test_states_that_differ_in_one_bit_are_nearly_independent() -> None:
-    """The worst that seeds or positions can do to the last steps of the hash. One of 10^8 pairs of rows is so."""
+    """The worst case for the last steps of the hash. One pair of rows in 10^8 is such a pair."""
     states_R = RNG.integers(0, 2**32, 1 << 10).astype(np.uint32)
     num_pairs = len(states_R) << 13
     for bit in range(32):
@@ -280,7 +282,7 @@ def test_states_that_differ_in_one_bit_are_nearly_independent() -> None:
         assert rarity(num_small, num_pairs / 2**14) > 1e-4
 
 
-def test_a_draft_that_is_judged_by_the_ratio_test_has_noise_of_its_own() -> None:
+def test_the_noise_of_ratio_test_drafts_is_independent() -> None:
     p_values = []
     for seeds in (np.arange(1 << 9), RNG.integers(0, 2**63, 1 << 9)):
         positions = np.arange(1 << 9)
@@ -290,7 +292,7 @@ def test_a_draft_that_is_judged_by_the_ratio_test_has_noise_of_its_own() -> None
 
 
 def test_rows_repeat_as_rarely_as_32_bits_allow() -> None:
-    """N^2 / 2^33 pairs of N rows have one state. Seeds with equal states have equal states at every position."""
+    """Among N rows, N^2 / 2^33 pairs have equal states. Seeds with equal states have equal states at every position."""
     num = 1 << 19
     seeds, positions = RNG.integers(0, 2**63, num), np.full(num, 5)
     states_R = states_of(seeds, positions)
@@ -308,7 +310,7 @@ def test_rows_repeat_as_rarely_as_32_bits_allow() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "num_samples"), [(8, 1 << 20), (96, 1 << 18), (2000, 1 << 15)])
 def test_samples_follow_the_distribution(vocab_size: int, num_samples: int) -> None:
-    """Logits from likely to a ten-thousandth; from each source, and pairs of neighbouring samples."""
+    """Tests samples of each source and pairs of neighbouring samples. Probabilities span a factor of 10^4."""
     logits_V = np.linspace(0, -9.2 if vocab_size == 8 else -4, vocab_size).astype(np.float32)
     logits_V = np.random.default_rng(vocab_size).permutation(logits_V)
     probs_V = np.exp(logits_V.astype(np.float64))

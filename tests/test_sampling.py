@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts with the target's noise, acceptance by equality, seeds and identities.
 
-Shapes: B requests, R rows, S request slots, V vocabulary, K draft positions. Seeds are fixed, so a test passes always or
-never. The noise itself: `test_noise_v2.py`; the same kernels for a GPU: `test_kernels.py`.
+Shapes: B requests, R rows, S request slots, V vocabulary, K draft positions. Seeds are fixed, so results are reproducible.
+The noise itself: `test_noise_v2.py`. The same kernels for a GPU: `test_kernels.py`.
 """
 
 import math
@@ -49,7 +49,7 @@ SPLIT_MIX_64 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF8
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of logits and the requests that they belong to: every fifth slot is greedy, the others' temperatures differ."""
+    """Rows of logits and their requests. Every fifth slot is greedy, the temperatures of the others differ."""
 
     logits_RV: Tensor
     slots_R: Tensor
@@ -58,7 +58,7 @@ class Rows:
     positions_R: Tensor
 
     def sampled(self, token_ids_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens [R] and their evidence levels [R]."""
+        """Returns tokens [R] and their evidence levels [R]."""
         levels_RK = torch.full((len(self.logits_RV), 3), 99, dtype=torch.int8)
         tokens_R = sample_with_score_gap(*vars(self).values(), levels_RK, tensor(1), token_ids_V)
         assert (levels_RK[:, [0, 2]] == 99).all(), "columns of other positions"
@@ -66,7 +66,7 @@ class Rows:
 
 
 def make_rows(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32, num_slots: int = 9) -> Rows:
-    """Random logits with some ties and a tenth ruled out; requests have rows in any number, and one row belongs to none."""
+    """Returns random logits with some ties, a tenth of them -inf. Requests have any number of rows; one row has no request."""
     rng = torch.Generator().manual_seed(vocab_size)
     logits_RV = (torch.randn(num_rows, vocab_size, generator=rng) * 24).round() / 8
     is_ruled_out = torch.rand(num_rows, vocab_size, generator=rng) < 0.1
@@ -84,7 +84,7 @@ def gumbel_row(seed, position, vocab_size):  # type: ignore[no-untyped-def]
 
 
 def slow_scores(rows: Rows) -> list[np.ndarray]:
-    """Of each row: logits over temperature plus the noise of every token; the logits where the temperature is zero."""
+    """Returns logits / temperature + noise of each row, or the logits if the temperature is zero."""
     scores = []
     for logits_V, slot, position in zip(rows.logits_RV.numpy(), rows.slots_R, rows.positions_R, strict=True):
         temperature = rows.temperature_S[slot].item() if slot >= 0 else 0.0
@@ -108,7 +108,7 @@ def gumbel_sample() -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(40, 1), (40, 3), (40, 97), (20, 1025), (20, 32003)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_token_is_vllm_s_own(
+def test_the_token_equals_that_of_vllm(
     gumbel_sample: Callable[..., Tensor], num_rows: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     rows = make_rows(num_rows, vocab_size, dtype)
@@ -117,7 +117,7 @@ def test_the_token_is_vllm_s_own(
 
 
 @pytest.mark.parametrize("vocab_size", [2, 97, 2100])
-def test_the_level_is_the_number_of_edges_below_the_margin(vocab_size: int) -> None:
+def test_the_level_is_the_number_of_edges_below_the_score_gap(vocab_size: int) -> None:
     rows = make_rows(200, vocab_size)
     tokens_R, levels_R = rows.sampled()
     expected = []
@@ -130,7 +130,7 @@ def test_the_level_is_the_number_of_edges_below_the_margin(vocab_size: int) -> N
     assert set(levels_R.tolist()) <= set(range(NUM_LEVELS)) and len(set(levels_R.tolist())) > 8
 
 
-def test_greedy_rows_and_rows_of_nobody_take_the_argmax_and_the_smallest_of_ties() -> None:
+def test_greedy_rows_take_the_first_argmax() -> None:
     logits_RV = tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 1.0, 1.5, 0.0]])
     for slots in ([0, 0], [-1, -1]):
         rows = Rows(logits_RV, tensor(slots), tensor([0.0]), tensor([5]), tensor([6, 7]))
@@ -139,14 +139,14 @@ def test_greedy_rows_and_rows_of_nobody_take_the_argmax_and_the_smallest_of_ties
         assert levels_R.tolist() == [0, sum(edge < 0.5 for edge in SCORE_GAP_EDGES)]
 
 
-def test_a_row_of_nobody_samples_without_noise() -> None:
+def test_a_row_without_a_request_samples_without_noise() -> None:
     rows = make_rows(40, 97)
-    nobody_s = replace(rows, slots_R=torch.full((40,), -1))
-    assert torch.equal(nobody_s.sampled()[0], rows.logits_RV.argmax(1))
+    without_requests = replace(rows, slots_R=torch.full((40,), -1))
+    assert torch.equal(without_requests.sampled()[0], rows.logits_RV.argmax(1))
 
 
-def test_of_a_reduced_vocabulary_only_what_is_left_is_drafted() -> None:
-    """A draft head knows a part of the vocabulary: the other logits are -inf, and the noise of the rest is as ever."""
+def test_a_reduced_vocabulary_drafts_only_its_own_tokens() -> None:
+    """A draft head knows a part of the vocabulary. The noise of its tokens is the same as with the whole vocabulary."""
     rows = make_rows(200, 40)
     is_known_V = torch.arange(40) % 3 == 0
     reduced = replace(rows, logits_RV=rows.logits_RV.masked_fill(~is_known_V, NEVER))
@@ -162,7 +162,7 @@ def test_of_a_reduced_vocabulary_only_what_is_left_is_drafted() -> None:
     assert [t.item() for t in alone.sampled()] == [4, NUM_LEVELS - 1]
 
 
-def test_a_row_is_drafted_alike_in_any_company() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     rows = make_rows(50, 97)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
     shuffled = replace(
@@ -175,7 +175,7 @@ def test_a_row_is_drafted_alike_in_any_company() -> None:
 
 
 def draws_and_levels(logits_V: Tensor, seeds: list[int], position: int = 40) -> tuple[Tensor, Tensor]:
-    """One token for each seed, and its level, all from the same logits at temperature 1."""
+    """Returns one token for each seed, and its level, all from the same logits at temperature 1."""
     num = len(seeds)
     logits_RV = logits_V.float().expand(num, -1).contiguous()
     rows = Rows(logits_RV, torch.arange(num), torch.ones(num), tensor(seeds), torch.full((num,), position))
@@ -187,7 +187,7 @@ def draws(logits_V: Tensor, seeds: list[int], position: int = 40) -> Tensor:
 
 
 @pytest.mark.parametrize("noise_scale", [0.2, 0.7, 2.0])
-def test_a_drafter_with_the_same_noise_agrees_as_often_as_promised(noise_scale: float) -> None:
+def test_shared_noise_gives_the_exact_rate_of_agreement(noise_scale: float) -> None:
     """Agreement has the closed form of weighted min-hashing, and is between (1 - TV) / (1 + TV) and 1 - TV."""
     generator, num = torch.Generator().manual_seed(5), 50_000
     target_V = torch.randn(50, generator=generator) * 2
@@ -200,7 +200,7 @@ def test_a_drafter_with_the_same_noise_agrees_as_often_as_promised(noise_scale: 
     assert (1 - distance) / (1 + distance) <= exact <= 1 - distance
 
 
-def test_a_drafter_with_other_noise_agrees_less() -> None:
+def test_other_noise_agrees_only_by_chance() -> None:
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(6))
     ours_R = draws(logits_V, list(range(10_000)))
     chance = (logits_V.softmax(0) ** 2).sum().item()
@@ -208,7 +208,7 @@ def test_a_drafter_with_other_noise_agrees_less() -> None:
         assert (ours_R == other_R).double().mean().item() == pytest.approx(chance, abs=0.02)
 
 
-def test_a_draft_with_a_wider_margin_is_likelier_to_be_right() -> None:
+def test_a_draft_of_a_larger_score_gap_is_right_more_often() -> None:
     generator, seeds = torch.Generator().manual_seed(8), list(range(20_000))
     target_V = torch.randn(50, generator=generator) * 2
     tokens_R, levels_R = draws_and_levels(target_V + torch.randn(50, generator=generator) * 0.7, seeds)
@@ -217,7 +217,7 @@ def test_a_draft_with_a_wider_margin_is_likelier_to_be_right() -> None:
     assert rates == sorted(rates) and rates[0] < 0.5 and rates[-1] > 0.97
 
 
-def test_a_speculator_that_shares_noise_drafts_by_its_own_logits_unless_it_only_reads() -> None:
+def test_a_speculator_that_only_reads_does_not_sample() -> None:
     rows, levels_RK = make_rows(6, 97), torch.full((6, 3), 99, dtype=torch.int8)
     asked: list[int] = []
     only_reads = [True]
@@ -241,7 +241,7 @@ def test_a_speculator_that_shares_noise_drafts_by_its_own_logits_unless_it_only_
 
 
 def slow_acceptance(tokens: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
-    """Of each request: sampled tokens until, and with, the first that differs from its draft."""
+    """Returns the sampled tokens of each request up to and including the first that differs from its draft."""
     emitted = []
     for sampled, proposed in zip(tokens, drafts, strict=True):
         agreeing = 0
@@ -292,8 +292,8 @@ def test_acceptance_without_any_draft() -> None:
     assert accept([[4], [7]], [[], []], num_positions=2) == ([[4, 0, 0], [7, 0, 0]], [1, 1])
 
 
-def test_the_last_token_of_a_request_is_no_draft_of_the_one_before() -> None:
-    """The row after a request's last belongs to the next request, whose last token may be what was sampled."""
+def test_rows_of_the_next_request_are_not_drafts_of_this_one() -> None:
+    """The row after a request's last row belongs to the next request. Its input may equal the sampled token."""
     sampled_R, inputs_R = tensor([7, 8, 9]), tensor([3, 7, 8], dtype=torch.int32)
     emitted_BK, counts_B = accept_by_equality(sampled_R, inputs_R, tensor([0, 1, 3], dtype=torch.int32), 1)
     assert emitted_BK.tolist() == [[7, 0], [8, 9]] and counts_B.tolist() == [1, 2]
@@ -332,7 +332,7 @@ def test_content_hash_known_answers() -> None:
     assert content_hash(range(100)) == 0x5F99417EA83C5B1
 
 
-def test_every_request_has_a_seed_of_its_own() -> None:
+def test_every_request_has_its_own_seed() -> None:
     seeds = [request_seed(*parts) for parts in product((0, 1, 17), range(40), range(16), range(5))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed <= MAX_SEED for seed in seeds)

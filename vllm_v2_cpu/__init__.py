@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs vLLM's V2 model runner on a CPU: a vLLM platform, and CPU bodies of its Triton kernels. Imports nothing of ours."""
+"""Runs vLLM's V2 model runner on a CPU: a vLLM platform, and CPU bodies of the runner's Triton kernels.
+
+This package imports nothing of `nemo_specrollout`.
+"""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's platform plugin of this package: on request, a CPU on which the V2 model runner runs. Imports nothing heavy."""
+"""vLLM's platform plugin of this package: on request, a CPU on which the V2 model runner works. Its imports are light."""
 
 import os
 
 V2_ON_CPU = "NEMO_SPECROLLOUT_V2_ON_CPU"
-"""The environment variable that asks for it. Without it vLLM's own platform stays, exactly as it is."""
+"""Environment variable that requests the platform with "1". Otherwise vLLM's own platform stays as it is."""
 
 
-class _NoDriver:
-    """What vLLM asks of a Triton backend before it allows the V2 model runner: a driver that is active."""
+class _ActiveDriver:
+    """The driver that vLLM wants of a Triton backend before it allows the V2 model runner."""
 
     @staticmethod
     def is_active() -> bool:
@@ -16,16 +16,17 @@ class _NoDriver:
 
 
 class _Backend:
-    """A Triton backend in name: it compiles nothing, for each kernel has a body in `kernels`."""
+    """A Triton backend in name only. It compiles nothing, because each kernel has a body in `kernels`."""
 
-    driver = _NoDriver
+    driver = _ActiveDriver
     compiler = None
 
 
 def platform() -> str | None:
-    """vLLM's hook, called in each process before the platform is chosen: the platform class, or None for vLLM's own.
+    """Returns the name of our platform class, or None for vLLM's own.
 
-    Also enters a "cpu" backend into Triton's table, which vLLM reads right after this call.
+    vLLM calls this hook in each process before it chooses the platform. The hook also enters a "cpu" backend into Triton's
+    table, which vLLM reads next.
     """
     from vllm.platforms import vllm_version_matches_substr
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries the package on a GPU, stage by stage: are tokens equal, what is won, who waits for whom.
+"""Checks the package on a GPU, stage by stage: equality of tokens, speed, and waits between host and device.
 
     python -m benchmarks.gpu.gpu_check --out results/gpu.json [--quick] [--stages kernels correctness]
 
-Each stage runs in a process of its own, so that one that fails takes nothing along, and its figures stand in the file as soon
-as they are known. `--rehearse` runs on a CPU what can run there, at tiny sizes: figures of it mean nothing.
+Each stage runs in a separate process, so a failed stage does not affect the others. The file gets each figure as soon as it
+is known. `--rehearse` runs on a CPU what can run there, at tiny sizes. Its figures mean nothing.
 """
 
 import argparse
@@ -34,35 +34,39 @@ STAGES: dict[str, Callable[[Stage], None]] = {
     "sleep": gpu_engines.sleep_and_wake,
 }
 NEEDS_GPU = {
-    "kernels": "Triton compiles its kernels for a GPU only; tests/test_kernels.py interprets them",
-    "profile": "torch's profiler counts launches and waits of a GPU only",
+    "kernels": "Triton compiles kernels only for a GPU; tests/test_kernels.py interprets them",
+    "profile": "torch's profiler counts launches and waits only for a GPU",
     "sleep": "vLLM's sleep mode needs a GPU",
 }
-"""Why a stage is left out of a rehearsal."""
+"""Reasons why a rehearsal skips a stage."""
 LIMIT_S = 1500
+"""Seconds that a stage may take."""
 EXIT_NO_GPU = 2
+"""Exit status without a GPU."""
 ON_GPU = {"VLLM_LOGGING_LEVEL": "WARNING"}
-"""The environment of a stage on a GPU: what vLLM warns of there is part of what a failed stage says."""
+"""Environment of a stage on a GPU: the error of a failed stage then contains vLLM's warnings."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line."""
+    """Options of the command line."""
 
     out: Path
+    """JSON file of the figures."""
     extent: Extent
     stages: tuple[str, ...]
     stage: str | None
+    """The stage to run in this process, instead of starting a process for each of `stages`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The process's exit status: 0, or 1 if a stage failed, or 2 without a GPU."""
+    """Returns the exit status: 0, 1 if a stage failed, 2 without a GPU."""
     options = _parsed(arguments)
     if options.stage is not None:
         return _run_here(options.stage, options)
     device = _device()
     if device is None and options.extent is not Extent.REHEARSAL:
-        print("There is no CUDA GPU here; --rehearse runs what can run on this CPU.", file=sys.stderr)
+        print("There is no CUDA GPU here. Use --rehearse to run what can run on this CPU.", file=sys.stderr)
         return EXIT_NO_GPU
     report: dict[str, Any] = {
         "device": device,
@@ -80,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parsed(arguments: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file for all figures")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller engines: about ten minutes")
-    parser.add_argument("--rehearse", action="store_true", help="on this CPU, what can run there")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
+    parser.add_argument("--quick", action="store_true", help="use fewer and smaller engines: about ten minutes")
+    parser.add_argument("--rehearse", action="store_true", help="run on this CPU what can run there")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=tuple(STAGES), metavar="STAGE")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
@@ -103,7 +107,7 @@ def _skipped(name: str, options: Options) -> dict[str, Any] | None:
 
 
 def _run_apart(name: str, options: Options) -> dict[str, Any]:
-    """Runs a stage in a process of its own: what it noted, how it ended, and what it said if it failed."""
+    """Runs a stage in a separate process. Returns its figures, outcome, seconds and, if it failed, its error."""
     notes = options.out.with_name(f"{options.out.name}.{name}")
     notes.unlink(missing_ok=True)
     flags = {Extent.QUICK: ["--quick"], Extent.REHEARSAL: ["--rehearse"], Extent.FULL: []}[options.extent]

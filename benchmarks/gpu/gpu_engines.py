@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a GPU check with the shipped policy: equal tokens, bfloat16's mismatches, the head, sleep and wake."""
+"""Stages of the GPU check with the shipped policy: equal tokens, bfloat16 mismatches, the head, sleep and wake."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
 def check_tokens(stage: Stage) -> None:
-    """Tokens equal to those of plain decoding, in float32: counts for each way of drafting and of sampling."""
+    """Counts tokens that equal plain decoding in float32, for each kind of drafting and sampling."""
     requests = task_requests(*stage.size((32, 8), (12, 4), (2, 2)))
     ways: dict[str, tuple[SpecrolloutConfig, bool]] = {
         "none": (block(), True),
@@ -48,9 +48,10 @@ def check_tokens(stage: Stage) -> None:
 
 
 def count_mismatches(stage: Stage) -> None:
-    """How often bfloat16 makes a response differ: drafting against plain, and plain against itself in other batches.
+    """Counts responses that differ in bfloat16: drafting against plain, and plain against itself in other batches.
 
-    The sizes that CUDA graphs are captured at change how rows are summed up: once they are vLLM's own, once those of all.
+    The capture sizes of CUDA graphs change the order of sums. So one run uses the sizes that vLLM chooses for each engine, and
+    one run uses the same sizes for all engines.
     """
     requests = task_requests(*stage.size((64, 8), (16, 4), (2, 2)))
     ways: dict[str, dict[str, Any]] = {"sizes of their own": {}}
@@ -78,7 +79,7 @@ def count_mismatches(stage: Stage) -> None:
 
 
 def measure_head(stage: Stage) -> None:
-    """What the EAGLE-3 head brings, by how many tokens it drafts, and what a draft position takes."""
+    """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
     requests = task_requests(*stage.size((32, 2), (16, 2), (2, 2)))
     for depth in stage.size((1, 2, 3, 5, 8), (1, 3), (2,)):
         engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=not stage.on_gpu)
@@ -94,7 +95,7 @@ def measure_head(stage: Stage) -> None:
 
 
 def sleep_and_wake(stage: Stage) -> None:
-    """Memory awake and asleep, and the same tokens after waking and after loading the same weights again."""
+    """Measures memory awake and asleep, and compares tokens after waking and after loading the same weights again."""
     requests = task_requests(8, 2)
     engine = start_engine(POLICY, block("suffix", "ngram"), eager=False, enable_sleep_mode=True)
     before = engine.generate(requests)
@@ -110,7 +111,7 @@ def sleep_and_wake(stage: Stage) -> None:
 
 
 def _acceptance(engine: RolloutEngine) -> dict[str, Any]:
-    """Draft tokens verified and accepted, by drafter and position."""
+    """Returns verified and accepted draft tokens by drafter and position."""
     stats = engine.stats(first_step=1 << 60)
     if stats is None or not stats.drafters:
         return {}
@@ -125,7 +126,7 @@ def _draft_ms(engine: RolloutEngine) -> float:
 
 
 def _divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> dict[str, float]:
-    """Responses that part, among tokens compared, i.e. up to where they do."""
+    """Returns how many responses differ, and how many tokens were compared: up to the first difference of each."""
     parted, compared = 0, 0
     for a, b in zip(rollouts, others, strict=True):
         differs = [x != y for x, y in zip(a.token_ids, b.token_ids, strict=False)]

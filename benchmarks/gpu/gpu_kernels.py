@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First stage of a GPU check: our Triton kernels against their numba bodies, and what they take.
+"""First stage of the GPU check: compares our Triton kernels with their numba bodies, and measures their time.
 
 Shapes: B requests, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
@@ -22,11 +22,11 @@ from nemo_specrollout.sampling.equality import accept_by_equality
 D, K, L, V = 3, 8, 4096, 151_936
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROUNDING = 1e-4
-"""By how much sums may differ that another order of additions rounds otherwise."""
+"""Allowed difference between sums in another order of additions."""
 
 
 def check_kernels(stage: Stage) -> None:
-    """Differences of each kernel from its numba body, and microseconds: launched one by one, and in a CUDA graph."""
+    """Compares each kernel with its numba body, and measures a launch from Python and in a CUDA graph."""
     for num_requests in stage.size((1, 64, 256, 1024), (64, 256), (4,)):
         for check in (check_equality, check_board, check_index, check_draft_sampling):
             name = f"{check.__name__.removeprefix('check_')}, {num_requests} requests"
@@ -37,7 +37,7 @@ def check_kernels(stage: Stage) -> None:
 
 
 def check_equality(num_requests: int) -> dict[str, Any]:
-    """Acceptance by equality."""
+    """Checks acceptance by equality."""
     rng = np.random.default_rng(num_requests)
     starts = np.concatenate([[0], np.cumsum(rng.integers(1, K + 2, num_requests))])
     sampled_R = torch.from_numpy(rng.integers(0, 5, starts[-1]))
@@ -51,7 +51,7 @@ def check_equality(num_requests: int) -> dict[str, Any]:
 
 
 def check_board(num_requests: int) -> dict[str, Any]:
-    """The draft board: both of its kernels, a few steps long, each from the same state."""
+    """Checks both kernels of the draft board for a few steps, each from the same state."""
     rng = np.random.default_rng(num_requests)
 
     def ints(*shape: int, high: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def check_board(num_requests: int) -> dict[str, Any]:
 
 
 def check_index(num_requests: int) -> dict[str, Any]:
-    """The index of contexts: drafts after the same texts. Programs race, so a few may differ; none may be out of range."""
+    """Checks drafts of the context index after the same texts. Programs race, so a few drafts may differ."""
     rng = np.random.default_rng(num_requests)
     text_SL = torch.from_numpy(rng.integers(0, 50, (num_requests, 64)).repeat(4, axis=1)).int()
     slots_B, total_len_S = torch.arange(num_requests), torch.full((num_requests,), 200, dtype=torch.int32)
@@ -119,8 +119,10 @@ def check_index(num_requests: int) -> dict[str, Any]:
 
 
 def check_draft_sampling(num_requests: int) -> dict[str, Any]:
-    """Draft tokens with the target's noise: the same as vLLM's sampler draws on this device, bit for bit. A CPU has other
-    logarithms, so that near ties may go the other way there."""
+    """Checks that drafts with the target's noise equal the tokens of vLLM's sampler on this device.
+
+    A CPU computes other logarithms, so near ties may go the other way there.
+    """
     from nemo_specrollout.generation.compat import draw
     from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 
@@ -152,7 +154,7 @@ def _tensors(board: DraftBoard) -> dict[str, torch.Tensor]:
 
 
 def _taken(launch: Callable[[], Any], repeats: int = 50) -> dict[str, Any]:
-    """Microseconds of a launch from Python, and of one that a CUDA graph replays."""
+    """Returns the microseconds of a launch from Python, and of a launch in a CUDA graph."""
 
     def measured(call: Callable[[], Any]) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a GPU check at the geometry of real models, with weights at random: time by batch, launches and waits."""
+"""Stages of the GPU check with the shapes of real models and random weights: time by batch size, launches and waits."""
 
 import json
 import tempfile
@@ -35,7 +35,7 @@ HOST_CALLS = ("Launch", "Synchronize", "cudaMemcpy", "cudaMemset")
 
 @contextmanager
 def model_folder(name: str) -> Iterator[Path]:
-    """A folder that holds nothing but the model's config: vLLM makes the weights up."""
+    """Yields a folder with only the model's config: vLLM makes random weights."""
     geometry = GEOMETRIES[name]
     with tempfile.TemporaryDirectory() as folder:
         config = {**COMMON, "vocab_size": VOCAB_SIZE, "tie_word_embeddings": name != "Qwen3-8B", **geometry}
@@ -44,13 +44,13 @@ def model_folder(name: str) -> Iterator[Path]:
 
 
 def random_requests(num: int, length: int) -> list[RolloutRequest]:
-    """Prompts at random, answered by `length` tokens each."""
+    """Returns requests with random prompts and responses of `length` tokens."""
     prompts = np.random.default_rng(num).integers(10, VOCAB_SIZE // 2, (num, PROMPT_LENGTH)).tolist()
     return [RolloutRequest(ids, i, 0, exact_length=length) for i, ids in enumerate(prompts)]
 
 
 def start_random(folder: Path, way: str, stage: Stage, max_num_seqs: int) -> RolloutEngine:
-    """An engine of weights at random, in bfloat16, with CUDA graphs where there is a GPU."""
+    """Starts an engine with random weights; with bfloat16 and CUDA graphs if there is a GPU."""
     return start_engine(
         folder, WAYS[way], eager=not stage.on_gpu, precision="bfloat16" if stage.on_gpu else "float32", length=1024,
         load_format="dummy", max_num_seqs=max_num_seqs, enable_prefix_caching=False,
@@ -58,9 +58,9 @@ def start_random(folder: Path, way: str, stage: Stage, max_num_seqs: int) -> Rol
 
 
 def measure_speed(stage: Stage) -> None:
-    """Milliseconds of a step by batch: vLLM as it is, our sampler alone, and with drafters whose drafts are all wrong.
+    """Measures milliseconds of a step by batch size: plain vLLM, our sampler alone, and drafters whose drafts are wrong.
 
-    Random weights repeat nothing, so that what is measured is what our part costs, not what it wins.
+    Random weights repeat nothing, so this measures the cost of our part, not its gain.
     """
     batches: tuple[int, ...] = stage.size((1, 8, 32, 128, 256, 512), (1, 32, 256), (1, 4))
     length = stage.size(128, 64, 8)
@@ -85,7 +85,7 @@ def _timed(engine: RolloutEngine, requests: list[RolloutRequest]) -> float:
 
 
 def profile_steps(stage: Stage) -> None:
-    """Of a decode step: launches, copies and waits on the host, and the share of the time that the GPU works."""
+    """Counts launches, copies and waits of a decode step on the host, and measures the share of time that the GPU works."""
     batch, length = 64, 48
     requests = random_requests(batch, length)
     with model_folder("Qwen3-0.6B") as folder:

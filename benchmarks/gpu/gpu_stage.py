@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of a GPU check share: where they note figures, how much they do, engines and requests to do it with."""
+"""Functions that the stages of the GPU check share: figures, extent, engines and requests."""
 
 import json
 from enum import Enum
@@ -24,7 +24,7 @@ Size = TypeVar("Size")
 
 
 class Extent(Enum):
-    """How much a check does."""
+    """Amount of work of a check."""
 
     FULL = "full"
     QUICK = "quick"
@@ -32,19 +32,19 @@ class Extent(Enum):
 
 
 class Stage:
-    """One stage's notes; owns the file that they stand in. Example: `stage.note("T=1", {"equal": 96})`."""
+    """Collects the figures of a stage, and owns their file. Example: `stage.note("T=1", {"equal": 96})`."""
 
     def __init__(self, file: Path, extent: Extent) -> None:
         self._file, self.extent = file, extent
         self._notes: dict[str, Any] = {}
 
     def note(self, name: str, figures: Any) -> None:
-        """Writes figures down at once: what comes after may fail."""
+        """Writes figures to the file at once, because later work may fail."""
         self._notes[name] = figures
         write_atomically(self._file, json.dumps(self._notes, indent=1))
 
     def size(self, full: Size, quick: Size, rehearsal: Size) -> Size:
-        """The one that goes with the extent."""
+        """Returns the argument for the stage's extent."""
         return {Extent.FULL: full, Extent.QUICK: quick, Extent.REHEARSAL: rehearsal}[self.extent]
 
     @property
@@ -53,7 +53,7 @@ class Stage:
 
 
 def block(*drafters: str, budget: BudgetConfig | None = None) -> SpecrolloutConfig:
-    """The block with drafters of these types; none: plain decoding under our sampler."""
+    """Returns a block with drafters of these types. Without any, it is plain decoding with our sampler."""
     named = ({"type": name, "model": str(HEAD)} if name == "eagle3" else {"type": name} for name in drafters)
     built = tuple(build_drafter(values, "drafters") for values in named)
     return SpecrolloutConfig(drafters=built, budget=budget or BudgetConfig())
@@ -71,9 +71,9 @@ def start_engine(
     length: int = 512,
     **kwargs: Any,
 ) -> RolloutEngine:
-    """An engine of so long texts; `kwargs` are further arguments of vllm.LLM."""
-    room = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}
-    vllm_kwargs = {"max_num_seqs": 64, **room, **kwargs}
+    """Starts an engine for texts of `length` tokens; `kwargs` are further arguments of vllm.LLM."""
+    memory = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 1 << 28}
+    vllm_kwargs = {"max_num_seqs": 64, **memory, **kwargs}
     config = GenerationConfig(
         VllmConfig(length, precision, eager),
         max_new_tokens=length // 2,
@@ -84,7 +84,7 @@ def start_engine(
 
 
 def task_requests(num_prompts: int, num_samples: int) -> list[RolloutRequest]:
-    """Requests for the shipped policy, in groups of samples of one prompt."""
+    """Returns requests for the shipped policy, in groups of samples of one prompt."""
     tokenizer = load_tokenizer(POLICY)
     prompts = [encode_prompt(problem, tokenizer) for problem in make_problems(SEED, num_prompts)]
     return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(num_samples)]

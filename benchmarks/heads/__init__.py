@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft heads over a drifting policy, and drills with faulty refreshes."""
+"""Benchmarks of draft heads: a drifting policy, and drills with faulty refreshes."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a head fares over a drifting policy, by when it is refreshed: a recorded run, replayed once for each trigger.
+"""Compares refresh triggers on a drifting policy: replays a recorded run once for each trigger.
 
-Tokens do not depend on the head, so neither does the policy: one run with `draft_refresh.trigger: never` records all that a
-head could have learned from, and every trigger can be tried on the very same policies afterwards.
+Tokens do not depend on the head, so the policy does not either. One run with `draft_refresh.trigger: never` records everything
+that a head could have learned from. Then each trigger can be replayed on exactly the same policies.
 
     python -m benchmarks.heads.drift RUN --head FOLDER --out DIR
 """
@@ -42,7 +42,10 @@ from nemo_specrollout.training.head.trainer import Budget
 from nemo_specrollout.training.refresh.candidate import RefreshData
 from nemo_specrollout.training.refresh.online_refresh import HeadInService
 
-TRAINING_TOKENS, HELD_OUT_TOKENS = 30_000, 5_000
+TRAINING_TOKENS = 30_000
+"""Most tokens that a refresh trains on."""
+HELD_OUT_TOKENS = 5_000
+"""Most tokens that judge a refresh."""
 TRIGGERS: dict[str, DraftRefreshConfig] = {
     "frozen": DraftRefreshConfig("never"),
     "every step": DraftRefreshConfig("every_step", max_time_share=1.0),
@@ -53,7 +56,7 @@ TRIGGERS: dict[str, DraftRefreshConfig] = {
 
 @dataclass(frozen=True)
 class Recording:
-    """A run that was recorded: its config, its lines, its features and the LM heads of its policies."""
+    """A recorded run: its config, its metrics, its features and the LM heads of its policies."""
 
     config: RunConfig
     steps: list[dict[str, Any]]
@@ -61,31 +64,31 @@ class Recording:
 
     @classmethod
     def read(cls, run: Path) -> "Recording":
-        """Raises FileNotFoundError or ValueError for a folder that is no such run."""
+        """Reads a run directory. Raises FileNotFoundError or ValueError if the folder is not a recorded run."""
         config, _ = read_run_config(yaml.safe_load((run / "config.yaml").read_text()))
         return cls(config, read_lines(run / "metrics.jsonl"), run / "heads")
 
     def sequences(self, version: int, held_out: bool) -> list[SequenceFeatures]:
-        """Of the policy of that version."""
+        """Returns the features of the policy of a version."""
         return list(FeatureReader(self.folder / "features").sequences(held_out, versions=[version]))
 
     def data(self, version: int) -> RefreshData:
-        """Returns what a head may learn from after step `version`, and what may judge it: the newest features."""
+        """Returns the newest features after step `version`, for training and for judging."""
         stores, versions = [FeatureReader(self.folder / "features")], range(version + 1)
         training = newest_sequences(stores, False, TRAINING_TOKENS, versions)
         return RefreshData(training, newest_sequences(stores, True, HELD_OUT_TOKENS, versions))
 
     def teacher(self, version: int) -> dict[str, torch.Tensor]:
-        """LM head and embedding of the policy of that version."""
+        """Returns the LM head and embedding of the policy of a version."""
         return load_file(HeadFolder(self.folder).teacher(version))
 
 
 def replay(
     recording: Recording, head: DraftHead, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
 ) -> list[dict[str, Any]]:
-    """Returns a line for each RL step: held-out acceptance of the head in service, and what the trigger did.
+    """Returns a record for each RL step: held-out acceptance of the head in service, and the trigger's decision.
 
-    `num_steps`: optimizer steps of each refresh.
+    `num_steps` is the number of optimizer steps of each refresh.
     """
     service = HeadInService(head, config, num_drafts=num_drafts)
     lines: list[dict[str, Any]] = []
@@ -110,14 +113,14 @@ def replay(
 
 
 def _facts(step: Record, length: float, num_steps: int) -> StepFacts:
-    """What a run would have measured with a head that makes `length` tokens a step, in the run's own times."""
+    """Returns what the run would have measured with a head that makes `length` tokens a step."""
     costs = DecodeCosts.measured(step["rollout_s"], step["plain_estimate_s"], step["num_tokens"], step["request_steps"])
     seconds = sum(step[k] for k in ("rollout_s", "logprob_s", "train_s", "refit_s"))
     return StepFacts(length, step["num_tokens"], seconds, num_steps - step["step"] - 1, costs)
 
 
 def summary(lines: Sequence[Record]) -> dict[str, Any]:
-    """Mean acceptance length, refreshes, and seconds of training."""
+    """Returns mean acceptance length, refreshes, and seconds of training."""
     lengths = [line["acceptance_length"] for line in lines if np.isfinite(line["acceptance_length"])]
     return {
         "acceptance_length": float(np.mean(lengths)),
@@ -129,14 +132,14 @@ def summary(lines: Sequence[Record]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Acceptance length over the run for each trigger, dots where a head was published; and what it cost."""
+    """Draws acceptance length and training time over the run for each trigger. Dots mark published heads."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((9.0, 3.0), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, width_ratios=(2, 1))
         for number, (name, lines) in enumerate(curves.items()):
             xs, ys = ([line[k] for line in lines] for k in ("step", "acceptance_length"))
-            dashes = (None, None) if number < 3 else (3, 3)  # it may lie on another
+            dashes = (None, None) if number < 3 else (3, 3)  # the fourth may lie on another curve
             smooth = _smooth(ys)
             (curve,) = left.plot(xs, smooth, label=name, linewidth=1.4, dashes=dashes)
             marks = [i for i, line in enumerate(lines) if line["published"]]
@@ -151,7 +154,7 @@ def draw(curves: Mapping[str, Sequence[Record]], path: Path) -> None:
 
 
 def _smooth(values: list[float], width: int = 5) -> list[float]:
-    """Mean of the values around each, as many as there are of `width`."""
+    """Returns the running mean over up to `width` values."""
     half = width // 2
     return [float(np.nanmean(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 
@@ -159,8 +162,8 @@ def _smooth(values: list[float], width: int = 5) -> list[float]:
 def main() -> None:
     """Replays a recorded run for each of `TRIGGERS`; writes `drift.json` and `drift.png`, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run directory, recorded with draft_refresh.trigger: never")
-    parser.add_argument("--head", type=Path, required=True, help="the head in service at the start")
+    parser.add_argument("run", type=Path, help="run directory, recorded with draft_refresh.trigger: never")
+    parser.add_argument("--head", type=Path, required=True, help="head in service at the start")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each refresh")
     parser.add_argument("--num-drafts", type=int, default=5)

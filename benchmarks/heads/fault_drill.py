@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drill: refreshes with faults in them, which the gate must refuse, and broken heads, which the canary must notice.
+"""Drills: faulty refreshes, which the publish gate must refuse, and broken heads, which the canary must notice.
 
 python -m benchmarks.heads.fault_drill RUN --head FOLDER --out DIR [--refreshes 100] [--healthy 200]
 """
@@ -35,8 +35,15 @@ from nemo_specrollout.training.head.trainer import Budget, TrainingSettings
 from nemo_specrollout.training.refresh.candidate import Judge, RefreshData, refresh_head
 
 NUM_DRAFTS = 3
-TRAINING_TOKENS, HELD_OUT_TOKENS, TRUTH_TOKENS = 10_000, 6_000, 20_000
+"""Draft positions."""
+TRAINING_TOKENS = 10_000
+"""Most tokens that a refresh trains on."""
+HELD_OUT_TOKENS = 6_000
+"""Tokens that the gate judges by."""
+TRUTH_TOKENS = 20_000
+"""Tokens that measure whether a candidate is worse."""
 WORSE_BY = 0.01
+"""Accepted tokens a step by which a candidate counts as worse."""
 DataFault = Callable[[SequenceFeatures], SequenceFeatures]
 HeadFault = Callable[[DraftHead], None]
 
@@ -94,15 +101,17 @@ FAULTS = (*DATA_FAULTS, *HEAD_FAULTS, DIVERGED, "none")
 
 @dataclass(frozen=True)
 class Material:
-    """What refreshes of the drill learn from, what the gate judges by, and a larger set that tells the truth."""
+    """Features for the refreshes of the drill."""
 
     training: list[SequenceFeatures]
     held_out: list[SequenceFeatures]
+    """Features that the gate judges by."""
     truth: list[SequenceFeatures]
+    """A larger set that measures a candidate's true acceptance."""
 
 
 def material_of(recording: Recording) -> Material:
-    """The features of the first policies, which the head in service was made for."""
+    """Returns features of the first policies, for which the head in service was trained."""
     stores, versions = [FeatureReader(recording.folder / "features")], range(6)
     held = newest_sequences(stores, True, HELD_OUT_TOKENS + TRUTH_TOKENS, versions)
     tokens, split = 0, 0
@@ -114,7 +123,7 @@ def material_of(recording: Recording) -> Material:
 def drill_refresh(
     head: DraftHead, fault: str, material: Material, seed: int, out: Path, policy: Path
 ) -> dict[str, Any]:
-    """One refresh with a fault in it; what the gate said, and what the candidate was worth in truth."""
+    """Runs a refresh with a fault. Returns the gate's decision and the candidate's true gain in acceptance length."""
     damage = DATA_FAULTS.get(fault, lambda f: f)
     settings = TrainingSettings(
         learning_rate=30.0 if fault == DIVERGED else 1e-3, schedule="constant", warmup_steps=0, ttt_steps=NUM_DRAFTS,
@@ -145,8 +154,10 @@ def drill_refresh(
 def drill_canary(
     config: RunConfig, head_folder: Path, expected_length: float, healthy_steps: int, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Healthy steps with a refit each, then each broken head in service for a step, published as if it were the whole one,
-    of `expected_length`; alarms raised, and what they named."""
+    """Runs healthy steps, each with new weights, then a step with each broken head.
+
+    A broken head is published with the `expected_length` of the intact one. Returns the alarms that the canary raised.
+    """
     model, generation = Path(config.policy.model_name), config.policy.generation
     drafter = generation.specrollout.model_drafter
     assert isinstance(drafter, FolderDrafterConfig)
@@ -191,9 +202,9 @@ def _policy_tensors(model: Path) -> Any:
 
 
 def main() -> None:
-    """Runs both drills; writes `fault_drill.json` and prints what happened."""
+    """Runs both drills, writes `fault_drill.json` and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run directory, recorded with draft_refresh.trigger: never")
+    parser.add_argument("run", type=Path, help="run directory, recorded with draft_refresh.trigger: never")
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--refreshes", type=int, default=100)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our kernels as an H100 would run them, at sizes of a real run: how long they are, and how draft scores are rounded.
+"""Our kernels compiled for an H100, at the sizes of a real run: number of instructions, and rounding of draft scores.
 
 Shapes: B requests, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
@@ -30,8 +30,9 @@ NUM_INSTRUCTIONS = {
     "_best_of_block": 929,
     "_best_of_row": 221,
 }
-"""Machine instructions of each kernel when it was last looked at. A kernel that gets shorter lowers its number here."""
+"""Recorded number of machine instructions of each kernel. If a kernel gets shorter, lower its number."""
 MOST_GROWTH = 1.25
+"""Allowed ratio of instructions to their recorded number."""
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -40,7 +41,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 @functools.cache
 def launches() -> dict[str, Launch]:
-    """A launch of each of our kernels, and of vLLM's sampler, by the kernel's name."""
+    """Returns a launch of each of our kernels, and of vLLM's sampler, by the kernel's name."""
     with fake_gpu() as gpu:
         board = DraftBoard(["suffix", "ngram", "eagle3"], np.tile(LEVEL_PRIORS, (D, 1)), B, K, [2048], GPU, 2)
         slots_B, total_len_S, text_SL = zeros(B, dtype=torch.int64), zeros(B), zeros(B, L)
@@ -59,7 +60,7 @@ def launches() -> dict[str, Launch]:
         return {launch.kernel.__name__: launch for launch in gpu.launches}
 
 
-def test_every_kernel_of_ours_is_looked_at() -> None:
+def test_every_own_kernel_is_checked() -> None:
     assert set(launches()) - {"_gumbel_sample_kernel"} == set(NUM_INSTRUCTIONS)
 
 
@@ -69,8 +70,8 @@ def test_kernels_stay_short(name: str) -> None:
     assert count <= MOST_GROWTH * NUM_INSTRUCTIONS[name], f"{count} instructions, {NUM_INSTRUCTIONS[name]} so far"
 
 
-def test_draft_scores_round_as_the_targets_do() -> None:
-    """On a GPU a fused multiply-add, or one less, moves the last bit of a score: our kernel has those of vLLM's, no others."""
+def test_draft_scores_round_like_target_scores() -> None:
+    """A fused multiply-add more or less changes the last bit of a score, so both kernels must have equally many."""
     ours, theirs = (instructions(launches()[name]) for name in ("_best_of_block", "_gumbel_sample_kernel"))
     for name in ("FADD", "FMUL", "FFMA", "MUFU"):
         assert ours[name] == theirs[name] > 0, name

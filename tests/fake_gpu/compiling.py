@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles noted launches for an H100 with Triton's own assembler, which needs no GPU, and counts instructions."""
+"""Compiles recorded launches for an H100 with Triton's own assembler, which needs no GPU, and counts instructions."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-triton.backends.backends.pop("cpu", None)  # what vLLM was shown cannot compile
+triton.backends.backends.pop("cpu", None)  # the backend that vLLM was shown cannot compile
 H100 = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "*fp32",
@@ -24,7 +24,7 @@ INSTRUCTION = re.compile(r"^[^\t]*\t(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.MULTI
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
-    """What Triton compiles for such a launch, with what it assumes of aligned tensors and round numbers; its options."""
+    """Returns the source of a launch, specialized for aligned and round arguments as by Triton, and its options."""
     kernel, options = launch.kernel, dict(launch.options)
     values = dict(zip(kernel.arg_names, launch.args, strict=False))
     values |= {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
@@ -45,7 +45,7 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
 
 
 def instructions(launch: Launch) -> Counter[str]:
-    """How often each machine instruction of an H100 stands in the kernel, modifiers dropped, padding left out."""
+    """Counts the machine instructions of the kernel on an H100 by name, without modifiers and padding."""
     source, options = source_of(launch)
     machine_code = triton.compile(source, target=H100, options=options).asm["sass"]
     names = (name.split(".")[0] for name in INSTRUCTION.findall(machine_code))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package does in a decode step on a GPU, on a device that is not there: verification, drafting, the budget.
+"""A decode step of this package on the simulated GPU: verification, drafting, the budget.
 
 Shapes: B requests, S request slots, K draft positions, R rows of logits, V vocabulary, L longest text, H hidden.
 """
@@ -37,7 +37,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 class Speculator:
-    """Stands for vLLM's: a network of which only its calls of `sample_draft` are ours."""
+    """Stands in for vLLM's speculator. Only its calls of `sample_draft` concern this package."""
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, _: int) -> torch.Tensor:
         return hidden_states.new_empty(len(hidden_states), V, dtype=torch.bfloat16)
@@ -47,7 +47,7 @@ class Speculator:
 
 
 class DecodeStep:
-    """A step of a batch whose requests are all under way; `run` does all that is ours in it."""
+    """A step of a batch whose requests are all decoding."""
 
     def __init__(self, drafters: tuple[DrafterConfig, ...], budget: str = "auto") -> None:
         self.config = SpecrolloutConfig(num_speculative_tokens=K, drafters=drafters, budget=BudgetConfig(budget, k=K))
@@ -83,27 +83,27 @@ class DecodeStep:
         self.open()
         if self.drafting.model is not None:
             self.drafting.model.plan = DraftPlan(K)
-        self.draft(self.verify())  # the first step reads whole prompts
+        self.draft(self.verify())  # The first step reads whole prompts.
 
     def open(self) -> None:
-        """All requests take their slots."""
+        """Gives all requests their slots."""
         identity = RequestIdentity(1, 2)
         self.drafting.open([NewRequest(b, identity, 10, range(12), 100) for b in range(B)])
         for b in range(B):
             self.budget.add_request(b)
 
     def plan_tokens(self) -> None:
-        """How many drafts are verified, of all that are scheduled, and which ones: vLLM's own code, with our number."""
+        """Chooses how many and which drafts are verified, by vLLM's code with our number."""
         self.budget.get_num_tokens(dict.fromkeys(NAMES, K + 1), dict.fromkeys(NAMES, [-1] * K))
         self.budget.reallocate_drafts(NAMES, self.batch.idx_mapping)
 
     def verify(self) -> torch.Tensor:
-        """How many tokens each request emitted, int32 [B]."""
+        """Verifies drafts. Returns the number of tokens that each request emitted, int32 [B]."""
         states = self._sampling
         return sample_and_compare(*self._rows, states.temperature.gpu, states.seeds.gpu, K)[1]
 
     def draft(self, num_sampled_B: torch.Tensor, num_drafts: int = K) -> None:
-        """Proposals for the next step, in which each request has room for `num_drafts`."""
+        """Proposes drafts for the next step, at most `num_drafts` for each request."""
         self.runner.speculator.propose(
             self.batch, None, None, self._hidden_BH, None, num_sampled_B, self._num_rejected, *self._keys,
             num_speculative_tokens=num_drafts,
@@ -111,7 +111,7 @@ class DecodeStep:
         self.budget.record_confidences(self.runner.speculator.draft_token_confidence_probs, self.batch)
 
     def sample_drafts(self) -> None:
-        """What the network of a drafter with weights asks for at each draft position."""
+        """Samples as the network of a drafter with weights does at each draft position."""
         states = self._sampling
         self.runner.speculator.sample_draft(
             self._hidden_BH, self._rows[4][:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,

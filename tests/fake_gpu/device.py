@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA device that is not there: tensors without contents, kernels that are noted and not run, and traps for what waits.
+"""A simulated CUDA device: tensors without contents, kernels that are recorded but not run, and errors if the host would wait.
 
-Imported before vllm, in a process of its own: vLLM takes Triton for present, and torch loses its CUDA events.
+Import this module before vllm, in a separate process: it makes vLLM find Triton, and replaces torch's CUDA events.
 """
 
 import os
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-# vLLM asks Triton for a backend that is active, and for nothing else.
+# vLLM asks Triton only for an active backend.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 import vllm.triton_utils  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
@@ -32,7 +32,7 @@ del triton.backends.backends["cpu"]
 assert vllm.triton_utils.HAS_TRITON
 
 GPU = torch.device("cuda", 0)
-# Operations that run nothing on the device: they allocate, or change how memory is looked at.
+# Operations that run nothing on the device: they allocate memory or create views.
 FREE = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "view", "_unsafe_view", "reshape", "select",
     "slice", "unsqueeze", "squeeze", "expand", "transpose", "permute", "unbind", "split", "detach", "alias", "as_strided",
@@ -41,7 +41,7 @@ FREE = {
 
 
 class Waits(RuntimeError):
-    """The host would wait for the device here."""
+    """Raised where the host would wait for the device."""
 
 
 @dataclass
@@ -56,8 +56,10 @@ class Launch:
 
 @dataclass
 class FakeGpu:
-    """What was asked of the device: operations of torch that run there, and Triton kernels, in order. A copy for which the
-    host would wait raises while `is_guarded`."""
+    """Records the operations of torch and the Triton kernels that run on the device, in order.
+
+    While `is_guarded`, a copy for which the host would wait raises `Waits`.
+    """
 
     done: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
@@ -65,7 +67,7 @@ class FakeGpu:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Notes anew, and raises where the host would wait."""
+        """Clears the records, and raises `Waits` if the host would wait."""
         self.done.clear()
         self.launches.clear()
         self.is_guarded = True
@@ -80,7 +82,7 @@ class FakeGpu:
 
 
 class _NoDriver(TorchFunctionMode):
-    """Does what would ask for a CUDA driver by operations that do not: indexing, `torch.tensor` on the device, `copy_`."""
+    """Replaces operations that need a CUDA driver: indexing, `torch.tensor` on the device, `copy_`."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _basic(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The view that numbers and slices of an index make, and for each dimension the tensor that indexes it."""
+    """Returns the view made by an index's numbers and slices, and the tensor that indexes each dimension."""
     index = index if isinstance(index, tuple) else (index,)
     if any(i is Ellipsis for i in index):
         at = next(n for n, i in enumerate(index) if i is Ellipsis)
@@ -145,7 +147,7 @@ def _indexed(tensor: Tensor, index: Any) -> Tensor:
 
 
 class _Device(TorchDispatchMode):
-    """Runs what concerns the device on tensors without contents, and notes it; what concerns the host alone runs as ever."""
+    """Runs device operations on tensors without contents and records them. Operations of the host run as usual."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class _Event:
-    """A CUDA event that is always over."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -198,7 +200,7 @@ class _Event:
 
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """Within it, tensors may be made on `GPU`, and work there is noted. The engine has this one rank."""
+    """Allows tensors on `GPU` and records work there. The engine has one rank."""
     gpu = FakeGpu()
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps whose requests verify unequal numbers of drafts are replayed from full CUDA graphs, by vLLM's own dispatch."""
+"""vLLM replays full CUDA graphs for decode steps whose requests verify unequal numbers of drafts."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ Step = tuple[int, int]
 
 
 def manager(max_num_seqs: int, num_drafts: int, varlen: bool) -> ModelCudaGraphManager:
-    """vLLM's, as if it had captured what it would: all sizes that it chooses by itself."""
+    """Returns vLLM's graph manager as if it had captured all sizes that it chooses by itself."""
     compilation = SimpleNamespace(
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=None, cudagraph_capture_sizes=None,
         post_init_cudagraph_sizes=lambda: None,
@@ -51,7 +51,7 @@ def manager(max_num_seqs: int, num_drafts: int, varlen: bool) -> ModelCudaGraphM
 
 
 def trace(max_num_seqs: int, num_drafts: int) -> Iterator[Step]:
-    """Steps of which our budget keeps some drafts: from a full batch to its last straggler, from none to all."""
+    """Yields steps from a full batch to its last straggler, in which the budget keeps some, none or all drafts."""
     rng = np.random.default_rng(0)
     with fake_gpu():
         step = DecodeStep(TEXT)
@@ -68,7 +68,7 @@ def trace(max_num_seqs: int, num_drafts: int) -> Iterator[Step]:
 
 
 def mode(graphs: ModelCudaGraphManager, step: Step, num_drafts: int, is_decode: bool = True) -> CUDAGraphMode:
-    """How vLLM runs a step of which every request had all its drafts scheduled."""
+    """Returns how vLLM runs a step in which all drafts of every request were scheduled."""
     num_requests, rows = step
     longest = num_drafts + 1
     uniform = get_uniform_decode_token_count(num_requests, rows, longest, decode_graph_eligible=is_decode)
@@ -89,7 +89,7 @@ def test_every_decode_step_is_a_full_graph(max_num_seqs: int, num_drafts: int) -
     assert {mode(graphs, step, num_drafts, is_decode=False) for step in small} == {CUDAGraphMode.PIECEWISE}
 
 
-def test_without_adaptive_verification_unequal_steps_are_not() -> None:
+def test_unequal_steps_need_adaptive_verification() -> None:
     graphs = manager(24, 5, varlen=False)
     modes = [mode(graphs, step, 5) for step in trace(24, 5)]
     assert 24 <= modes.count(CUDAGraphMode.FULL) < len(modes) / 2

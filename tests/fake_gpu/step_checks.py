@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step of ours on a GPU that is not there: nothing in it waits, and it launches no more than it did."""
+"""A decode step on the simulated GPU: nothing in it waits, and it has no more launches than recorded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,10 +21,10 @@ LOOKING_UP = ["div", *["_learn", "_walk"] * 2]
 LOOKING_UP_BESIDE_WEIGHTS = ["sum", *LOOKING_UP]
 DRAFTING_WITH_WEIGHTS = ["copy_", "gt", "index", "bitwise_and", "mul", "copy_"]
 CHOOSING = ["_choose"]
-TELLING_THE_BUDGET = ["index_put_", "copy_"]
+INFORMING_THE_BUDGET = ["index_put_", "copy_"]
 LAUNCHES = {
-    "text": [*VERIFYING, *LEARNING, *LOOKING_UP, *CHOOSING, *TELLING_THE_BUDGET],
-    "head": [*VERIFYING, *LEARNING, *DRAFTING_WITH_WEIGHTS, *CHOOSING, "copy_", *TELLING_THE_BUDGET],
+    "text": [*VERIFYING, *LEARNING, *LOOKING_UP, *CHOOSING, *INFORMING_THE_BUDGET],
+    "head": [*VERIFYING, *LEARNING, *DRAFTING_WITH_WEIGHTS, *CHOOSING, "copy_", *INFORMING_THE_BUDGET],
     "all": [
         *VERIFYING,
         *LEARNING,
@@ -32,11 +32,12 @@ LAUNCHES = {
         *DRAFTING_WITH_WEIGHTS,
         *CHOOSING,
         "copy_",
-        *TELLING_THE_BUDGET,
+        *INFORMING_THE_BUDGET,
     ],
 }
-"""What a decode step launches beside vLLM's own preparation, forward pass and compaction of drafts. Of `head`, what vLLM's
-speculator runs is left out. A change that launches less shortens these lists."""
+"""Launches of a decode step, without vLLM's own preparation, forward pass and compaction of drafts.
+
+For `head`, the launches of vLLM's speculator are left out too. If a change saves launches, shorten these lists."""
 DRAFTERS = {"text": TEXT, "head": (HEAD,), "all": ALL}
 
 
@@ -47,18 +48,18 @@ def gpu() -> Iterator[FakeGpu]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_decode_step_never_waits_and_launches_little(gpu: FakeGpu, name: str) -> None:
+def test_a_decode_step_never_waits_and_has_few_launches(gpu: FakeGpu, name: str) -> None:
     step = DecodeStep(DRAFTERS[name])
     with gpu.step():
         step.draft(step.verify())
     assert gpu.done == LAUNCHES[name]
 
 
-def test_a_rest_is_told_once_and_then_nothing_is_launched(gpu: FakeGpu) -> None:
+def test_a_drafting_pause_launches_nothing_after_its_first_step(gpu: FakeGpu) -> None:
     step = DecodeStep(TEXT)
     with gpu.step():
         step.draft(step.verify(), num_drafts=0)
-    assert gpu.done == [*VERIFYING, *LEARNING, "zero_", *TELLING_THE_BUDGET]
+    assert gpu.done == [*VERIFYING, *LEARNING, "zero_", *INFORMING_THE_BUDGET]
     with gpu.step():
         step.draft(step.verify(), num_drafts=0)
     assert gpu.done == VERIFYING
@@ -73,7 +74,7 @@ def test_sampling_a_draft_takes_two_launches(gpu: FakeGpu, name: str) -> None:
 
 
 def test_cuda_graphs_are_captured_with_sampling(gpu: FakeGpu) -> None:
-    """Whatever the plan is when vLLM captures: a graph without it would draft nothing for ever."""
+    """The plan at capture must not matter: a graph captured without sampling would never draft anything."""
     step = DecodeStep(ALL)
     for depth in (0, K, 0):
         step.drafting.model.plan = DraftPlan(depth)
@@ -93,14 +94,14 @@ def test_the_budget_never_waits(gpu: FakeGpu, budget: int) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_new_requests_never_make_it_wait(gpu: FakeGpu, name: str) -> None:
+def test_new_requests_never_make_the_host_wait(gpu: FakeGpu, name: str) -> None:
     step = DecodeStep(DRAFTERS[name])
     with gpu.step():
         step.open()
 
 
 class Fixed:
-    """A budget policy of so many drafts."""
+    """A budget policy with a fixed number of drafts."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -126,8 +127,8 @@ VIOLATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_the_trap_closes(gpu: FakeGpu, name: str) -> None:
-    """Who adds one of these to a drafter is caught by the first test above."""
+def test_operations_that_wait_are_detected(gpu: FakeGpu, name: str) -> None:
+    """The first test above fails if a drafter contains one of these operations."""
     step = DecodeStep(TEXT)
     drafter = step.drafting._text[0]
     propose = drafter.propose

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `vllm_v2_cpu/kernels/batch.py`."""
+"""Launches of the kernels in `vllm_v2_cpu/kernels/batch.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 from world import PAD, VOCAB, World
 
 BLOCK_SIZES = (16, 4)
-"""Of the block tables of two groups of layers."""
+"""Block sizes of two groups of layers, in tokens."""
 
 
 def pointers(tensors: list[Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ def compute_slot_mappings(w: World) -> Launch:
 
 
 def staged_writes(w: World, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Rows, first columns, contents and ends of one write a request."""
+    """Returns rows, first columns, contents and ends of one write for each request."""
     lengths = torch.from_numpy(w.rng.integers(1, width // 2 + 1, w.num_reqs))
     starts = w.ints(w.num_reqs, high=width // 2)
     contents = w.ints(int(lengths.sum()), dtype=dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each body for a batch, a drafter or a ratio test does what its kernel does, on batches of several kinds."""
+"""Each body for a batch, a drafter or a ratio test equals its kernel, on batches of several kinds."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from vllm.triton_utils.dispatcher import KernelOverride
 from world import SIZES, Size, World
 
 from vllm_v2_cpu import kernels as cpu_kernels
-from vllm_v2_cpu.kernels import batch, block_verification, drafting, drafting_mtp, estimating, rejection, resampling
+from vllm_v2_cpu.kernels import batch, drafting, drafting_mtp, estimating, rejection, resampling
 
-MODULES = (batch, block_verification, drafting, drafting_mtp, estimating, rejection, resampling)
-BODIES = {name: body for module in MODULES for name, body in module.KERNELS.items()}
+MODULES = {module.__name__ for module in (batch, drafting, drafting_mtp, estimating, rejection, resampling)}
+BODIES = {name: body for name, body in cpu_kernels.bodies().items() if body.__module__ in MODULES}
 MAKERS = batch_inputs.MAKERS | drafting_inputs.MAKERS | ratio_test_inputs.MAKERS
 ROUNDED = {name: 2e-5 for name in ratio_test_inputs.MAKERS if "rejection_sampler." not in name}
-"""How far a kernel's numbers may be from ours where logarithms and sums are rounded in another order."""
+"""Tolerance by kernel, for logarithms and sums that are rounded in another order."""
 
 
 def test_every_body_is_compared() -> None:
@@ -27,12 +27,12 @@ def test_every_body_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS, ids=lambda name: ".".join(name.split(".")[-3:]))
-def test_body_does_what_the_kernel_does(name: str) -> None:
+def test_a_body_equals_its_kernel(name: str) -> None:
     def changes(size: Size, make: Callable[[World], interpreter.Launch]) -> bool:
         return interpreter.compare(name, BODIES[name], lambda: make(World(size)), ROUNDED.get(name, 0.0), size.name)
 
     changed = [changes(size, make) for size in SIZES for make in MAKERS[name]]
-    assert any(changed), "inputs of which the kernel makes nothing test nothing"
+    assert any(changed), "the kernel changed nothing, so the inputs test nothing"
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def test_registration_refuses_a_kernel_with_other_arguments(unregistered, monkey
 
 
 @pytest.mark.parametrize("name", ["input_batch._of_another_version_kernel", "spec_decode.of_another_version._kernel"])
-def test_registration_passes_over_what_this_vllm_does_not_have(unregistered, monkeypatch, name: str) -> None:
+def test_registration_skips_kernels_that_this_vllm_lacks(unregistered, monkeypatch, name: str) -> None:
     monkeypatch.setattr(cpu_kernels, "bodies", lambda: {f"vllm.v1.worker.gpu.{name}": batch.expand_idx_mapping})
     assert cpu_kernels.register() == 0
 
 
 def test_registration_replaces_every_kernel() -> None:
-    """Where other modules have imported it, too. Last, for what it replaces cannot be compared any more."""
+    """References in other modules are replaced too. Must run last, because replaced kernels cannot be compared any more."""
     assert cpu_kernels.register() == len(cpu_kernels.bodies())
     for name in BODIES:
         module, attribute = name.rsplit(".", 1)

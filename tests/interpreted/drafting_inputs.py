@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `vllm_v2_cpu/kernels/drafting.py` and `drafting_mtp.py`."""
+"""Launches of the kernels in `vllm_v2_cpu/kernels/drafting.py` and `drafting_mtp.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +69,7 @@ def prepare_dflash_inputs(w: World, from_anchor: bool = False) -> Launch:
 
 
 def ngram_texts(w: World) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts over three tokens, which repeat themselves, and their lengths: one too short, one full."""
+    """Returns texts from three tokens, which repeat themselves, and their lengths: one too short, one full."""
     lengths = w.at_slots(w.rng.integers(10, w.max_len, w.num_reqs))
     lengths[torch.from_numpy(w.slots)[:2]] = torch.tensor([w.max_len, 1][: w.num_reqs]).int()
     return w.ints(w.max_reqs, w.max_len, high=3), lengths
@@ -109,7 +109,7 @@ def prepare_input_buffers(w: World) -> Launch:
 
 
 def caches(w: World, exists: bool = True) -> tuple[torch.Tensor | None, int, int]:
-    """States or embeddings of each request's last steps, with their strides."""
+    """Returns states or embeddings of each request's last steps, with their strides."""
     if not exists:
         return None, 0, 0
     cache = w.floats(w.max_reqs, w.num_steps - 1, w.hidden_size, dtype=w.size.dtype)
@@ -117,7 +117,7 @@ def caches(w: World, exists: bool = True) -> tuple[torch.Tensor | None, int, int
 
 
 def rows(w: World, exists: bool = True) -> tuple[torch.Tensor | None, int]:
-    """States or embeddings of the step's tokens, with their stride."""
+    """Returns states or embeddings of the step's tokens, with their stride."""
     if not exists:
         return None, 0
     return w.floats(w.num_tokens + 3, w.hidden_size, dtype=w.size.dtype), w.hidden_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the tokens that an engine with drafters makes, as JSON: of each way of sampling, the token ids of each request.
+"""Prints the tokens of an engine with drafters as JSON: for each kind of sampling, the token ids of each request.
 
-With TRITON_INTERPRET=1 Triton interprets vLLM's own kernels, in the place of our bodies for a CPU. Run by `test_kernels.py`.
+With TRITON_INTERPRET=1, Triton interprets vLLM's own kernels instead of our bodies for a CPU. `test_kernels.py` runs this.
 """
 
 import json

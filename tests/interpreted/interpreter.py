@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a body of `vllm_v2_cpu.kernels` with vLLM's kernel, which Triton's interpreter runs. Imported before vllm.
+"""Compares a body of `vllm_v2_cpu.kernels` with vLLM's kernel in Triton's interpreter.
 
-Modules here run in a process of their own: what this sets must hold before triton is imported.
+Import this module before triton and vllm, because it sets up both. Modules of this folder run in separate processes.
 """
 
 import os
@@ -19,13 +19,13 @@ import torch
 import triton.backends
 from torch import Tensor
 
-# vLLM asks Triton for a backend that is active, and for nothing else.
+# vLLM asks Triton only for an active backend.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
 @dataclass
 class Launch:
-    """A launch of a kernel. `outputs` are what is compared: all tensors, unless a launch says otherwise."""
+    """A launch of a kernel. The tensors of `outputs` are compared, by default all tensors of `args`."""
 
     grid: tuple[int, ...]
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class Launch:
 
 
 def compare(name: str, body: Callable[..., None], make: Callable[[], Launch], tolerance: float, label: str) -> bool:
-    """Launches kernel and body on inputs that `make` makes alike each time, and asserts equal results.
+    """Launches kernel and body on equal inputs from `make`, and asserts equal results.
 
     Returns whether the kernel changed anything.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's interpreter lacks for vLLM's kernels. Importing it mends that; TRITON_INTERPRET must be set before."""
+"""Adds to Triton's interpreter what vLLM's kernels need. Set TRITON_INTERPRET before importing this module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def _take_any_mask(method: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Triton's interpreter computes some masks as integers, and then does not take them."""
+    """Converts a method's mask to bool: the interpreter computes some masks as integers, and then rejects them."""
 
     def masked(self: Any, *args: Any) -> Any:
         args[index].data = args[index].data.astype(bool)
@@ -21,7 +21,7 @@ def _take_any_mask(method: Callable[..., Any], index: int) -> Callable[..., Any]
 
 
 def _log1p(x: Any) -> Any:
-    """CUDA's function of that name, which the interpreter only declares; vLLM before 0.32 draws noise by it."""
+    """Implements CUDA's log1p, which the interpreter only declares. vLLM before 0.32 samples noise with it."""
     return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own Triton kernels, interpreted, do what their numba bodies do, and sample what vLLM's kernel samples.
+"""Our Triton kernels, interpreted, equal their numba bodies, and sample the same tokens as vLLM's kernel.
 
 Shapes: B requests, S request slots, R rows, D drafters, K draft positions, V vocabulary, L longest text, T steps.
 """
@@ -43,7 +43,7 @@ def test_equality(num_positions: int) -> None:
 
 
 class BoardWorld:
-    """A draft board, a text for each slot, and drafters at random; the same for the same sizes."""
+    """A draft board, a text for each slot, and random drafters; the same for the same sizes."""
 
     def __init__(self, num_drafters: int, num_positions: int, num_edges: int, model: int | None) -> None:
         self.rng = np.random.default_rng(num_drafters + 10 * num_positions)
@@ -65,7 +65,7 @@ class BoardWorld:
         return torch.from_numpy(self.rng.integers(low, high, shape)).to(dtype)
 
     def step(self, number: int) -> dict[str, Tensor]:
-        """A step of the batch by numba's bodies; everything that it left."""
+        """Runs a step of the batch, and returns the board's tensors before and after the choice."""
         board = self.board
         slots_B = torch.from_numpy(self.rng.permutation(self.num_slots)[:7])
         slots_B[self.rng.integers(7)] = -1
@@ -88,7 +88,7 @@ class BoardWorld:
 
 @pytest.mark.parametrize(("sizes"), [(1, 1, 0, None), (2, 8, 1, None), (3, 5, 2, 1), (5, 3, 1, 4)], ids=str)
 def test_board(sizes: tuple[int, int, int, int | None]) -> None:
-    """Step by step, each from the same state: what was rounded differently must not add up to another choice."""
+    """Each step starts from the same state, so that rounding errors cannot add up to another choice."""
     ours, theirs = BoardWorld(*sizes), BoardWorld(*sizes)
     ours.board._kernels = board_triton
     assert theirs.board._kernels is board_numba
@@ -108,7 +108,7 @@ def test_board(sizes: tuple[int, int, int, int | None]) -> None:
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])
 def test_drafts(num_vocab: int, dtype: torch.dtype) -> None:
-    """The token is vLLM's own, bit for bit; the level is the numba body's, unless the margin lies on an edge."""
+    """The token equals vLLM's. The level equals the numba body's, unless the score gap lies on an edge."""
     rng = np.random.default_rng(num_vocab)
     num_rows, num_slots = 12, 9
     logits_RV = torch.from_numpy(rng.standard_normal((num_rows, num_vocab + 3)) * 3).to(dtype)[:, :num_vocab]
@@ -143,7 +143,7 @@ def test_drafts(num_vocab: int, dtype: torch.dtype) -> None:
 def is_near_an_edge(
     logits_RV: Tensor, slots_R: Tensor, temperature_S: Tensor, seeds_S: Tensor, positions_R: Tensor
 ) -> Tensor:
-    """Whether a row's margin is so close to an edge that a last bit decides."""
+    """Returns whether each row's score gap is so close to an edge that a last bit decides the level."""
     values_RV, edges = logits_RV.float().numpy(), np.array(SCORE_GAP_EDGES)
     all_tokens, ids_N = np.empty(0, np.int64), np.empty(1024, np.uint32)
     scores_N, bounds_N = np.empty(1024, np.float32), np.empty(1024, np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of vLLM's rejection sampler and of its acceptance estimator.
+"""Launches of the kernels of vLLM's rejection sampler and acceptance estimator.
 
 Shapes: R rows of logits, V vocabulary, K drafts of a request, B blocks of a row, S slots of the runner's state.
 """
@@ -25,7 +25,7 @@ rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(x + 1.
 
 
 class Ratio:
-    """The target's and the drafter's logits of a batch, who is greedy, and drafts: likely ones, others, placeholders."""
+    """Logits of the target and the drafter, greedy and sampled requests, and drafts: likely ones, others, placeholders."""
 
     def __init__(self, w: World, has_draft_logits: bool = True, is_blockwise: bool = False) -> None:
         self.w, self.has_draft_logits, self.is_blockwise = w, has_draft_logits, is_blockwise
@@ -64,7 +64,7 @@ class Ratio:
         return self.log_p_R if self.is_blockwise else None
 
     def blocks(self, logits_RV: Tensor) -> tuple[Tensor, int, Tensor, int, Tensor, int]:
-        """arg-max, maximum and sum of exponentials of each row's blocks, each with its stride."""
+        """Returns arg-max, maximum and sum of exponentials of each row's blocks, each with its stride."""
         parts = logits_RV.split(self.block, -1)
         tokens = [part.argmax(-1) + i * self.block for i, part in enumerate(parts)]
         maxima = torch.stack([part.amax(-1) for part in parts], -1)
@@ -179,7 +179,7 @@ def refit(w: World, has_counts: bool = True) -> Launch:
 
 
 def every_second(values: Tensor) -> Tensor:
-    """The same values, with a stride of two."""
+    """Returns the same values with a stride of two."""
     return values[:, None].expand(-1, 2).contiguous()[:, 0]
 
 

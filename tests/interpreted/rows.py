@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random but consistent rows of logits: requests, their slots, and rows of which the later ones follow drafts."""
+"""Random but consistent rows of logits: requests, their slots, and rows after drafts."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Size:
-    """How many rows there are, of what. A kernel's blocks have 1024 or 8192 tokens."""
+    """Size of a batch. A kernel's blocks have 1024 or 8192 tokens."""
 
     name: str
     num_reqs: int
@@ -28,7 +28,7 @@ SIZES = (
 
 
 class Rows:
-    """One batch of `size`, the same for the same seed. Slots are rows of the runner's state, in no order."""
+    """One batch of `size`, the same for the same seed. Slots are rows of the runner's state, in random order."""
 
     def __init__(self, size: Size, seed: int = 0) -> None:
         self.size, self.vocab_size = size, size.vocab_size
@@ -58,15 +58,15 @@ class Rows:
         return torch.from_numpy(np.stack(rows)).int()
 
     def logits(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows with padding between them, a tenth of them -inf; some are equal, as bfloat16 makes them."""
+        """Returns rows with padding between them. A tenth of the logits is -inf, and bfloat16 makes some equal."""
         buffer = self.floats(self.num_rows, self.vocab_size + 7).to(dtype or self.size.dtype)
         buffer[torch.from_numpy(self.rng.random(buffer.shape) < 0.1)] = -torch.inf
         return buffer[:, : self.vocab_size]
 
     def comparable_logits(self) -> Tensor:
-        """Logits in a type that Triton's interpreter can compare: bfloat16 it compares by its bits."""
+        """Returns logits of a type that Triton's interpreter can compare: it compares bfloat16 by its bits."""
         return self.logits(torch.float32 if self.size.dtype == torch.bfloat16 else None)
 
     def processed_logits(self) -> Tensor:
-        """What vLLM's logits processors get: a copy in float32."""
+        """Returns float32 logits, the type that vLLM's logits processors get."""
         return self.logits(torch.float32)

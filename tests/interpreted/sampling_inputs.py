@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `vllm_v2_cpu.kernels` that sample, score and change logits."""
+"""Launches of the kernels that sample, score and change logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ def num_blocks(rows: Rows, block: int) -> int:
 def gumbel_sample(
     rows: Rows, drafting: bool = False, divide: bool = False, cache: str = "", fp64: bool = False
 ) -> Launch:
-    """`cache`: "column" keeps all rows' logits in one column of their requests, "columns" each row's in its own."""
+    """`cache`: "column" stores all rows' logits in one column of their requests, "columns" each row's in its own."""
     logits, idx = rows.logits(), rows.idx.clone()
     if rows.num_rows > 2:
         idx[1] = NO_REQUEST
@@ -66,7 +66,7 @@ def topk_log_softmax(rows: Rows, k: int) -> Launch:
 
 
 def ranks(rows: Rows) -> Launch:
-    """Of tokens that are not ruled out: where the token is, the kernel counts its last block's padding too."""
+    """Only tokens with a finite logit: for others the kernel counts its last block's padding too."""
     logits, tokens = rows.comparable_logits(), rows.tokens(rows.num_rows, dtype=torch.int64)
     logits[torch.arange(rows.num_rows), tokens] = 1.5
     output = torch.zeros(rows.num_rows, dtype=torch.int64)
@@ -124,7 +124,7 @@ def min_p(rows: Rows) -> Launch:
 
 
 def bad_words(rows: Rows) -> Launch:
-    """Words of one to three tokens from a text and drafts of three tokens, so that many match."""
+    """Words of one to three tokens. Texts and drafts use three distinct tokens, so that many words match."""
     logits, R, num_words, few = rows.processed_logits(), rows.max_reqs, 6, 3
     words = rows.ints(R, 20, high=few)
     offsets = torch.cat([torch.zeros(R, 1), rows.ints(R, num_words, low=1, high=4).cumsum(1)], 1).int()
@@ -136,7 +136,7 @@ def bad_words(rows: Rows) -> Launch:
 
 
 def bias(rows: Rows, may_restore: bool = False) -> Launch:
-    """With `may_restore`, stop tokens are all that may follow in some rows."""
+    """With `may_restore`, some rows allow only stop tokens."""
     logits, R, most = rows.processed_logits(), rows.max_reqs, 8
     logits[:, -1] = 1.0
     num_allowed = rows.ints(R, low=1, high=most) * rows.ints(R, high=2)
@@ -155,7 +155,7 @@ def bias(rows: Rows, may_restore: bool = False) -> Launch:
 
 
 def apply_grammar_bitmask(rows: Rows) -> Launch:
-    """The last request has a grammar, and masks for one position more than it has rows."""
+    """The last request has a grammar, and masks for one more position than it has rows."""
     logits = rows.logits()
     places, positions = rows.num_reqs - 1, rows.size.num_drafts + 2
     indices = places * positions + torch.arange(positions).int()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the kernels of `vllm_v2_cpu.kernels` that look at texts while sampling: traces, masks, budgets of thought."""
+"""Launches of the kernels that read texts while sampling: traces, sampling masks, thinking budgets."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from rows import Rows
 from torch import Tensor
 
 START, NATURAL_END, END = (1, 2), (2, 0, 1), (0, 2, 0, 1)
-"""Markers of three tokens, of which one may be in another."""
+"""Markers from three tokens; one marker may contain another."""
 NUM_TOKENS = 3
 
 
@@ -38,7 +38,7 @@ def compact_sampling_mask(rows: Rows) -> Launch:
 
 
 def thinkers(rows: Rows) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Budgets, texts of three tokens, their lengths, and the markers' last places and how far these were looked for."""
+    """Returns budgets, texts from three tokens, their lengths, and the cached places of the markers."""
     R = rows.max_reqs
     budgets, texts = rows.ints(R, low=-1, high=6), rows.ints(R, 90, high=NUM_TOKENS)
     texts[::2, :60] = NUM_TOKENS - 1  # markers far from the end

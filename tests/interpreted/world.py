@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random but consistent batches of the V2 model runner: who prefills, who decodes, what was drafted and accepted."""
+"""Random but consistent batches of the V2 model runner: prefills, decodes, drafted and accepted tokens."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ IDLE, CHUNK, LAST_CHUNK, DECODE = range(4)
 
 @dataclass(frozen=True)
 class Size:
-    """How big a batch is. `longest` is the longest prefill chunk, beyond a kernel's block of 1024 if it is long."""
+    """Size of a batch. `longest` is the longest prefill chunk, which may exceed a kernel's block of 1024."""
 
     name: str
     num_reqs: int
@@ -35,7 +35,7 @@ SIZES = (
 class World:
     """One batch of `size`, the same for the same seed.
 
-    Slots are rows of the runner's state, in no order; `idx` may hold -1 for a request that is gone.
+    Slots are rows of the runner's state, in random order. `idx` may hold -1 for a request that has left.
     """
 
     def __init__(self, size: Size, seed: int = 0) -> None:
@@ -78,7 +78,7 @@ class World:
         return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int()
 
     def at_slots(self, values_B: np.ndarray) -> Tensor:
-        """Values of the requests at their slots of the runner's state, int32; other slots at random."""
+        """Returns the requests' values at their slots of the runner's state, int32. Other slots are random."""
         state = self.ints(self.max_reqs, high=9)
         state[torch.from_numpy(self.slots)] = torch.from_numpy(values_B).int()
         return state
@@ -90,7 +90,7 @@ class World:
         return torch.from_numpy(self.rng.standard_normal(shape) * 3).to(dtype)
 
     def idx(self, may_be_gone: bool = False) -> Tensor:
-        """The requests' slots, int64, from a larger tensor; the second is -1 where the size has padding."""
+        """Returns the requests' slots, int64, from a larger tensor. The second is -1 if the size has padding."""
         buffer = self.ints(self.max_reqs, dtype=torch.int64)
         buffer[: self.num_reqs] = torch.from_numpy(self.slots)
         if may_be_gone and self.size.has_padding:
@@ -98,11 +98,11 @@ class World:
         return buffer[: self.num_reqs]
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """The slot and the place in its request of each row of logits."""
+        """Returns the slot, and the place in its request, of each row of logits."""
         counts = torch.from_numpy(self.num_drafts + 1)
         local = torch.cat([torch.arange(n) for n in counts]).int()
         return torch.from_numpy(self.slots).repeat_interleave(counts), local
 
     def drafted(self) -> Tensor:
-        """A token for each row of logits, int32: the input there, a draft but for a request's first row."""
+        """Returns the input token of each row of logits, int32: a draft, except in a request's first row."""
         return self.ints(self.num_rows)

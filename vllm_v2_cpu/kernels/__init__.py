@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies in numba for the Triton kernels of vLLM's V2 model runner, which let it run on a CPU at a CPU's speed.
+"""Numba bodies for the Triton kernels of vLLM's V2 model runner, which let the runner work on a CPU at a CPU's speed.
 
-vLLM's own place for them is `vllm.triton_utils.dispatcher`. Each module here exports `KERNELS`, a body for each kernel's
-name. A body has its kernel's parameters, in order, and does in one call what the launch's whole grid does.
+vLLM's interface for such bodies is `vllm.triton_utils.dispatcher`. A body has its kernel's parameters, in the kernel's order.
+It does in one call what all programs of a launch do (`kernel_launch.numba_body`).
 """
 
 import functools
@@ -14,43 +14,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_v2_cpu.kernels.kernel_launch import parameters
-
-WHERE = "vllm.v1.worker.gpu."
-"""What the names of all kernels start with."""
+from vllm_v2_cpu.kernels.kernel_launch import BODIES, parameters
 
 
-def bodies() -> dict[str, Callable[..., Any]]:
-    """The bodies of all modules of this package, by the kernel's name."""
-    merged: dict[str, Callable[..., Any]] = {}
+def bodies() -> dict[str, Callable[..., None]]:
+    """Returns the bodies of all modules of this package by the full name of their kernel."""
     for module in pkgutil.iter_modules(__path__):
-        merged |= getattr(importlib.import_module(f"{__name__}.{module.name}"), "KERNELS", {})
-    return merged
+        importlib.import_module(f"{__name__}.{module.name}")
+    return BODIES
 
 
 @functools.cache
 def register() -> int:
-    """Puts the bodies in the kernels' places, once a process; the number of kernels that have one.
+    """Replaces vLLM's kernels by the bodies, once in a process. Returns the number of replaced kernels.
 
-    Raises RuntimeError where a kernel of the running vLLM takes other arguments than its body. What this vLLM does not
-    have is passed over.
+    Kernels that this vLLM does not have are skipped. Raises RuntimeError if a kernel has other parameters than its body.
     """
     from vllm.triton_utils.dispatcher import register_kernels
 
     found = {name: body for name, body in bodies().items() if _matches(name, body)}
-    with _out_of_sight("llvmlite"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of deprecated names that the search comes across
+    with _hidden("llvmlite"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about deprecated names that vLLM's search touches
         register_kernels(found)
     return len(found)
 
 
 def _matches(name: str, body: Callable[..., Any]) -> bool:
-    """Whether vLLM has the kernel. Imports its module, so that the registration finds every name for it."""
+    """Returns whether vLLM has the kernel. Imports its module, so that the registration finds all references to it."""
     module_name, attribute = name.rsplit(".", 1)
     try:
         kernel = getattr(importlib.import_module(module_name), attribute, None)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(WHERE[:-1]):
+        if not (error.name or "").startswith("vllm.v1.worker.gpu"):
             raise
         return False
     if kernel is not None and parameters(kernel) != parameters(body):
@@ -62,8 +57,8 @@ def _matches(name: str, body: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def _out_of_sight(package: str) -> Iterator[None]:
-    """Hides a package's modules: the registration looks through all modules, and fails on llvmlite's objects."""
+def _hidden(package: str) -> Iterator[None]:
+    """Hides a package's modules from the registration, which searches all modules and fails on llvmlite's objects."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == package}
     try:
         yield

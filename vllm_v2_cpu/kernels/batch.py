@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels that a step's batch passes through: block tables, staged writes, inputs, bookkeeping.
+"""Bodies for the kernels that prepare a step's batch: block tables, staged writes, inputs, bookkeeping.
 
-One shape stands for the grid of each: mostly the number of requests, which is the length of the slot mapping `idx_mapping`.
+The number of programs is mostly the number of requests, which is the length of `idx_mapping`: the slot of each request.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel, void_pointer
+from vllm_v2_cpu.kernels.kernel_launch import numba_body, torch_body, view, void_pointer
 
 
 @njit(cache=True, inline="always")
@@ -17,13 +17,12 @@ def _int32_array(address, length):  # type: ignore[no-untyped-def]
     return carray(void_pointer(address), (length,), np.int32)
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.block_table._gather_block_tables_kernel")
 def gather_block_tables(  # type: ignore[no-untyped-def]
     batch_idx_to_req_idx, src_block_table_ptrs, dst_block_table_ptrs, block_table_strides, num_blocks_ptr,
     num_blocks_stride, num_reqs, BLOCK_SIZE,
 ):  # fmt: skip
-    """Copies the requests' rows. Padded rows, which only CUDA graphs have, the kernel zeroes and this leaves alone."""
+    """Copies the requests' rows. The kernel also zeroes padded rows, which only CUDA graphs have."""
     num_groups, max_num_reqs = num_blocks_ptr.shape
     for group in range(num_groups):
         stride = block_table_strides[group]
@@ -31,12 +30,11 @@ def gather_block_tables(  # type: ignore[no-untyped-def]
         target = _int32_array(dst_block_table_ptrs[group], max_num_reqs * stride)
         for b in range(num_reqs):
             slot = batch_idx_to_req_idx[b]
-            for i in range(num_blocks_ptr[group, slot]):
-                target[b * stride + i] = source[slot * stride + i]
+            num_blocks = num_blocks_ptr[group, slot]
+            target[b * stride : b * stride + num_blocks] = source[slot * stride : slot * stride + num_blocks]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.block_table._compute_slot_mappings_kernel")
 def compute_slot_mappings(  # type: ignore[no-untyped-def]
     max_num_tokens, idx_mapping, query_start_loc, pos, block_table_ptrs, block_table_strides, block_sizes,
     slot_mapping_enabled, dcp_sharded, slot_mappings_ptr, slot_mappings_stride, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_ID,
@@ -60,43 +58,44 @@ def compute_slot_mappings(  # type: ignore[no-untyped-def]
                 slots[i] = row[pos[i] // block_size] * block_size + pos[i] % block_size
 
 
-@as_kernel
 @njit(cache=True)
 def _write_to_one(output_ptr, output_stride, rows, starts, contents, ends):  # type: ignore[no-untyped-def]
     flat, begin = output_ptr.reshape(-1), 0
     for w in range(len(rows)):
         at = rows[w] * output_stride + starts[w]
-        for i in range(begin, ends[w]):
-            flat[at + i - begin] = contents[i]
+        flat[at : at + ends[w] - begin] = contents[begin : ends[w]]
         begin = ends[w]
 
 
-@as_kernel
 @njit(cache=True)
 def _write_to_groups(output_ptrs, output_strides, rows, starts, contents, ends, groups):  # type: ignore[no-untyped-def]
     begin = 0
     for w in range(len(rows)):
         at = rows[w] * output_strides[groups[w]] + starts[w]
         target = _int32_array(output_ptrs[groups[w]] + np.uint64(4 * at), ends[w] - begin)
-        for i in range(begin, ends[w]):
-            target[i - begin] = contents[i]
+        target[:] = contents[begin : ends[w]]
         begin = ends[w]
 
 
+@torch_body("worker.gpu.buffer_utils._apply_write_kernel")
 def apply_write(
     output_ptr: Any, output_stride: Any, write_indices_ptr: Any, write_starts_ptr: Any, write_contents_ptr: Any,
     write_cu_lens_ptr: Any, write_group_ids_ptr: Any, BLOCK_SIZE: int, MULTI_GROUP: bool,
 ) -> None:  # fmt: skip
-    """Writes to one tensor, or where there are groups to int32 tensors of which `output_ptr` holds the addresses."""
-    writes = (output_ptr, output_stride, write_indices_ptr, write_starts_ptr, write_contents_ptr, write_cu_lens_ptr)
+    """Writes to one tensor, or with groups to the int32 tensors whose addresses `output_ptr` holds."""
+    writes = [
+        view(argument)
+        for argument in (
+            output_ptr, output_stride, write_indices_ptr, write_starts_ptr, write_contents_ptr, write_cu_lens_ptr
+        )
+    ]  # fmt: skip
     if MULTI_GROUP:
-        _write_to_groups(*writes, write_group_ids_ptr)
+        _write_to_groups(*writes, view(write_group_ids_ptr))
     else:
         _write_to_one(*writes)
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._prepare_prefill_inputs_kernel")
 def prepare_prefill_inputs(  # type: ignore[no-untyped-def]
     input_ids_ptr, next_prefill_tokens_ptr, next_prefill_tokens_stride, num_lookahead, idx_mapping_ptr,
     query_start_loc_ptr, all_token_ids_ptr, all_token_ids_stride, prefill_lens_ptr, num_computed_tokens_ptr, BLOCK_SIZE,
@@ -109,15 +108,13 @@ def prepare_prefill_inputs(  # type: ignore[no-untyped-def]
             continue
         tokens = all_token_ids_ptr[slot]
         start, end = query_start_loc_ptr[b], query_start_loc_ptr[b + 1]
-        for i in range(end - start):
-            input_ids_ptr[start + i] = tokens[computed + i]
+        input_ids_ptr[start:end] = tokens[computed : computed + end - start]
         for i in range(num_lookahead):
             position = computed + end - start + i
             next_prefill_tokens_ptr[i, slot] = tokens[position] if position < prefill_len else 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._prepare_pos_seq_lens_kernel")
 def prepare_pos_seq_lens(  # type: ignore[no-untyped-def]
     pos_ptr, seq_lens_ptr, idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr, max_num_reqs, BLOCK_SIZE
 ):
@@ -131,8 +128,7 @@ def prepare_pos_seq_lens(  # type: ignore[no-untyped-def]
     seq_lens_ptr[num_reqs:max_num_reqs] = 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(  # type: ignore[no-untyped-def]
     input_ids_ptr, idx_mapping_ptr, last_sampled_tokens_ptr, query_start_loc_ptr, seq_lens_ptr, prefill_len_ptr,
     draft_tokens_ptr, draft_tokens_stride, cu_num_logits_ptr, logits_indices_ptr, BLOCK_SIZE, NUM_NEW_SAMPLED_TOKENS,
@@ -152,8 +148,7 @@ def combine_sampled_and_draft_tokens(  # type: ignore[no-untyped-def]
             input_ids_ptr[end - num_drafts + i] = draft_tokens_ptr[slot, i]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._get_num_sampled_and_rejected_kernel")
 def get_num_sampled_and_rejected(  # type: ignore[no-untyped-def]
     num_sampled_ptr, num_rejected_ptr, seq_lens_ptr, cu_num_logits_ptr, idx_mapping_ptr, prefill_len_ptr
 ):
@@ -165,8 +160,7 @@ def get_num_sampled_and_rejected(  # type: ignore[no-untyped-def]
             num_rejected_ptr[b] = cu_num_logits_ptr[b + 1] - cu_num_logits_ptr[b] - num_sampled_ptr[b]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._post_update_kernel")
 def post_update(  # type: ignore[no-untyped-def]
     idx_mapping_ptr, num_computed_tokens_ptr, last_sampled_tokens_ptr, output_bin_counts_ptr, output_bin_counts_stride,
     sampled_tokens_ptr, sampled_tokens_stride, num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr,
@@ -189,8 +183,7 @@ def post_update(  # type: ignore[no-untyped-def]
         num_computed_tokens_ptr[slot] -= num_rejected_ptr[b]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._post_update_num_computed_tokens_kernel")
 def post_update_num_computed_tokens(  # type: ignore[no-untyped-def]
     idx_mapping_ptr, num_computed_tokens_ptr, query_start_loc_ptr
 ):
@@ -198,8 +191,7 @@ def post_update_num_computed_tokens(  # type: ignore[no-untyped-def]
         num_computed_tokens_ptr[idx_mapping_ptr[b]] += query_start_loc_ptr[b + 1] - query_start_loc_ptr[b]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.input_batch._expand_idx_mapping_kernel")
 def expand_idx_mapping(  # type: ignore[no-untyped-def]
     idx_mapping_ptr, expanded_idx_mapping_ptr, expanded_local_pos_ptr, cu_num_logits_ptr, BLOCK_SIZE
 ):
@@ -208,18 +200,3 @@ def expand_idx_mapping(  # type: ignore[no-untyped-def]
         for i in range(cu_num_logits_ptr[b + 1] - start):
             expanded_idx_mapping_ptr[start + i] = idx_mapping_ptr[b]
             expanded_local_pos_ptr[start + i] = i
-
-
-_GPU = "vllm.v1.worker.gpu."
-KERNELS = {
-    _GPU + "block_table._gather_block_tables_kernel": gather_block_tables,
-    _GPU + "block_table._compute_slot_mappings_kernel": compute_slot_mappings,
-    _GPU + "buffer_utils._apply_write_kernel": apply_write,
-    _GPU + "input_batch._prepare_prefill_inputs_kernel": prepare_prefill_inputs,
-    _GPU + "input_batch._prepare_pos_seq_lens_kernel": prepare_pos_seq_lens,
-    _GPU + "input_batch._combine_sampled_and_draft_tokens_kernel": combine_sampled_and_draft_tokens,
-    _GPU + "input_batch._get_num_sampled_and_rejected_kernel": get_num_sampled_and_rejected,
-    _GPU + "input_batch._post_update_kernel": post_update,
-    _GPU + "input_batch._post_update_num_computed_tokens_kernel": post_update_num_computed_tokens,
-    _GPU + "input_batch._expand_idx_mapping_kernel": expand_idx_mapping,
-}

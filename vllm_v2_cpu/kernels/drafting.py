@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's drafters: EAGLE and its like, a draft model, DFlash, n-grams."""
+"""Bodies for the kernels of vLLM's drafters: EAGLE heads, a draft model, DFlash, n-grams."""
 
 import numpy as np
 from numba import njit
 
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel")
 def prepare_head_prefill(  # type: ignore[no-untyped-def]
     last_token_indices_ptr, draft_current_step_ptr, draft_input_ids_ptr, draft_positions_ptr, draft_query_start_loc_ptr,
     draft_seq_lens_ptr, target_input_ids_ptr, target_positions_ptr, idx_mapping_ptr, last_sampled_ptr,
     next_prefill_tokens_ptr, num_sampled_ptr, num_rejected_ptr, query_start_loc_ptr, seq_lens_ptr, max_num_reqs,
     BLOCK_SIZE,
 ):  # fmt: skip
-    """The target's inputs without what it rejected, tokens shifted by one: a head reads token i+1 beside state i."""
+    """Copies the target's inputs without rejected tokens, shifted by one: a head reads token i + 1 with state i."""
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         slot, start = idx_mapping_ptr[b], query_start_loc_ptr[b]
         last = query_start_loc_ptr[b + 1] - num_rejected_ptr[b] - 1
-        for i in range(start, last):
-            draft_input_ids_ptr[i] = target_input_ids_ptr[i + 1]
+        draft_input_ids_ptr[start:last] = target_input_ids_ptr[start + 1 : last + 1]
         if num_sampled_ptr[b] > 0:
             draft_input_ids_ptr[last] = last_sampled_ptr.flat[slot]
         else:
             draft_input_ids_ptr[last] = next_prefill_tokens_ptr.flat[slot]
-        for i in range(start, last + 1):
-            draft_positions_ptr[i] = target_positions_ptr[i]
+        draft_positions_ptr[start : last + 1] = target_positions_ptr[start : last + 1]
         last_token_indices_ptr[b] = last
         draft_query_start_loc_ptr[b] = start
         draft_seq_lens_ptr[b] = seq_lens_ptr[b]
@@ -37,8 +34,7 @@ def prepare_head_prefill(  # type: ignore[no-untyped-def]
     last_token_indices_ptr[num_reqs:max_num_reqs] = 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel")
 def prepare_head_decode(  # type: ignore[no-untyped-def]
     draft_tokens_ptr, draft_tokens_stride, target_seq_lens_ptr, num_rejected_ptr, input_ids_ptr, positions_ptr,
     sample_src_positions_ptr, query_start_loc_ptr, seq_lens_ptr, max_model_len, max_num_reqs, BLOCK_SIZE,
@@ -58,8 +54,7 @@ def prepare_head_decode(  # type: ignore[no-untyped-def]
     seq_lens_ptr[num_reqs:max_num_reqs] = 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.target_dependent_ar.speculator._update_draft_inputs_kernel")
 def update_head_inputs(  # type: ignore[no-untyped-def]
     output_draft_tokens_ptr, output_draft_tokens_stride, next_input_hidden_states_ptr, next_input_hidden_states_stride,
     input_ids_ptr, positions_ptr, sample_src_positions_ptr, seq_lens_ptr, draft_tokens_ptr, current_draft_step_ptr,
@@ -68,28 +63,25 @@ def update_head_inputs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     step = current_draft_step_ptr[()]
     num_reqs = len(draft_tokens_ptr)
-    for b in range(num_reqs):
-        output_draft_tokens_ptr[b, step] = draft_tokens_ptr[b]
+    output_draft_tokens_ptr[:num_reqs, step] = draft_tokens_ptr
     if step >= num_speculative_steps - 1:
         return
     for b in range(num_reqs):
         sample_src_positions_ptr[b] += 1
         input_ids_ptr[b] = draft_tokens_ptr[b]
-        for i in range(hidden_size):
-            next_input_hidden_states_ptr[b, i] = hidden_states_ptr[b, i]
+        next_input_hidden_states_ptr[b, :hidden_size] = hidden_states_ptr[b, :hidden_size]
         if ADVANCE_DRAFT_POSITIONS:
             positions_ptr[b] = min(positions_ptr[b] + 1, max_model_len - 1)
             seq_lens_ptr[b] = min(seq_lens_ptr[b] + 1, max_model_len)
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel")
 def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
     target_input_ids_ptr, target_positions_ptr, last_sampled_ptr, idx_mapping_ptr, out_input_ids_ptr, out_positions_ptr,
     last_token_indices_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, query_start_loc_ptr, seq_lens_ptr,
     num_rejected_ptr, max_num_reqs, max_model_len, BLOCK_SIZE,
 ):  # fmt: skip
-    """The target's inputs, with one place more a request: the token sampled last follows what was not rejected."""
+    """Copies the target's inputs with one more token for each request: the last sampled token follows the accepted ones."""
     num_reqs = len(idx_mapping_ptr)
     for b in range(num_reqs):
         start, end = query_start_loc_ptr[b], query_start_loc_ptr[b + 1]
@@ -110,13 +102,12 @@ def prepare_draft_model_prefill(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, inline="always")
 def _cache_slot(position, blocks, block_size, pad):  # type: ignore[no-untyped-def]
-    """Where a position's keys go; nowhere if its block is the null block."""
+    """Returns the cache slot of a position, or `pad` if the position is in the null block."""
     block = np.int64(blocks[min(position // block_size, len(blocks) - 1)])
     return pad if block == 0 else block * block_size + position % block_size
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel")
 def prepare_dflash_inputs(  # type: ignore[no-untyped-def]
     out_input_ids_ptr, out_query_positions_ptr, out_query_start_loc_ptr, out_seq_lens_ptr, out_query_slot_mapping_ptr,
     out_context_positions_ptr, out_context_slot_mapping_ptr, out_sample_indices_ptr, out_sample_pos_ptr,
@@ -126,7 +117,7 @@ def prepare_dflash_inputs(  # type: ignore[no-untyped-def]
     num_speculative_steps, max_num_reqs, max_num_tokens, max_model_len, cp_rank, SAMPLE_FROM_ANCHOR, PAD_SLOT_ID, CP_SIZE,
     CP_INTERLEAVE, BLOCK_SIZE,
 ):  # fmt: skip
-    """A request's new context, and behind it the token sampled last and the masks that DFlash fills in one pass."""
+    """Writes each request's new context, then the last sampled token and the masks that DFlash fills in one pass."""
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no body for a CPU")
     num_reqs = len(idx_mapping_ptr)
@@ -172,13 +163,12 @@ def prepare_dflash_inputs(  # type: ignore[no-untyped-def]
     out_query_slot_mapping_ptr[num_rows:max_num_tokens] = PAD_SLOT_ID
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.ngram.speculator._ngram_scan_kernel")
 def scan_ngrams(  # type: ignore[no-untyped-def]
     token_ids_ptr, token_ids_stride, idx_mapping_ptr, total_len_ptr, num_sampled_ptr, scratch_ptr, scratch_stride, L,
     MIN_N, MAX_N, MAX_N_PO2, BLOCK_L,
 ):  # fmt: skip
-    """The longest n-gram that also ends the text, the rightmost if there are several, as n (L + 1) + position + 1."""
+    """Finds the longest n-gram that also ends the text, the rightmost of several, as n (L + 1) + position + 1."""
     for b in range(len(idx_mapping_ptr)):
         slot = idx_mapping_ptr[b]
         tokens, length = token_ids_ptr[slot], total_len_ptr[slot]
@@ -196,13 +186,12 @@ def scan_ngrams(  # type: ignore[no-untyped-def]
                     break
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.ngram.speculator._ngram_finalize_kernel")
 def draft_ngrams(  # type: ignore[no-untyped-def]
     token_ids_ptr, token_ids_stride, idx_mapping_ptr, total_len_ptr, num_sampled_ptr, last_sampled_ptr, scratch_ptr,
     scratch_stride, drafts_ptr, L, N_BLOCKS, K, K_PO2, N_BLOCKS_PO2,
 ):  # fmt: skip
-    """What followed the n-gram that was found, and the token sampled last where there is no more."""
+    """Drafts the tokens that followed the n-gram, then repeats the last sampled token."""
     for b in range(len(idx_mapping_ptr)):
         slot = idx_mapping_ptr[b]
         score = scratch_ptr[b, :N_BLOCKS].max()
@@ -211,15 +200,3 @@ def draft_ngrams(  # type: ignore[no-untyped-def]
         for k in range(K):
             found = k < num_found
             drafts_ptr[b, k] = token_ids_ptr[slot, min(start + k, L - 1)] if found else last_sampled_ptr[slot]
-
-
-_DECODE = "vllm.v1.worker.gpu.spec_decode."
-KERNELS = {
-    _DECODE + "target_dependent_ar.speculator._prepare_prefill_inputs_kernel": prepare_head_prefill,
-    _DECODE + "target_dependent_ar.speculator._prepare_decode_inputs_kernel": prepare_head_decode,
-    _DECODE + "target_dependent_ar.speculator._update_draft_inputs_kernel": update_head_inputs,
-    _DECODE + "standalone_ar.speculator._prepare_prefill_inputs_kernel": prepare_draft_model_prefill,
-    _DECODE + "dflash.speculator._prepare_dflash_inputs_kernel": prepare_dflash_inputs,
-    _DECODE + "ngram.speculator._ngram_scan_kernel": scan_ngrams,
-    _DECODE + "ngram.speculator._ngram_finalize_kernel": draft_ngrams,
-}

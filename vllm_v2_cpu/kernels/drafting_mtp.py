@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's drafter with several modules for multi-token prediction, one a draft position.
+"""Bodies for vLLM's drafter with several modules for multi-token prediction, one for each draft position.
 
-A later module has stale keys for the drafts that were rejected: their last tokens pass through it again, from a cache.
+A later module has stale keys for rejected drafts, so their last tokens pass through the module again, from a cache.
 """
 
-from numba import njit
-
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 
 
-@njit(cache=True)
-def _copy(source_H, target_H, hidden_size):  # type: ignore[no-untyped-def]
-    for h in range(hidden_size):
-        target_H[h] = source_H[h]
-
-
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._prepare_input_buffers_kernel")
 def prepare_input_buffers(  # type: ignore[no-untyped-def]
     last_token_indices_ptr, draft_input_ids_ptr, draft_positions_ptr, draft_seq_lens_ptr, target_input_ids_ptr,
     target_positions_ptr, cached_draft_input_ids_ptr, cached_draft_input_ids_stride0, draft_input_id_overrides_ptr,
@@ -33,11 +24,9 @@ def prepare_input_buffers(  # type: ignore[no-untyped-def]
             cached = cached_draft_input_ids_ptr[slot, num_speculative_steps - 1 - num_again + i]
             draft_input_ids_ptr[start + i] = cached
             draft_positions_ptr[start + i] = target_positions_ptr[start] - num_again + i
-        for i in range(num_inputs):
-            draft_positions_ptr[start + num_again + i] = target_positions_ptr[start + i]
-        for i in range(num_inputs - 1):
-            draft_input_ids_ptr[start + num_again + i] = target_input_ids_ptr[start + i + 1]
-        last = start + num_again + num_inputs - 1
+        first, last = start + num_again, start + num_again + num_inputs - 1
+        draft_positions_ptr[first : last + 1] = target_positions_ptr[start : start + num_inputs]
+        draft_input_ids_ptr[first:last] = target_input_ids_ptr[start + 1 : start + num_inputs]
         has_sampled = num_sampled_ptr[b] > 0
         draft_input_ids_ptr[last] = last_sampled_ptr.flat[slot] if has_sampled else next_prefill_tokens_ptr[0, slot]
         for i in range(1, num_speculative_steps):
@@ -49,8 +38,7 @@ def prepare_input_buffers(  # type: ignore[no-untyped-def]
     last_token_indices_ptr[num_reqs:max_num_reqs] = 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._prepare_input_hidden_states_and_embeddings_kernel")
 def prepare_hidden_states_and_embeddings(  # type: ignore[no-untyped-def]
     draft_input_hidden_states_ptr, draft_input_hidden_states_stride0, target_hidden_states_ptr,
     target_hidden_states_stride0, cached_target_hidden_states_ptr, cached_target_hidden_states_stride0,
@@ -61,21 +49,20 @@ def prepare_hidden_states_and_embeddings(  # type: ignore[no-untyped-def]
     for b in range(len(idx_mapping_ptr)):
         slot, start = idx_mapping_ptr[b], query_start_loc_ptr[b]
         num_again = max(0, num_rejected_ptr[b] - 1)
-        for i in range(query_start_loc_ptr[b + 1] - start - num_rejected_ptr[b]):
-            _copy(
-                target_hidden_states_ptr[start + i], draft_input_hidden_states_ptr[start + num_again + i], hidden_size
-            )
+        first, num_inputs = start + num_again, query_start_loc_ptr[b + 1] - start - num_rejected_ptr[b]
+        target_NH = target_hidden_states_ptr[start : start + num_inputs, :hidden_size]
+        draft_input_hidden_states_ptr[first : first + num_inputs, :hidden_size] = target_NH
         if cached_target_hidden_states_ptr is None:
             continue
-        for i in range(num_again):
-            kept = num_speculative_steps - 1 - num_again + i
-            _copy(cached_target_hidden_states_ptr[slot, kept], draft_input_hidden_states_ptr[start + i], hidden_size)
-            if input_embeds_ptr is not None:
-                _copy(cached_draft_input_embeds_ptr[slot, kept], input_embeds_ptr[start + i], hidden_size)
+        last_cached = num_speculative_steps - 1
+        cached_NH = cached_target_hidden_states_ptr[slot, last_cached - num_again : last_cached, :hidden_size]
+        draft_input_hidden_states_ptr[start:first, :hidden_size] = cached_NH
+        if input_embeds_ptr is not None:
+            cached_NH = cached_draft_input_embeds_ptr[slot, last_cached - num_again : last_cached, :hidden_size]
+            input_embeds_ptr[start:first, :hidden_size] = cached_NH
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._pad_trailing_draft_slots_kernel")
 def pad_trailing_draft_slots(  # type: ignore[no-untyped-def]
     slot_mappings_ptr, slot_mappings_stride0, query_start_loc_ptr, last_token_indices_ptr, PAD_ID, BLOCK_SIZE
 ):
@@ -83,8 +70,7 @@ def pad_trailing_draft_slots(  # type: ignore[no-untyped-def]
         slot_mappings_ptr[:, last_token_indices_ptr[b] + 1 : query_start_loc_ptr[b + 1]] = PAD_ID
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._cache_inputs_kernel")
 def cache_inputs(  # type: ignore[no-untyped-def]
     draft_input_ids_ptr, draft_input_embeds_ptr, draft_input_embeds_stride0, draft_input_hidden_states_ptr,
     draft_input_hidden_states_stride0, cached_draft_input_ids_ptr, cached_draft_input_ids_stride0,
@@ -99,14 +85,14 @@ def cache_inputs(  # type: ignore[no-untyped-def]
             continue
         first = last - num_speculative_steps + 2
         for i in range(max(first, query_start_loc_ptr[b]), last + 1):
-            cached_draft_input_ids_ptr[slot, i - first] = draft_input_ids_ptr[i]
+            at = i - first
+            cached_draft_input_ids_ptr[slot, at] = draft_input_ids_ptr[i]
             if draft_input_embeds_ptr is not None:
-                _copy(draft_input_embeds_ptr[i], cached_draft_input_embeds_ptr[slot, i - first], hidden_size)
-            _copy(draft_input_hidden_states_ptr[i], cached_target_hidden_states_ptr[slot, i - first], hidden_size)
+                cached_draft_input_embeds_ptr[slot, at, :hidden_size] = draft_input_embeds_ptr[i, :hidden_size]
+            cached_target_hidden_states_ptr[slot, at, :hidden_size] = draft_input_hidden_states_ptr[i, :hidden_size]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._shift_input_ids_kernel")
 def shift_input_ids(  # type: ignore[no-untyped-def]
     input_ids_ptr, idx_mapping_ptr, query_start_loc_ptr, last_token_indices_ptr, draft_tokens_ptr, BLOCK_SIZE
 ):
@@ -119,8 +105,7 @@ def shift_input_ids(  # type: ignore[no-untyped-def]
         input_ids_ptr[last] = draft_tokens_ptr[b]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.multi_module_mtp.speculator._shift_input_embeds_kernel")
 def shift_input_embeds(  # type: ignore[no-untyped-def]
     input_embeds_ptr, input_embeds_stride0, draft_embeds_ptr, draft_embeds_stride0, idx_mapping_ptr,
     query_start_loc_ptr, last_token_indices_ptr, hidden_size, BLOCK_SIZE_Q, BLOCK_SIZE_H,
@@ -130,16 +115,5 @@ def shift_input_embeds(  # type: ignore[no-untyped-def]
             continue
         last = last_token_indices_ptr[b]
         for i in range(query_start_loc_ptr[b], last):
-            _copy(input_embeds_ptr[i + 1], input_embeds_ptr[i], hidden_size)
-        _copy(draft_embeds_ptr[b], input_embeds_ptr[last], hidden_size)
-
-
-_MTP = "vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator."
-KERNELS = {
-    _MTP + "_prepare_input_buffers_kernel": prepare_input_buffers,
-    _MTP + "_prepare_input_hidden_states_and_embeddings_kernel": prepare_hidden_states_and_embeddings,
-    _MTP + "_pad_trailing_draft_slots_kernel": pad_trailing_draft_slots,
-    _MTP + "_cache_inputs_kernel": cache_inputs,
-    _MTP + "_shift_input_ids_kernel": shift_input_ids,
-    _MTP + "_shift_input_embeds_kernel": shift_input_embeds,
-}
+            input_embeds_ptr[i, :hidden_size] = input_embeds_ptr[i + 1, :hidden_size]
+        input_embeds_ptr[last, :hidden_size] = draft_embeds_ptr[b, :hidden_size]

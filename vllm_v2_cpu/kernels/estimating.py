@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's acceptance estimator: a logistic regression of acceptance on the draft's log-odds."""
+"""Bodies for vLLM's acceptance estimator, a logistic regression of acceptance on the draft's log-odds."""
 
 import numpy as np
-from numba import njit
 
 from vllm_v2_cpu.kernels.floats import row_of
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 from vllm_v2_cpu.kernels.softmax import block_stats
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.acceptance_estimator._accumulate_kernel")
 def accumulate(  # type: ignore[no-untyped-def]
     info_ptr, grad_ptr, idx_mapping_ptr, num_sampled_ptr, num_rejected_ptr, features_ptr, features_stride, pred_ptr,
     pred_stride, counts_ptr, num_reqs, BLOCK_R,
 ):  # fmt: skip
-    """Adds last step's drafts up to the first that was rejected to the sums of the next Newton step."""
+    """Adds the last step's drafts, up to the first rejected one, to the sums of the next Newton step."""
     num_steps = len(counts_ptr)
     for b in range(num_reqs):
         num_accepted = max(num_sampled_ptr[b] - 1, 0)
@@ -31,13 +29,12 @@ def accumulate(  # type: ignore[no-untyped-def]
             counts_ptr[k] += 1
 
 
-@as_kernel
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.spec_decode.acceptance_estimator._refit_kernel", error_model="numpy")
 def refit(  # type: ignore[no-untyped-def]
     slope_ptr, intercepts_ptr, info_ptr, info_row_stride, grad_ptr, grad_row_stride, counts_ptr, NUM_SPECULATIVE_STEPS,
     L2, DAMPING, BLOCK,
 ):  # fmt: skip
-    """One damped Newton step for a slope and an intercept a position, after which the sums start from zero."""
+    """Takes a damped Newton step for the slope and the intercept of each position, then clears the sums."""
     couplings, masses = info_ptr[:, 1], info_ptr[:, 2] + L2
     slope_gradient, gradients = grad_ptr[:, 0].sum(), grad_ptr[:, 1]
     rest = slope_gradient - (couplings * gradients / masses).sum()
@@ -55,8 +52,7 @@ def refit(  # type: ignore[no-untyped-def]
     counts_ptr[:] = 0
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.acceptance_estimator._local_max_sumexp_kernel")
 def local_max_sumexp(  # type: ignore[no-untyped-def]
     local_max_ptr, local_max_stride, local_sumexp_ptr, local_sumexp_stride, logits_ptr, logits_stride, idx_mapping_ptr,
     idx_mapping_stride, temperature_ptr, num_tokens, vocab_size, BLOCK_SIZE,
@@ -73,15 +69,14 @@ def local_max_sumexp(  # type: ignore[no-untyped-def]
         block_stats(logits_V, temperature, BLOCK_SIZE, local_max_ptr[row], local_sumexp_ptr[row])
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.acceptance_estimator._predict_kernel")
 def predict(  # type: ignore[no-untyped-def]
     features_ptr, features_stride, pred_ptr, pred_stride, conf_ptr, conf_stride, slope_ptr, intercepts_ptr,
     local_max_ptr, local_max_stride, local_sumexp_ptr, local_sumexp_stride, idx_mapping_ptr, idx_mapping_stride,
     step_ptr, num_tokens, vocab_num_blocks, per_token_step, NUM_SPECULATIVE_STEPS, MAX_LOG_ODDS,
     PADDED_VOCAB_NUM_BLOCKS,
 ):  # fmt: skip
-    """The log-odds that a draft distribution gives its likeliest token, and the probability of acceptance they mean."""
+    """Computes the log-odds that a draft distribution gives its likeliest token, and the acceptance that they predict."""
     for row in range(num_tokens):
         slot = idx_mapping_ptr[row]
         if slot < 0:
@@ -95,12 +90,3 @@ def predict(  # type: ignore[no-untyped-def]
         features_ptr[slot, step] = feature
         pred_ptr[slot, step] = probability
         conf_ptr[b, step] = probability
-
-
-_ESTIMATOR = "vllm.v1.worker.gpu.spec_decode.acceptance_estimator."
-KERNELS = {
-    _ESTIMATOR + "_accumulate_kernel": accumulate,
-    _ESTIMATOR + "_refit_kernel": refit,
-    _ESTIMATOR + "_local_max_sumexp_kernel": local_max_sumexp,
-    _ESTIMATOR + "_predict_kernel": predict,
-}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits for numba: their values as float32, an order for arg-max, and logarithm and exponential that LLVM vectorises.
+"""Rows of logits for numba: float32 values, an order for arg-max, and a logarithm and exponential that LLVM vectorises.
 
-No operation is fused or reordered, so a result has the same bits on every CPU, whatever rows stand beside it. A 16-bit
-float comes as its bits: uint16 is bfloat16, int16 is float16 (see `launch.view`).
+No operation is fused or reordered, so a result has the same bits on every CPU and beside any other rows. A 16-bit float
+comes as its bits: uint16 is bfloat16, int16 is float16 (see `kernel_launch.view`).
 
 Shapes: V vocabulary, N elements of a block.
 """
@@ -19,20 +19,23 @@ from vllm_v2_cpu.kernels.kernel_launch import void_pointer
 F32, I32, U32 = np.float32, np.int32, np.uint32
 NEGATIVE_INFINITY = F32(-np.inf)
 LOWEST_KEY = I32(-0x7F800001)
-"""The order key of -inf."""
+"""Order key of -inf."""
 
-# float32 values, written exactly.
 LN2 = 0.693147182464599609375
+"""log(2) as a float32, written exactly."""
 SQRT_HALF = 0.707106769084930419921875
+"""sqrt(1/2) as a float32, written exactly."""
 LOG_SQRT_HALF = -0.3465736210346221923828125
-# 2 atanh(s) / s as a polynomial in t = s^2, lowest order first, float32: a Chebyshev fit of relative error below 5e-9 on
-# t in [0, 0.02945], the range that a logarithm needs.
+"""log(sqrt(1/2)) as a float32, written exactly."""
 ATANH_SIXTH = (2.0, 0.666668176651001, 0.399748295545578, 0.2992499768733978)
+"""2 atanh(s) / s as a float32 polynomial in t = s^2, lowest order first.
+
+A Chebyshev fit of relative error below 5e-9 on t in [0, 0.02945], the range that a logarithm needs."""
 _LN2, _SQRT_HALF, _LOG_SQRT_HALF = F32(LN2), F32(SQRT_HALF), F32(LOG_SQRT_HALF)
 _S0, _S1, _S2, _S3 = (F32(c) for c in ATANH_SIXTH)
 
 _LOG2_E = F32(1.4426950408889634)
-# 2^f = 1 + f P(f) for |f| <= 1/2: Chebyshev fit of relative error 7e-9, highest power first.
+# 2^f = 1 + f P(f) for |f| <= 1/2: a Chebyshev fit of relative error 7e-9, highest power first.
 _P5, _P4, _P3, _P2, _P1, _P0 = (
     F32(c)
     for c in (
@@ -44,18 +47,18 @@ _P5, _P4, _P3, _P2, _P1, _P0 = (
         0.6931471824645996,
     )
 )
-# Added to a small float32, it leaves the nearest integer in the lowest bits.
+# The sum of this and a small float32 has the nearest integer in its lowest bits.
 _TO_INTEGER = F32(1.5 * 2**23)
 _SMALLEST_EXPONENT = F32(-126.0)
 
 
 def value_of(number: Any) -> Any:
-    """Inside a numba function: the float32 value of a logit, which is a float32 or the bits of a 16-bit float."""
+    """Inside a numba function: returns the float32 value of a logit, a float32 or the bits of a 16-bit float."""
     raise NotImplementedError
 
 
 def stored(value: Any, like: Any) -> Any:
-    """Inside a numba function: float32 `value` as an array of logits like `like` stores it; not for float16."""
+    """Inside a numba function: returns float32 `value` as the array of logits `like` stores it; not for float16."""
     raise NotImplementedError
 
 
@@ -102,7 +105,7 @@ def _stored(value, like):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def row_of(matrix, row, num):  # type: ignore[no-untyped-def]
-    """The first `num` elements of a row, contiguous for the compiler where the matrix has padding between its rows."""
+    """Returns the first `num` elements of a row, contiguous for the compiler even if rows have padding between them."""
     address = matrix.ctypes.data + np.int64(row) * matrix.strides[0]
     return carray(void_pointer(address), (num,), matrix.dtype)
 
@@ -116,20 +119,20 @@ def decode(logits_N, values_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def order_key(value):  # type: ignore[no-untyped-def]
-    """An int32 that orders as float32 `value` does: LLVM vectorises a maximum of integers, not one of floats."""
+    """Returns an int32 in the order of float32 `value`: LLVM vectorises a maximum of integers, but not of floats."""
     bits = np.float32(value).view(np.int32)
     return I32(bits ^ ((bits >> I32(31)) & I32(0x7FFFFFFF)))
 
 
 @njit(cache=True)
 def value_of_key(key):  # type: ignore[no-untyped-def]
-    """The float32 whose order key is `key`."""
+    """Returns the float32 whose order key is `key`."""
     return I32(key ^ ((key >> I32(31)) & I32(0x7FFFFFFF))).view(np.float32)
 
 
 @njit(cache=True, error_model="numpy")
 def highest(values_N):  # type: ignore[no-untyped-def]
-    """The order key of the largest value of a contiguous float32 array; that of -inf where there is none."""
+    """Returns the order key of the largest value of a contiguous float32 array, or of -inf if the array is empty."""
     best = LOWEST_KEY
     for i in range(len(values_N)):
         best = max(best, order_key(values_N[i]))
@@ -138,7 +141,7 @@ def highest(values_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def log(value):  # type: ignore[no-untyped-def]
-    """The logarithm of a positive, normal float32; absolute error about 1e-7 near 1, 2 ulp elsewhere."""
+    """Returns the logarithm of a positive, normal float32. Error: about 1e-7 absolute near 1, 2 ulp elsewhere."""
     bits = np.float32(value).view(np.int32)
     exponent = F32(I32((bits >> I32(23)) - I32(126)))
     mantissa = I32((bits & I32(0x7FFFFF)) | I32(0x3F000000)).view(np.float32)
@@ -150,7 +153,7 @@ def log(value):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def exp_of_negative(value):  # type: ignore[no-untyped-def]
-    """The exponential of a float32 that is at most 0, but never below 2^-126: for sums that have a larger part."""
+    """Returns the exponential of a float32 that is at most 0, at least 2^-126: for sums that have a larger part."""
     exponent = value * _LOG2_E
     exponent = _SMALLEST_EXPONENT if exponent < _SMALLEST_EXPONENT else exponent
     shifted = exponent + _TO_INTEGER

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of `sample/gumbel.py`: Gumbel-max sampling and the temperature.
+"""Bodies for `sample/gumbel.py`: Gumbel-max sampling and the temperature.
 
-A row of logits is taken in blocks, as by the kernel. Only a block that can hold a better token than those before it gets
-its logarithms computed: most are ruled out by `gumbel_bound`. A row's token has no part in what other rows hold.
+A row of logits is processed in blocks, as in the kernel. The logarithms are computed only for a block that can hold a better
+token than the blocks before it. `gumbel_bound` rules out most blocks. A row's token does not depend on other rows.
 
 Shapes: R rows, V vocabulary, B blocks of a row, N tokens of a block.
 """
@@ -22,25 +22,21 @@ from vllm_v2_cpu.kernels.floats import (
     value_of,
     value_of_key,
 )
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 from vllm_v2_cpu.kernels.noise import (
     DRAFT_SALT,
-    gumbel,
     gumbel64,
     gumbel_bound,
     gumbel_of,
     row_state,
     token_bits,
-    uniform32,
     uniform_of,
 )
-
-__all__ = ["KERNELS", "gumbel", "uniform32"]
 
 
 @njit(cache=True, error_model="numpy")
 def _read(logits_N, divisor, scores_N):  # type: ignore[no-untyped-def]
-    """Writes logits / divisor. Adding 0 makes the two zeros one."""
+    """Writes logits / divisor. Adding 0 turns -0 into 0."""
     for i in range(len(scores_N)):
         scores_N[i] = value_of(logits_N[i]) + F32(0)
     if divisor != F32(1):
@@ -50,7 +46,7 @@ def _read(logits_N, divisor, scores_N):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _draw(state, first, scores_N, bits_N):  # type: ignore[no-untyped-def]
-    """Writes the tokens' random bits; returns an order key that no score with noise exceeds."""
+    """Writes the tokens' random bits. Returns an order key that no score with noise exceeds."""
     best = LOWEST_KEY
     for i in range(len(scores_N)):
         bits_N[i] = token_bits(state, np.add(first, U32(i)))
@@ -77,7 +73,7 @@ def _find(scores_N, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _sample_row(logits_V, divisor, state, is_noisy, scores_N, bits_N, tokens_B, maxima_B):  # type: ignore[no-untyped-def]
-    """Leaves a block's best token and score where it beats all blocks before, and -inf elsewhere."""
+    """Writes a block's best token and score if it beats all blocks before it, and a score of -inf otherwise."""
     num_vocab, size = len(logits_V), len(scores_N)
     best = LOWEST_KEY
     for b in range(len(maxima_B)):
@@ -112,16 +108,17 @@ def _keep_logits(source_V, num_vocab, kept_V):  # type: ignore[no-untyped-def]
         kept_V[v] = source_V[v]
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.gumbel._gumbel_sample_kernel", error_model="numpy")
 def gumbel_sample(  # type: ignore[no-untyped-def]
     local_argmax_ptr, local_argmax_stride, local_max_ptr, local_max_stride, logits_cache_ptr, logits_cache_stride_0,
     logits_cache_stride_1, logits_cache_col_ptr, logits_cache_source_ptr, logits_cache_source_stride, logits_ptr,
     logits_stride, expanded_idx_mapping_ptr, seeds_ptr, pos_ptr, temp_ptr, vocab_size, BLOCK_SIZE, IS_DRAFTING,
     APPLY_TEMPERATURE, USE_FP64, PER_TOKEN_COL,
 ):  # fmt: skip
-    """arg-max(logits / temperature + noise) of each row, arg-max(logits) at temperature 0, first of equals.
+    """Writes arg-max(logits / temperature + noise) of each row, or arg-max(logits) at temperature 0, the first of equals.
 
-    Rows of no request (-1) are greedy. With a cache, the raw logits are kept at [request, column]. NaN has no order here.
+    Rows without a request (-1) are greedy. With a cache, the raw logits are stored at [request, column]. The result of a row
+    with NaN is undefined.
     """
     scores_N, bits_N = np.empty(BLOCK_SIZE, np.float32), np.empty(BLOCK_SIZE, np.uint32)
     for r in range(logits_ptr.shape[0]):
@@ -143,7 +140,7 @@ def gumbel_sample(  # type: ignore[no-untyped-def]
             _sample_row(row, divisor, state, is_noisy, scores_N, bits_N, local_argmax_ptr[r], local_max_ptr[r])
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.gumbel._temperature_kernel", error_model="numpy")
 def temperature(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, expanded_idx_mapping_ptr, temperature_ptr, vocab_size, BLOCK_SIZE
 ):
@@ -154,10 +151,3 @@ def temperature(  # type: ignore[no-untyped-def]
             row = row_of(logits_ptr, r, vocab_size)
             for v in range(vocab_size):
                 row[v] = stored(value_of(row[v]) / divisor, row)
-
-
-_MODULE = "vllm.v1.worker.gpu.sample.gumbel."
-KERNELS = {
-    f"{_MODULE}_gumbel_sample_kernel": as_kernel(gumbel_sample),
-    f"{_MODULE}_temperature_kernel": as_kernel(temperature),
-}

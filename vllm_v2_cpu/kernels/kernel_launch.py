@@ -1,69 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a launch of one of vLLM's Triton kernels reaches the numba function that stands in for it."""
+"""Turns a numba or torch function into the body of one of vLLM's Triton kernels, and registers it under the kernel's name."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+BODIES: dict[str, Callable[..., None]] = {}
+"""The registered bodies by the full name of their kernel, such as `vllm.v1.worker.gpu.sample.min_p._min_p_kernel`."""
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""What stands for the bits of a type that numba does not know."""
+"""Integer types that hold the bits of float types that numba does not know."""
 
 
 @intrinsic
 def void_pointer(_typing: Any, address: Any) -> Any:
-    """Inside a numba function: an address, such as `tensor.data_ptr()`, for `numba.carray(pointer, shape, dtype)`."""
+    """Inside a numba function: turns an address, such as `tensor.data_ptr()`, into a pointer for `numba.carray`."""
     return types.voidptr(address), lambda _context, builder, _signature, args: builder.inttoptr(
         args[0], cgutils.voidptr_t
     )
 
 
 def view(argument: Any) -> Any:
-    """The tensor's memory as an array, with the tensor's strides; anything else unchanged.
+    """Returns a tensor's memory as an array with the tensor's strides; returns anything else unchanged.
 
-    A bfloat16 tensor becomes an array of uint16, a float16 tensor one of int16: their bits, to be copied or decoded.
+    A bfloat16 tensor becomes an array of uint16, and a float16 tensor one of int16. They hold bits to be copied or decoded.
     """
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.view(BITS.get(argument.dtype, argument.dtype)).numpy()
 
 
-def as_kernel(jitted: Callable[..., Any]) -> Callable[..., None]:
-    """Makes a body for a kernel's launches of a numba function that has all of the kernel's parameters, in its order.
+def numba_body(kernel: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Compiles a function with numba and registers it as the body of the kernel `vllm.v1.<kernel>`.
 
-    A launch names tensors, numbers and None by position and constexprs by keyword. The function gets all of them by
-    position, tensors as arrays. Options of Triton's compiler (`num_warps`) are dropped. There is no grid: the function
-    takes the number of programs from a shape.
+    The function has all parameters of the kernel, in the kernel's order. A launch passes tensors, numbers and None by
+    position, and constexprs by keyword. The function gets all of them by position, tensors as arrays. Options of Triton's
+    compiler (`num_warps`) are dropped. There is no grid: the function takes the number of programs from a shape.
+    `options` go to `numba.njit`.
     """
-    names = parameters(jitted)
 
-    def launch(*args: Any, **constexprs: Any) -> None:
-        arrays = [a.numpy() if type(a) is torch.Tensor and a.dtype not in BITS else view(a) for a in args]
-        jitted(*arrays, *[constexprs[name] for name in names[len(arrays) :]])
+    def register(function: Callable[..., Any]) -> Callable[..., None]:
+        jitted, names = njit(cache=True, **options)(function), parameters(function)
 
-    launch.__name__ = jitted.__name__
-    launch.arg_names = names  # type: ignore[attr-defined]
-    return launch
+        def launch(*args: Any, **constexprs: Any) -> None:
+            arrays = [a.numpy() if type(a) is torch.Tensor and a.dtype not in BITS else view(a) for a in args]
+            jitted(*arrays, *[constexprs[name] for name in names[len(arrays) :]])
+
+        return _register(kernel, function, launch)
+
+    return register
 
 
-def as_torch_kernel(body: Callable[..., None]) -> Callable[..., None]:
-    """The same of a function that takes tensors as they are, for a kernel whose launches name all arguments too."""
-    names = parameters(body)
+def torch_body(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a function as the body of the kernel `vllm.v1.<kernel>`, like `numba_body`. It gets tensors as they are."""
 
-    def launch(*args: Any, **named: Any) -> None:
-        body(*args, *[named[name] for name in names[len(args) :]])
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        names = parameters(function)
 
-    launch.__name__ = body.__name__
-    launch.arg_names = names  # type: ignore[attr-defined]
-    launch.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]  # vLLM passes by name only what it knows
+        def launch(*args: Any, **named: Any) -> None:
+            function(*args, *[named[name] for name in names[len(args) :]])
+
+        # vLLM passes arguments by name if it finds the kernel's names here.
+        launch.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return _register(kernel, function, launch)
+
+    return register
+
+
+def _register(kernel: str, function: Callable[..., Any], launch: Callable[..., None]) -> Callable[..., None]:
+    launch.__name__, launch.__module__, launch.__doc__ = function.__name__, function.__module__, function.__doc__
+    launch.arg_names = parameters(function)  # type: ignore[attr-defined]
+    BODIES[f"vllm.v1.{kernel}"] = launch
     return launch
 
 
 def parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters of a kernel, or of a body before or after `as_kernel`."""
-    names = getattr(kernel, "arg_names", None)
-    return tuple(names or inspect.signature(getattr(kernel, "py_func", kernel)).parameters)
+    """Returns the names of the parameters of a kernel or a body."""
+    return tuple(getattr(kernel, "arg_names", None) or inspect.signature(kernel).parameters)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the kernels that change or inspect logits: penalties, min-p, bad words, biases, grammars, NaN counts.
+"""Bodies for the kernels that change or inspect logits: penalties, min-p, top-k, top-p, bad words, biases, grammars, NaNs.
 
 Shapes: R rows, V vocabulary, W words of 32 bits, T tokens of a text, P drafts of a request before a row, A token ids.
 """
 
 import numpy as np
+import torch
 from numba import njit
 
 from vllm_v2_cpu.kernels.floats import (
@@ -17,7 +18,7 @@ from vllm_v2_cpu.kernels.floats import (
     value_of,
     value_of_key,
 )
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body, torch_body
 
 
 @njit(cache=True, error_model="numpy")
@@ -30,7 +31,7 @@ def _highest_of(row_V):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _unpack(words_W, flags_V):  # type: ignore[no-untyped-def]
-    """Writes 32 flags a word, and none where words are missing."""
+    """Writes 32 flags for each word, and zeros where words are missing."""
     num_words = min(len(words_W), len(flags_V) // 32)
     flags_V[32 * num_words :] = 0
     for w in range(num_words):
@@ -56,13 +57,13 @@ def _penalise(row_V, in_prompt_V, counts_V, repetition, frequency, presence):  #
         row_V[v] = stored(value - (presence if count != 0 else F32(0)), row_V)
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.penalties._penalties_kernel", error_model="numpy")
 def penalties(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, expanded_idx_mapping_ptr, token_ids_ptr, expanded_local_pos_ptr, repetition_penalty_ptr,
     frequency_penalty_ptr, presence_penalty_ptr, prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr,
     output_bin_counts_stride, vocab_size, BLOCK_SIZE,
 ):  # fmt: skip
-    """Repetition, frequency and presence penalties; the drafts before a row count as output."""
+    """Applies repetition, frequency and presence penalties. The drafts before a row count as output."""
     counts_V, in_prompt_V = np.empty(vocab_size, np.int32), _flags(vocab_size)
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
@@ -77,12 +78,12 @@ def penalties(  # type: ignore[no-untyped-def]
             _penalise(row, in_prompt_V, counts_V, repetition, frequency, presence)
 
 
-@njit(cache=True)
+@numba_body("worker.gpu.sample.penalties._bincount_kernel")
 def bincount(  # type: ignore[no-untyped-def]
     expanded_idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, prompt_len_ptr, prefill_len_ptr,
     prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr, output_bin_counts_stride, BLOCK_SIZE,
 ):  # fmt: skip
-    """Marks the tokens of each prompt, and counts those of an output that was there before."""
+    """Marks the tokens of each prompt, and counts the tokens of an output that the request brought along."""
     for request in expanded_idx_mapping_ptr:
         for i in range(prompt_len_ptr[request]):
             token = all_token_ids_ptr[request, i]
@@ -92,9 +93,9 @@ def bincount(  # type: ignore[no-untyped-def]
             output_bin_counts_ptr[request, all_token_ids_ptr[request, i]] += 1
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.min_p._min_p_kernel", error_model="numpy")
 def min_p(logits_ptr, logits_stride, expanded_idx_mapping_ptr, min_p_ptr, vocab_size, BLOCK_SIZE):  # type: ignore[no-untyped-def]
-    """Rules out what is less likely than `min_p` times the likeliest token."""
+    """Rules out tokens that are less likely than `min_p` times the likeliest token."""
     for r in range(logits_ptr.shape[0]):
         ratio = F32(min_p_ptr[expanded_idx_mapping_ptr[r]])
         if ratio != F32(0):
@@ -107,7 +108,7 @@ def min_p(logits_ptr, logits_stride, expanded_idx_mapping_ptr, min_p_ptr, vocab_
 
 @njit(cache=True)
 def _ends_with(prefix, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Whether the output (`num_tokens` of `tokens_T`, then the drafts) ends with the prefix."""
+    """Returns whether the output (`num_tokens` of `tokens_T`, then the drafts) ends with the prefix."""
     first = num_tokens + len(drafts_P) - len(prefix)
     if first < 0:
         return False
@@ -118,13 +119,13 @@ def _ends_with(prefix, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyp
     return True
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.bad_words._bad_words_kernel", error_model="numpy")
 def bad_words(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, expanded_idx_mapping_ptr, bad_word_token_ids_ptr, bad_word_token_ids_stride,
     bad_word_offsets_ptr, bad_word_offsets_stride, num_bad_words_ptr, all_token_ids_ptr, all_token_ids_stride,
     prompt_len_ptr, total_len_ptr, input_ids_ptr, expanded_local_pos_ptr,
 ):  # fmt: skip
-    """Rules out the last token of a bad word where the output, drafts before the row included, ends with the others."""
+    """Rules out the last token of a bad word if the output, including drafts before the row, ends with the word's others."""
     nothing = stored(NEGATIVE_INFINITY, logits_ptr)
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
@@ -150,7 +151,7 @@ def _keep_only(row_V, tokens_A):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def _forbid(row_V, tokens_A, unless_nothing_is_left):  # type: ignore[no-untyped-def]
-    """Rules tokens out; puts them back if they were the only ones, where asked to."""
+    """Rules tokens out. Restores them if no other token is left and `unless_nothing_is_left` is set."""
     before = np.empty(len(tokens_A), row_V.dtype)
     for i in range(len(tokens_A)):
         before[i] = row_V[tokens_A[i]]
@@ -162,14 +163,14 @@ def _forbid(row_V, tokens_A, unless_nothing_is_left):  # type: ignore[no-untyped
                 row_V[tokens_A[i]] = before[i]
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.logit_bias._bias_kernel", error_model="numpy")
 def bias(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, vocab_size, expanded_idx_mapping_ptr, num_allowed_token_ids_ptr, allowed_token_ids_ptr,
     allowed_token_ids_stride, num_logit_bias_ptr, bias_token_ids_ptr, bias_token_ids_stride, bias_ptr, bias_stride,
     pos_ptr, min_lens_ptr, num_stop_token_ids_ptr, restore_when_all_masked_ptr, stop_token_ids_ptr,
     stop_token_ids_stride, BLOCK_SIZE, LOGITS_BLOCK_SIZE, CHECK_ALL_MASKED_ROWS,
 ):  # fmt: skip
-    """Allowed token ids, biases, and no stop token before the least length, in this order."""
+    """Applies allowed token ids, then biases, then rules out stop tokens before the minimum length."""
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
         row = row_of(logits_ptr, r, vocab_size)
@@ -184,12 +185,12 @@ def bias(  # type: ignore[no-untyped-def]
             _forbid(row, stop_token_ids_ptr[request, :num_stops], may_restore)
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.structured_outputs._apply_grammar_bitmask_kernel", error_model="numpy")
 def apply_grammar_bitmask(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, logits_indices_ptr, cu_num_logits_ptr, bitmask_ptr, bitmask_stride, vocab_size,
     MASK_STRIDE, BLOCK_SIZE,
 ):  # fmt: skip
-    """Rules out the tokens whose bit is 0; a mask for a draft position that was trimmed is passed over."""
+    """Rules out the tokens whose bit is 0. Skips masks of draft positions that were trimmed."""
     allowed_V = _flags(vocab_size)
     for m in range(len(logits_indices_ptr)):
         request, position = divmod(np.int64(logits_indices_ptr[m]), np.int64(MASK_STRIDE))
@@ -202,9 +203,9 @@ def apply_grammar_bitmask(  # type: ignore[no-untyped-def]
                 row[v] = row[v] if allowed_V[v] != 0 else nothing
 
 
-@njit(cache=True)
+@numba_body("worker.gpu.metrics.logits._num_nans_kernel")
 def num_nans(logits_ptr, logits_stride, num_nans_ptr, vocab_size, BLOCK_SIZE):  # type: ignore[no-untyped-def]
-    """How many logits of each row are not a number."""
+    """Counts the logits of each row that are not a number."""
     for r in range(logits_ptr.shape[0]):
         row = row_of(logits_ptr, r, vocab_size)
         num = 0
@@ -213,13 +214,26 @@ def num_nans(logits_ptr, logits_stride, num_nans_ptr, vocab_size, BLOCK_SIZE):  
         num_nans_ptr[r] = num
 
 
-_MODULE = "vllm.v1.worker.gpu."
-KERNELS = {
-    f"{_MODULE}sample.penalties._penalties_kernel": as_kernel(penalties),
-    f"{_MODULE}sample.penalties._bincount_kernel": as_kernel(bincount),
-    f"{_MODULE}sample.min_p._min_p_kernel": as_kernel(min_p),
-    f"{_MODULE}sample.bad_words._bad_words_kernel": as_kernel(bad_words),
-    f"{_MODULE}sample.logit_bias._bias_kernel": as_kernel(bias),
-    f"{_MODULE}structured_outputs._apply_grammar_bitmask_kernel": as_kernel(apply_grammar_bitmask),
-    f"{_MODULE}metrics.logits._num_nans_kernel": as_kernel(num_nans),
-}
+@torch_body("sample.ops.topk_topp_triton._topk_topp_kernel")
+def top_k_top_p(
+    LOGITS: torch.Tensor,
+    LOGITS_STRIDE_0: int,
+    BUFFER: torch.Tensor,
+    PERCENTILE_TO_STD_TABLE: torch.Tensor,
+    NORMAL_CDF_TO_SIGMA_TABLE: torch.Tensor,
+    K: torch.Tensor | None,
+    P: torch.Tensor | None,
+    BATCH_SIZE: int,
+    VOCAB_SIZE: int,
+    MASK_VALUE: float,
+    BLOCK_SIZE: int,
+    BLOCK_SIZE_TRUNC: int,
+    TOPK_ENABLED: bool,
+    TOPP_ENABLED: bool,
+    SPLIT_COVERS_PONLY: bool,
+) -> None:
+    """Writes -inf to the tokens that top-k and top-p leave out, by vLLM's own sort. Rows do not affect each other."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    top_k, top_p = (K if TOPK_ENABLED else None), (P if TOPP_ENABLED else None)
+    LOGITS.copy_(apply_top_k_top_p_pytorch(LOGITS, top_k, top_p, allow_cpu_sync=True))

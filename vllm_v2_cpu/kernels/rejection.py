@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the kernels of vLLM's own rejection sampler, the ratio test of Leviathan et al. (2023) and its block form.
+"""Bodies for the kernels of vLLM's own rejection sampler: the ratio test (Leviathan et al. 2023) and block verification (Sun
+et al. 2024).
 
-Ours does not launch them but for the first two. They are here so that vLLM's speculation can be compared with.
+Our verification launches only the first two. The others serve comparisons with vLLM's speculation.
 
-Rows of logits: one a draft and one for the token after the last. Row r judges draft r + 1. Statistics come by block.
+A request has a row of logits for each draft and one for the token after the last draft. Row r judges draft r + 1. The
+statistics of a row come in blocks of the vocabulary.
 """
 
 import numpy as np
 from numba import njit
 
 from vllm_v2_cpu.kernels.floats import F32, U32, row_of, value_of
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 from vllm_v2_cpu.kernels.softmax import (
     argmax_of_blocks,
     block_argmax,
@@ -24,23 +26,21 @@ _KEY_A, _KEY_B = U32(0x9E3779B9), U32(0xBB67AE85)
 _SMALLEST_UNIFORM = F32(4.6566127342e-10)
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.rejection_sampler._flatten_sampled_kernel")
 def flatten_sampled(  # type: ignore[no-untyped-def]
     flat_sampled_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, cu_num_logits_ptr
 ):
     for b in range(len(num_sampled_ptr)):
-        for i in range(num_sampled_ptr[b]):
-            flat_sampled_ptr[cu_num_logits_ptr[b] + i] = sampled_ptr[b, i]
+        start, num_sampled = cu_num_logits_ptr[b], num_sampled_ptr[b]
+        flat_sampled_ptr[start : start + num_sampled] = sampled_ptr[b, :num_sampled]
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.rejection_sampler._gather_draft_sampled_kernel")
 def gather_draft_sampled(  # type: ignore[no-untyped-def]
     draft_sampled_ptr, pos_ptr, input_ids_ptr, positions_ptr, logits_indices_ptr, expanded_idx_mapping_ptr,
     expanded_local_pos_ptr, prefill_len_ptr, num_logits, BLOCK_SIZE,
 ):  # fmt: skip
-    """A draft of a request that has not sampled yet is a placeholder, which -1 marks."""
+    """Gathers the drafts. Writes -1 for the placeholder draft of a request that has not sampled yet."""
     for row in range(num_logits):
         index, local = logits_indices_ptr[row], expanded_local_pos_ptr[row]
         position = positions_ptr[index]
@@ -51,7 +51,7 @@ def gather_draft_sampled(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def philox_uniform(seed, position):  # type: ignore[no-untyped-def]
-    """Triton's `tl.rand` of an int64 seed and position: Philox 4x32 with ten rounds (Salmon et al. 2011); never zero."""
+    """Returns Triton's `tl.rand` of an int64 seed and position: Philox 4x32-10 (Salmon et al. 2011), never zero."""
     key_0, key_1 = U32(seed & 0xFFFFFFFF), U32((seed >> 32) & 0xFFFFFFFF)
     c0, c1, c2, c3 = U32(position & 0xFFFFFFFF), U32((position >> 32) & 0xFFFFFFFF), U32(0), U32(0)
     for _ in range(10):
@@ -63,8 +63,7 @@ def philox_uniform(seed, position):  # type: ignore[no-untyped-def]
     return max(F32(~signed if signed < 0 else signed) * _SMALLEST_UNIFORM, _SMALLEST_UNIFORM)
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel")
 def compute_local_logits_stats(  # type: ignore[no-untyped-def]
     target_local_argmax_ptr, target_local_argmax_stride, target_local_max_ptr, target_local_max_stride,
     target_local_sumexp_ptr, target_local_sumexp_stride, draft_local_max_ptr, draft_local_max_stride,
@@ -93,15 +92,14 @@ def compute_local_logits_stats(  # type: ignore[no-untyped-def]
 def _residual_mass(  # type: ignore[no-untyped-def]
     joint_ratio, residual_mass_RB, target_logits, target_max_RB, target_sumexp_RB, token, row
 ):
-    """What a row's target distribution, scaled by the joint ratio, has above the draft's: see Sun et al. (2024)."""
+    """Returns the mass of a row's target distribution, scaled by the joint ratio, above the draft's (Sun et al. 2024)."""
     if residual_mass_RB is not None:
         return residual_mass_RB[row].sum()
     log_p, _ = log_prob(target_logits[row], token, F32(1), target_max_RB[row], target_sumexp_RB[row])
     return joint_ratio * (F32(1) - np.exp(log_p))
 
 
-@as_kernel
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._rejection_kernel", error_model="numpy")
 def reject(  # type: ignore[no-untyped-def]
     sampled_ptr, sampled_stride, rejected_steps_ptr, target_rejected_logsumexp_ptr, draft_rejected_logsumexp_ptr,
     target_logits_ptr, target_logits_stride, target_local_argmax_ptr, target_local_argmax_stride, target_local_max_ptr,
@@ -111,7 +109,7 @@ def reject(  # type: ignore[no-untyped-def]
     synthetic_conditional_rates_ptr, cumulative_log_p_ptr, local_residual_mass_ptr, local_residual_mass_stride,
     vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS, HAS_DRAFT_LOGITS, SYNTHETIC_MODE, USE_BLOCK_VERIFICATION,
 ):  # fmt: skip
-    """Counts the accepted drafts and writes them, with the target's arg-max where a greedy request rejects."""
+    """Counts the accepted drafts and writes them. Writes the target's arg-max where a greedy request rejects."""
     for b in range(len(idx_mapping_ptr)):
         slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
         num_drafts, temperature = cu_num_logits_ptr[b + 1] - start - 1, F32(temp_ptr[slot])
@@ -167,10 +165,56 @@ def reject(  # type: ignore[no-untyped-def]
         draft_rejected_logsumexp_ptr[b] = draft_sum
 
 
-_DECODE = "vllm.v1.worker.gpu.spec_decode."
-KERNELS = {
-    _DECODE + "rejection_sampler._flatten_sampled_kernel": flatten_sampled,
-    _DECODE + "rejection_sampler._gather_draft_sampled_kernel": gather_draft_sampled,
-    _DECODE + "rejection_sampler_utils._compute_local_logits_stats_kernel": compute_local_logits_stats,
-    _DECODE + "rejection_sampler_utils._rejection_kernel": reject,
-}
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._compute_cumulative_log_p_kernel")
+def compute_cumulative_log_p(  # type: ignore[no-untyped-def]
+    cumulative_log_p_ptr, target_logits_ptr, target_logits_stride, target_local_max_ptr, target_local_max_stride,
+    target_local_sumexp_ptr, target_local_sumexp_stride, draft_sampled_ptr, draft_logits_ptr, draft_logits_stride_0,
+    draft_logits_stride_1, draft_local_max_ptr, draft_local_max_stride, draft_local_sumexp_ptr,
+    draft_local_sumexp_stride, cu_num_logits_ptr, idx_mapping_ptr, temp_ptr, vocab_num_blocks, PADDED_VOCAB_NUM_BLOCKS,
+    HAS_DRAFT_LOGITS,
+):  # fmt: skip
+    """Computes log p_i: the running product of the drafts' probability ratios, capped at 1 after each draft."""
+    for b in range(len(idx_mapping_ptr)):
+        slot, start = idx_mapping_ptr[b], cu_num_logits_ptr[b]
+        if temp_ptr[slot] == 0:
+            continue
+        log_p = F32(0)
+        for i in range(cu_num_logits_ptr[b + 1] - start - 1):
+            row, token = start + i, draft_sampled_ptr[start + i + 1]
+            if token >= 0:
+                ratio, _ = log_prob(
+                    target_logits_ptr[row], token, F32(1), target_local_max_ptr[row], target_local_sumexp_ptr[row]
+                )
+                if draft_logits_ptr is not None:
+                    draft_log_p, _ = log_prob(
+                        draft_logits_ptr[slot, i], token, temp_ptr[slot], draft_local_max_ptr[row],
+                        draft_local_sumexp_ptr[row],
+                    )  # fmt: skip
+                    ratio -= draft_log_p
+                log_p = min(log_p + ratio, F32(0))
+            cumulative_log_p_ptr[row] = log_p
+
+
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._compute_local_residual_mass_kernel")
+def compute_local_residual_mass(  # type: ignore[no-untyped-def]
+    local_residual_mass_ptr, local_residual_mass_stride, cumulative_log_p_ptr, target_logits_ptr, target_logits_stride,
+    target_local_max_ptr, target_local_max_stride, target_local_sumexp_ptr, target_local_sumexp_stride,
+    draft_logits_ptr, draft_logits_stride_0, draft_logits_stride_1, draft_local_max_ptr, draft_local_max_stride,
+    draft_local_sumexp_ptr, draft_local_sumexp_stride, draft_sampled_ptr, expanded_idx_mapping_ptr,
+    expanded_local_pos_ptr, temp_ptr, vocab_size, num_speculative_steps, vocab_num_blocks, BLOCK_SIZE,
+    PADDED_VOCAB_NUM_BLOCKS,
+):  # fmt: skip
+    """Sums max(p_i p(x) - q(x), 0) over each block, for every draft except a request's first."""
+    for row in range(len(expanded_idx_mapping_ptr) - 1):
+        step, slot = expanded_local_pos_ptr[row], expanded_idx_mapping_ptr[row]
+        if step == 0 or step >= num_speculative_steps or draft_sampled_ptr[row + 1] < 0 or temp_ptr[slot] == 0:
+            continue
+        target_V = row_of(target_logits_ptr, row, vocab_size)
+        draft_V = row_of(draft_logits_ptr[slot], step, vocab_size)
+        target_sum = logsumexp(target_local_max_ptr[row], target_local_sumexp_ptr[row]) - cumulative_log_p_ptr[row - 1]
+        draft_sum = logsumexp(draft_local_max_ptr[row], draft_local_sumexp_ptr[row])
+        local_residual_mass_ptr[row] = 0
+        for v in range(vocab_size):
+            scaled_p = np.exp(F32(value_of(target_V[v]) - target_sum))
+            q = np.exp(F32(value_of(draft_V[v]) / F32(temp_ptr[slot]) - draft_sum))
+            local_residual_mass_ptr[row, v // BLOCK_SIZE] += max(scaled_p - q, F32(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies for the end of vLLM's rejection sampler: the token after the accepted drafts, from what the drafter left over."""
+"""Bodies for the last part of vLLM's rejection sampler: the token after the accepted drafts, from the residual."""
 
 import numpy as np
 from numba import njit
@@ -13,7 +13,7 @@ from vllm_v2_cpu.kernels.floats import (
     row_of,
     value_of,
 )
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 from vllm_v2_cpu.kernels.noise import gumbel64, gumbel_of, row_state, token_bits, uniform_of
 from vllm_v2_cpu.kernels.softmax import argmax_of_blocks, block_argmax
 
@@ -24,7 +24,7 @@ def _residual(target_V, target_sum, draft_V, draft_sum, temperature, scores_V): 
     for v in range(len(scores_V)):
         log_p = value_of(target_V[v]) - target_sum
         rest = F32(1) - exp_of_negative(value_of(draft_V[v]) / temperature - draft_sum - log_p)
-        # Above 0 the exponential is not to be used; not (< 0) also where both are -inf.
+        # The exponential is valid only below 0. The comparison is also false where both are -inf.
         below = value_of(draft_V[v]) / temperature - draft_sum < log_p
         scores_V[v] = log_p + log(rest) if below and rest > 0 else NEGATIVE_INFINITY
 
@@ -40,8 +40,7 @@ def _add_noise(seed, position, use_fp64, scores_V):  # type: ignore[no-untyped-d
             scores_V[v] += gumbel_of(uniform_of(token_bits(state, U32(v))))
 
 
-@as_kernel
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._resample_kernel", error_model="numpy")
 def resample(  # type: ignore[no-untyped-def]
     resampled_local_argmax_ptr, resampled_local_argmax_stride, resampled_local_max_ptr, resampled_local_max_stride,
     target_logits_ptr, target_logits_stride, target_rejected_logsumexp_ptr, draft_logits_ptr, draft_logits_stride_0,
@@ -50,7 +49,7 @@ def resample(  # type: ignore[no-untyped-def]
     watermarking_ptr, watermarking_skip_mask_ptr, watermark_key_0, watermark_key_1, vocab_size, BLOCK_SIZE,
     HAS_DRAFT_LOGITS, USE_FP64, USE_BLOCK_VERIFICATION, CONTEXT_WIDTH, WATERMARK, DEDUPLICATE_CONTEXTS,
 ):  # fmt: skip
-    """Samples by Gumbel-max, with the target's noise. No watermarks."""
+    """Samples by Gumbel-max with the target's noise. Raises NotImplementedError if watermarks are asked for."""
     if WATERMARK:
         raise NotImplementedError("watermarks have no body for a CPU")
     scores_V = np.empty(vocab_size, resampled_local_max_ptr.dtype)
@@ -77,8 +76,7 @@ def resample(  # type: ignore[no-untyped-def]
         block_argmax(scores_V, BLOCK_SIZE, resampled_local_argmax_ptr[b], resampled_local_max_ptr[b])
 
 
-@as_kernel
-@njit(cache=True)
+@numba_body("worker.gpu.spec_decode.rejection_sampler_utils._insert_resampled_kernel")
 def insert_resampled(  # type: ignore[no-untyped-def]
     sampled_ptr, sampled_stride, num_sampled_ptr, resampled_local_argmax_ptr, resampled_local_argmax_stride,
     resampled_local_max_ptr, resampled_local_max_stride, resample_num_blocks, cu_num_logits_ptr,
@@ -90,10 +88,3 @@ def insert_resampled(  # type: ignore[no-untyped-def]
         num_sampled_ptr[b] = num_accepted + 1
         if temp_ptr[expanded_idx_mapping_ptr[row]] != 0 or row == cu_num_logits_ptr[b + 1] - 1:
             sampled_ptr[b, num_accepted] = argmax_of_blocks(resampled_local_argmax_ptr[b], resampled_local_max_ptr[b])
-
-
-_UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
-KERNELS = {
-    _UTILS + "_resample_kernel": resample,
-    _UTILS + "_insert_resampled_kernel": insert_resampled,
-}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of `sample/thinking_budget.py`: where a text last began and last stopped to reason, and when it must stop.
+"""Bodies for `sample/thinking_budget.py`: find where a text last started and stopped reasoning, and force the end.
 
 Shapes: R rows, T tokens of a request, P drafts of a request before a row, M tokens of a marker.
 """
@@ -7,14 +7,15 @@ Shapes: R rows, T tokens of a request, P drafts of a request before a row, M tok
 from numba import njit
 
 from vllm_v2_cpu.kernels.floats import F32, stored
-from vllm_v2_cpu.kernels.kernel_launch import as_kernel
+from vllm_v2_cpu.kernels.kernel_launch import numba_body
 
 _FORCED = F32(1e9)
+"""Logit of a forced token."""
 
 
 @njit(cache=True)
 def _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """Whether the marker is at a place of the text: `num_tokens` of `tokens_T`, then the drafts."""
+    """Returns whether the marker is at a place of the text: `num_tokens` of `tokens_T`, then the drafts."""
     for i in range(len(marker_M)):
         at = place + i
         if marker_M[i] != (tokens_T[at] if at < num_tokens else drafts_P[at - num_tokens]):
@@ -24,7 +25,7 @@ def _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):  # type: ignore[no-
 
 @njit(cache=True)
 def _last_place(marker_M, start, stop, tokens_T, num_tokens, drafts_P, otherwise):  # type: ignore[no-untyped-def]
-    """The marker's last place in [start, stop) at which it ends within the text."""
+    """Returns the last place in [start, stop) at which the whole marker is in the text, or `otherwise`."""
     stop = min(stop, num_tokens + len(drafts_P) - len(marker_M) + 1)
     for place in range(stop - 1, start - 1, -1):
         if _is_at(marker_M, place, tokens_T, num_tokens, drafts_P):
@@ -32,13 +33,13 @@ def _last_place(marker_M, start, stop, tokens_T, num_tokens, drafts_P, otherwise
     return otherwise
 
 
-@njit(cache=True)
+@numba_body("worker.gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
 def update_committed_marker_cache(  # type: ignore[no-untyped-def]
     req_ids_ptr, thinking_token_budget_ptr, all_token_ids_ptr, all_token_ids_stride, total_len_ptr,
     cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr, reasoning_start_token_ids_ptr,
     natural_reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, MAX_LEN, BLOCK,
 ):  # fmt: skip
-    """Last places of both markers in the committed text; of a new text, in its last block that has one of them."""
+    """Updates the last places of both markers in the committed text. A new text is searched block by block from its end."""
     for request in req_ids_ptr:
         if thinking_token_budget_ptr[request] < 0:
             continue
@@ -62,7 +63,7 @@ def update_committed_marker_cache(  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _num_forced(end_M, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyped-def]
-    """How many tokens of the forced end, not all, the text ends with."""
+    """Returns how many tokens of the forced end, but not all, the text ends with."""
     length = num_tokens + len(drafts_P)
     for num in range(min(len(end_M) - 1, length), 0, -1):
         if _is_at(end_M[:num], length - num, tokens_T, num_tokens, drafts_P):
@@ -70,14 +71,14 @@ def _num_forced(end_M, tokens_T, num_tokens, drafts_P):  # type: ignore[no-untyp
     return 0
 
 
-@njit(cache=True, error_model="numpy")
+@numba_body("worker.gpu.sample.thinking_budget._thinking_budget_kernel", error_model="numpy")
 def thinking_budget(  # type: ignore[no-untyped-def]
     logits_ptr, logits_stride, expanded_idx_mapping_ptr, thinking_token_budget_ptr, all_token_ids_ptr,
     all_token_ids_stride, total_len_ptr, input_ids_ptr, expanded_local_pos_ptr, cached_last_start_ptr,
     cached_last_end_ptr, reasoning_start_token_ids_ptr, natural_reasoning_end_token_ids_ptr,
     reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN, END_LEN,
 ):  # fmt: skip
-    """Forces the next token of the end where the text, drafts before the row included, has reasoned for its budget."""
+    """Forces the next token of the end if the text, including drafts before the row, has used its reasoning budget."""
     for r in range(logits_ptr.shape[0]):
         request = expanded_idx_mapping_ptr[r]
         budget, total = thinking_token_budget_ptr[request], total_len_ptr[request]
@@ -93,10 +94,3 @@ def thinking_budget(  # type: ignore[no-untyped-def]
         if start >= 0 and start > end and length - start - START_LEN >= budget:
             forced = reasoning_end_token_ids_ptr[_num_forced(reasoning_end_token_ids_ptr, tokens_T, total, drafts_P)]
             logits_ptr[r, forced] = stored(_FORCED, logits_ptr)
-
-
-_MODULE = "vllm.v1.worker.gpu.sample.thinking_budget."
-KERNELS = {
-    f"{_MODULE}_update_committed_marker_cache_kernel": as_kernel(update_committed_marker_cache),
-    f"{_MODULE}_thinking_budget_kernel": as_kernel(thinking_budget),
-}
