@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout workers with real engines in the test's own process: turns of random length, deaths on order, a policy gone wild."""
+"""Real engines in the test's own process: turns of random length, deaths on order, and a random policy."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 
 class EnginesInTurn:
-    """`Workers` without processes. A worker takes its turns when reports are asked for, in a random order of workers.
+    """`racing.turns.Engines` without processes. Engines take their turns when results are asked for, in random order.
 
-    `deaths`: how many turns each worker takes before it dies, again and again; 0 is never.
+    `deaths` is the number of turns after which each engine dies, again and again; 0 means never.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EnginesInTurn:
             self.results()
 
     def has_requests(self) -> bool:
-        """Whether any engine still has any."""
+        """Returns whether any engine has requests."""
         return any(engine._llm.llm_engine.has_unfinished_requests() for engine in self._engines)
 
     def results(self) -> list[tuple[int, TurnResult | None]]:
@@ -87,7 +87,7 @@ class EnginesInTurn:
             worker.load_weights(known, policy_version, recompute_kv_cache=True)
 
     def _die(self, worker: int) -> None:
-        """With all that it had; what it had not reported is lost."""
+        """Ends an engine; its unreported tokens are lost."""
         self._workers.pop(worker).stop_all()
         self._turns[worker].clear()
         self.num_deaths += 1
@@ -101,7 +101,7 @@ class EnginesInTurn:
 
 
 class WildPolicy:
-    """Starts, moves, races and stops at random: whatever a policy does, no token may change."""
+    """Starts, moves, races and stops requests at random: no decision of a policy may change a token."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

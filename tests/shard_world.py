@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a rollout, each rolled out by a thread with a real engine; one of them steps at a time, as vLLM needs it."""
+"""Shards of a rollout, each with a thread and a real engine. One engine steps at a time, as vLLM requires."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ _ENGINES_TURN = threading.Lock()
 
 
 class OneAtATime(HostedEngine):
-    """vLLM keeps what a forward pass is about in a module."""
+    """An engine that waits for the others: vLLM keeps the state of a forward pass in a module."""
 
     def submit(self, requests: Sequence[ShardRequest], sampling: Mapping[str, Any]) -> list[str]:
         with _ENGINES_TURN:
@@ -39,7 +39,7 @@ class OneAtATime(HostedEngine):
 
 @dataclass
 class ThreadLink:
-    """To an exchange in the same process, which dies after so many exchanges, if at all."""
+    """A link to an exchange in this process, which is lost after `dies_after` exchanges."""
 
     exchange_: StragglerExchange
     worker: int
@@ -61,7 +61,7 @@ class ThreadLink:
 
 
 class StreamingEngine:
-    """`AsyncLLM.generate` over an engine in this process, which a task steps while there is anything to do."""
+    """`AsyncLLM.generate` over an engine in this process, which a task steps while it has requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine._llm.llm_engine
@@ -90,7 +90,7 @@ class StreamingEngine:
         while self._engine.has_unfinished_requests():
             try:
                 outputs = self._engine.step()
-            except Exception as error:  # as AsyncLLM does: all who wait hear of it
+            except Exception as error:  # as AsyncLLM does, raise the error in every waiting call
                 for queue in self._queues.values():
                     queue.put_nowait(error)
                 raise
@@ -102,7 +102,7 @@ class StreamingEngine:
 
 @dataclass
 class LoopLink:
-    """To an exchange in the same process, which dies after so many exchanges, if at all."""
+    """A link to an exchange in this process, which is lost after `dies_after` exchanges."""
 
     exchange_: StragglerExchange
     worker: int
@@ -130,7 +130,7 @@ class LoopLink:
 def sharded(
     engine: RolloutEngine, work: Sequence[RolloutRequest], cuts: Sequence[int], **sampling: Any
 ) -> list[list[ShardRequest]]:
-    """`work` in contiguous shards, as NeMo-RL would send it: parameters and a seed in each request."""
+    """Returns `work` in contiguous shards as NeMo-RL would send it: parameters and a seed in each request."""
     shards = [work[a:b] for a, b in itertools.pairwise([0, *cuts, len(work)])]
     return [
         [_as_sent(engine, r, (worker, i), sampling) for i, r in enumerate(shard)] for worker, shard in enumerate(shards)
@@ -154,7 +154,7 @@ def given(engine: RolloutEngine, request: RolloutRequest, sampling: Mapping[str,
 def rolled_out(
     rollouts: Sequence[ShardRollout], shards: Sequence[list[ShardRequest]], delays: Sequence[threading.Event | None]
 ) -> list[Rollout]:
-    """All shards' responses, one shard after another; each begins when its event is set."""
+    """Returns the responses of all shards, in order. A shard begins when its event is set."""
 
     def run(i: int) -> list[Rollout]:
         delay = delays[i]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous GRPO: how old a sample may be, whose tokens are whose, and a run that goes on after its end."""
+"""Asynchronous GRPO: the age of samples, the policy of each token, and a run that is resumed."""
 
 import json
 from collections.abc import Callable
@@ -34,20 +34,20 @@ DRAFTING = SpecrolloutConfig(drafters=(SuffixDrafterConfig(),), budget=BudgetCon
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """One that drafts, one that does not, and one to check with; with room for half of a step's requests."""
+    """An engine that drafts, one that does not, and one to check with, each for half of a step's requests."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=()), SpecrolloutConfig(drafters=())
     return [start_engine(STEP_ADDER, block, 96, max_num_seqs=6) for block in blocks]
 
 
 def prompts(step: int) -> StepPrompts:
-    """Four prompts of a step, with three samples of each."""
+    """Returns four prompts of a step, with three samples of each."""
     return StepPrompts([], [replace(r, policy_version=step) for r in requests(4, 3, first=4 * step)])
 
 
 def collect(
     engines: list[RolloutEngine], config: AsyncGrpoConfig, policies: list[dict[str, Any]]
 ) -> list[Trajectories]:
-    """What a trainer takes, step by step, that publishes policy s + 1 after step s."""
+    """Returns the trajectories of a trainer that publishes policy s + 1 after step s."""
     workers = EnginesInTurn(engines[:2], 1, weights=policies[0])
     coordinator = Coordinator(workers, WildPolicy(2), Ladder(["drafting", "plain"]), LengthEstimator(96))
     collector = TrajectoryCollector(coordinator, config, prompts, lambda found: found, range(NUM_STEPS), "any")
@@ -90,7 +90,7 @@ def test_tokens_are_of_the_recorded_policy_and_none_is_too_old(
             assert made.token_ids[: last - first] == response.tokens[first:last]
 
 
-def test_a_collector_that_fails_tells_whoever_waits(engines: list[RolloutEngine]) -> None:
+def test_a_failed_collector_raises_in_every_call(engines: list[RolloutEngine]) -> None:
     def no_prompts(step: int) -> StepPrompts:
         raise RuntimeError("no more prompts")
 
@@ -119,7 +119,9 @@ def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixtur
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line)["samples"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [m["step"] for m in metrics] == [0, 1, 2, 3] and all(len(s) == 16 for s in samples)
-    assert [m["trajectory_age"]["begun"] for m in metrics] == [0, 1, 0, 1], "who goes on begins with the newest policy"
+    assert [m["trajectory_age"]["begun"] for m in metrics] == [0, 1, 0, 1], (
+        "a resumed run begins with the newest policy"
+    )
     assert not any(m["alarms"] for m in metrics)
     assert metrics[0]["logprob_gap"]["max"] < 1e-3 < metrics[1]["logprob_gap"]["max"]
     assert metrics[1]["sampling_importance_ratio"] != 1.0
@@ -129,13 +131,15 @@ def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert all(s["won_by"] == 0 and s["workers"] == [0] for s in of_step)
     rung = LadderFile.read(tmp_path / "ladder.json", "a run's ladder").rungs[0]
     assert rung.task == "step_addition" and 0.0 < rung.acceptance <= 1.0 and len(rung.batches) > 1
-    assert (rung.batches[-1], rung.tokens_per_s[-1], rung.weights_s[-1]) == (1024, 3.0, 5.0), "it knew that before"
+    assert (rung.batches[-1], rung.tokens_per_s[-1], rung.weights_s[-1]) == (1024, 3.0, 5.0), (
+        "the ladder kept what it knew before"
+    )
     page = (tmp_path / "report.html").read_text()
     assert "Reward" in page
 
 
 @pytest.mark.slow
-def test_refresh_remote_drafters_and_racing_work_in_an_asynchronous_run(tmp_path: Path) -> None:
+def test_refresh_remote_drafters_and_racing_work_asynchronously(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"""
 defaults: {CONFIG}

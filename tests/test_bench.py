@@ -225,7 +225,7 @@ def test_rows_are_measured_in_groups_that_each_have_plain() -> None:
 
 
 def binned(seconds: dict[str, float], tokens: int = 100, host_s: float = 0.01) -> BinnedStats:
-    """A round with so many seconds, and 100 tokens, in each bin."""
+    """Returns a round with these seconds, and 100 tokens, in each bin."""
     columns = ["num_requests", "seconds", "is_decode", "host_s"]
     trace = {"columns": columns, "rows": [[64, 0.1, 1, 0.001], [60, 0.1, 1, 0.003], [2, 0.1, 1, 0.1]]}
     total_s, num_tokens = sum(seconds.values()), tokens * len(seconds)

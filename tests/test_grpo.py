@@ -231,7 +231,7 @@ def test_nothing_outside_the_mask_matters(seed: int, cfg: LossConfig, junk: floa
 @given(seed=st.integers(0, 10**6), is_forced=st.booleans())
 @settings(deadline=None)
 def test_on_policy_gradient_is_reinforce(seed: int, is_forced: bool) -> None:
-    """Where the weights have not moved, the gradient is -advantage / number of tokens, whatever the clip."""
+    """With unchanged weights, the gradient is -advantage / number of tokens, whatever the clip."""
     logprobs_BT, inputs = random_inputs(seed)
     now_BT = logprobs_BT.clone().requires_grad_()
     loss, metrics = clipped_policy_loss(

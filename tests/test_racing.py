@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts over several workers: whatever moves, races or dies, the responses are those of one engine without drafts."""
+"""Rollouts over several engines: moves, races and deaths change no token of what one engine makes without drafts."""
 
 import os
 import signal
@@ -47,13 +47,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"T=1": {"temperature": 1.0}, "T=0": {"te
 
 
 def six_prompts() -> list[RolloutRequest]:
-    """With four samples of each."""
+    """Returns four samples of each of six problems."""
     return requests(6, 4)
 
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """One that drafts and one that does not, with room for six requests each."""
+    """An engine that drafts and one that does not, each for six requests at a time."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=())
     return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
 
@@ -73,7 +73,7 @@ def coordinator(workers: Any, policy: Any) -> Coordinator:
 
 
 def rolled_out(workers: EnginesInTurn, policy: Any, work: list[RolloutRequest]) -> tuple[list[Rollout], Timeline]:
-    """The stops that end a rollout are carried out; nothing of it stays in an engine."""
+    """Rolls requests out; checks that nothing of them stays in an engine."""
     made, timeline = coordinator(workers, policy).roll_out(work)
     workers.finish_turns()
     assert not workers.has_requests()
@@ -84,7 +84,7 @@ def rolled_out(workers: EnginesInTurn, policy: Any, work: list[RolloutRequest]) 
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("deaths", [(), (7, 0), (9, 5)], ids=["nobody dies", "one dies", "both die"])
+@pytest.mark.parametrize("deaths", [(), (7, 0), (9, 5)], ids=["no death", "one dies", "both die"])
 def test_no_decision_and_no_death_changes_a_token(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]], name: str, deaths: tuple[int, ...]
 ) -> None:
@@ -97,7 +97,7 @@ def test_no_decision_and_no_death_changes_a_token(
 
 
 def assert_sound(timeline: Timeline, made: list[Rollout]) -> None:
-    """Every request is won once; spans end after they begin, and begin where somebody had been."""
+    """Checks that every request is won once, by its last token, and that spans end after they begin."""
     won = [s for s in timeline.spans if s.outcome == Outcome.WON]
     assert sorted(s.request for s in won) == list(range(len(made)))
     assert all(s.outcome and s.end_s >= s.start_s and s.last_token >= s.first_token for s in timeline.spans)
@@ -149,7 +149,7 @@ def test_an_interrupted_rollout_leaves_nothing_behind(
 # New weights amid requests
 
 
-@pytest.mark.parametrize("deaths", [(), (11, 0)], ids=["nobody dies", "one dies"])
+@pytest.mark.parametrize("deaths", [(), (11, 0)], ids=["no death", "one dies"])
 def test_each_token_is_that_of_the_weights_recorded_for_it(
     engines: list[RolloutEngine], plain: RolloutEngine, deaths: tuple[int, ...]
 ) -> None:
@@ -180,7 +180,7 @@ def test_each_token_is_that_of_the_weights_recorded_for_it(
 
 
 def noisy(tensors: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A policy that answers otherwise."""
+    """Returns a policy that gives other answers."""
     import torch
 
     noise = torch.Generator().manual_seed(seed)
@@ -190,7 +190,7 @@ def noisy(tensors: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def spans_of(response: Response, version: int) -> list[tuple[Response, int, int]]:
-    """The parts of a response, from its first token to its last, that the policy of `version` sampled."""
+    """Returns the parts of a response that the policy of `version` sampled: (response, first token, end)."""
     ends = [first for _, first in response.policy_spans[1:]] + [len(response.tokens)]
     return [(response, first, end) for (v, first), end in zip(response.policy_spans, ends, strict=True) if v == version]
 
@@ -199,7 +199,7 @@ def spans_of(response: Response, version: int) -> list[tuple[Response, int, int]
 
 
 def draws(num_samples: int, prompt_index: int = 0) -> list[RolloutRequest]:
-    """Samples of the shortest problem, whose responses nearly all end before the limit."""
+    """Returns samples of the shortest problem: nearly all responses end before the limit."""
     prompt = min((r.prompt_token_ids for r in requests(30, 1)), key=len)
     return [RolloutRequest(prompt, prompt_index, sample) for sample in range(num_samples)]
 
@@ -219,18 +219,18 @@ def test_ten_thousand_raced_samples_are_those_without_a_race(
     assert raced == Counter(tuple(r.token_ids) for r in plain.generate(draws(10_000))) and num_raced > 1_000
 
 
-def test_racers_with_seeds_of_their_own_would_favour_short_answers(plain: RolloutEngine) -> None:
-    """The danger on record: of two independent samples the one that ends first is a short one."""
+def test_racers_with_own_seeds_would_favour_short_answers(plain: RolloutEngine) -> None:
+    """Shows the danger: of two independent samples, the first to end is a short one."""
     lengths = np.array([[len(r.token_ids) for r in plain.generate(draws(300, racer))] for racer in (1, 2)])
     error = lengths.std() / np.sqrt(300)
     assert np.abs(lengths.mean(1) - lengths.mean()).max() < 3 * error, "each racer alone is unbiased"
     assert lengths.min(0).mean() < lengths.mean() - 4 * error, "the first of two is not"
 
 
-# One worker
+# One engine
 
 
-def test_a_run_goes_on_from_any_prefix(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+def test_an_engine_goes_on_from_any_prefix(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
     rng = np.random.default_rng(0)
     whole = expected["T=1"]
     cuts = [int(rng.integers(0, len(r.token_ids))) for r in whole]
@@ -241,7 +241,7 @@ def test_a_run_goes_on_from_any_prefix(engines: list[RolloutEngine], expected: d
         assert [r.finish_reason for r in made] == [w.finish_reason for w in whole]
 
 
-def test_a_worker_tells_every_token_once(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+def test_an_engine_reports_every_token_once(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
     worker, told, finished = TurnEngine(engines[0]), {}, {}
     orders = Orders(tuple(enumerate(six_prompts())), seconds=0.002)
     while len(finished) < len(six_prompts()):
@@ -285,7 +285,7 @@ def test_two_processes_make_the_same_tokens(pool: RolloutPool, expected: dict[st
 
 
 @pytest.mark.slow
-def test_a_stranger_without_the_run_s_token_is_not_heard(pool: RolloutPool) -> None:
+def test_ray_refuses_a_process_without_the_run_s_token(pool: RolloutPool) -> None:
     address = ray.get_runtime_context().gcs_address
     environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_AUTH")}
     code = f"import ray; ray.init(address={address!r}, log_to_driver=False); print('heard')"
@@ -316,7 +316,7 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
 
 
 def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Rollout]) -> Timeline:
-    """Rolls out again and again, until no worker is missing, and once more; all tokens are as expected."""
+    """Rolls out until no engine is missing, and once more; checks all tokens."""
     while True:
         all_alive = all(map(pool.is_alive, (0, 1)))
         made, timeline = rollout.roll_out(six_prompts())
@@ -325,7 +325,7 @@ def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Ro
             return timeline
 
 
-def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
+def test_new_weights_do_not_wait_for_a_restarting_engine(
     pool: RolloutPool, engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     old = load_file(STEP_ADDER / "model.safetensors")
@@ -335,7 +335,7 @@ def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
     engines[0].load_weights(old.items())
     assert [r.token_ids for r in wanted] != [r.token_ids for r in expected["T=1"]]
     rollout = coordinator(pool, WildPolicy(11))
-    os.kill(pool.pids[0], signal.SIGKILL)  # while it has no request
+    os.kill(pool.pids[0], signal.SIGKILL)  # the engine has no request now
     time.sleep(1.0)
     assert pool.ask(0, "capture_seconds") is DEAD
     (sentence,) = pool.take_deaths()
@@ -349,7 +349,7 @@ def test_new_weights_are_not_kept_waiting_by_a_worker_that_is_revived(
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_take_new_weights_is_killed(
+def test_an_engine_that_hangs_on_new_weights_is_killed(
     pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_pool, "HANG_S", 3.0)
@@ -363,8 +363,8 @@ def test_a_worker_that_does_not_take_new_weights_is_killed(
 
 
 @pytest.mark.slow
-def test_a_death_that_no_turn_tells_of_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
-    """One is noticed by a question, one by new weights, both amid requests."""
+def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expected: dict[str, list[Rollout]]) -> None:
+    """One death is noticed by a question, one by new weights, both while requests are under way."""
     rollout, restarts, old = coordinator(pool, WildPolicy(10)), list(pool.num_restarts), dict(pool.pids)
     keys = rollout.add(six_prompts())
     while not all(rollout.response(key).tokens for key in keys[:4]):
@@ -385,7 +385,7 @@ def test_a_death_that_no_turn_tells_of_costs_no_token(pool: RolloutPool, expecte
 
 
 @pytest.mark.slow
-def test_who_is_silent_for_too_long_is_killed_though_others_talk(
+def test_a_silent_engine_is_killed_while_others_work(
     pool: RolloutPool, expected: dict[str, list[Rollout]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_pool, "HANG_S", 2.0)
@@ -406,7 +406,7 @@ def test_who_is_silent_for_too_long_is_killed_though_others_talk(
     roll_out_with_all(pool, coordinator(pool, None), expected["T=1"])
 
 
-def test_who_dies_again_and_again_is_given_up(pool: RolloutPool) -> None:
+def test_an_engine_that_dies_too_often_is_given_up(pool: RolloutPool) -> None:
     pool.num_restarts = [MOST_RESTARTS] * 2
     for worker in (1, 0):
         os.kill(pool.pids[worker], signal.SIGKILL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs of the quickstart, made small: what they leave, how they go on after any kind of end, refit."""
+"""Whole runs of a small quickstart: their files, how they are resumed after every kind of end, refit."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ SUMMARY = {
     "steps", "wall_s", "completed", "rollout_speedup_vs_plain_estimate", "tokens_checked", "tokens_equal",
     "reward_first", "reward_last", "acceptance_length", "alarms", "deaths",
 }  # fmt: skip
-# What a step gives, whatever happened before it.
+# Metrics of a step that do not depend on interruptions before it.
 REPEATABLE = ("step", "reward", "num_tokens", "response_length", "loss", "grad_norm")
 
 
@@ -57,7 +57,7 @@ def overrides(log_dir: Path, **more: Any) -> list[str]:
 def start(
     log_dir: Path, num_steps: int = NUM_STEPS, command: str = "run", largest_file: int | None = None, **more: Any
 ) -> subprocess.Popen[str]:
-    """`largest_file`: bytes beyond which no file grows, as on a full disk."""
+    """Starts a run. `largest_file` is the size in bytes beyond which no file grows, as on a full disk."""
     arguments = overrides(log_dir, **{"grpo.max_num_steps": num_steps}, **more)
     limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}"]
     return subprocess.Popen(
@@ -73,7 +73,7 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> str:
 
 
 def metrics(log_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of `metrics.jsonl`, of a run that may be going on."""
+    """Returns the complete lines of `metrics.jsonl`; the run may still be going on."""
     file = log_dir / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -84,7 +84,7 @@ def repeatable(log_dir: Path) -> list[dict[str, Any]]:
 
 
 def signal_after(process: subprocess.Popen[str], log_dir: Path, num_lines: int, number: signal.Signals) -> None:
-    """Sends a signal as soon as `num_lines` steps are on record."""
+    """Sends a signal as soon as `num_lines` steps are recorded."""
     while len(metrics(log_dir)) < num_lines:
         assert process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.01)
@@ -103,20 +103,20 @@ def assert_nothing_half_written(log_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of an uninterrupted run."""
+    """Returns the directory of an uninterrupted run."""
     log_dir = tmp_path_factory.mktemp("whole") / "run"
     finish(start(log_dir))
     return log_dir
 
 
 def in_this_process(log_dir: Path, num_steps: int, **more: Any) -> None:
-    """Makes a run whose process is not what is tested: it loads no libraries again."""
+    """Makes a run in this process, which is faster than a process of its own."""
     with contextlib.chdir(ROOT):
         arguments = overrides(log_dir, **{"grpo.max_num_steps": num_steps}, **more)
         assert main(["run", str(QUICKSTART), *arguments]) == 0
 
 
-def test_a_forced_on_policy_ratio_saves_a_pass_and_changes_nothing(whole_run: Path, tmp_path: Path) -> None:
+def test_a_forced_on_policy_ratio_only_saves_a_pass(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     in_this_process(log_dir, 1, **{"loss_fn.force_on_policy_ratio": True})
     (ours,), ordinary = metrics(log_dir), metrics(whole_run)[0]
@@ -141,7 +141,7 @@ def test_a_run_leaves_what_is_documented(whole_run: Path) -> None:
 
 
 def links(page: Path) -> str:
-    """What a page would load from elsewhere."""
+    """Returns the tags of a page that load something."""
     text = page.read_text()
     return " ".join(piece.split(">")[0] for tag in ("<script", "<link", "<img") for piece in text.split(tag)[1:])
 
@@ -179,7 +179,7 @@ def test_a_run_goes_on_after_every_kind_of_end(whole_run: Path, tmp_path: Path) 
 
 
 def interrupt(log_dir: Path, number: signal.Signals, code: int) -> None:
-    """Goes on with a run by at least one step, then presses Ctrl-C or does as Slurm does."""
+    """Resumes a run for at least one step, then sends a signal: Ctrl-C, or Slurm's."""
     process, before = start(log_dir), len(metrics(log_dir))
     signal_after(process, log_dir, before + 1, number)
     output = finish(process, code)
@@ -200,7 +200,7 @@ def test_a_run_goes_on_when_a_full_disk_has_room_again(whole_run: Path, tmp_path
     assert repeatable(log_dir) == repeatable(whole_run)[:1]
 
 
-def test_a_damaged_checkpoint_costs_one_step_and_a_missing_report_is_made(whole_run: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_costs_only_one_step(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     shutil.copytree(whole_run, log_dir)
     weights = log_dir / "checkpoints" / f"step_{NUM_STEPS - 1}" / "rank_0_of_1.pt"
@@ -237,7 +237,7 @@ def test_a_report_is_made_again_from_the_files_of_a_run(
     assert "is no run directory" in capsys.readouterr().err
 
 
-def test_the_engine_s_log_probs_are_the_trainer_s_at_any_temperature(whole_run: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_at_any_temperature(whole_run: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     in_this_process(log_dir, 1, **{"policy.generation.temperature": 0.7})
     for record in metrics(log_dir):
@@ -257,7 +257,7 @@ def test_the_engine_s_log_probs_are_the_trainer_s_at_any_temperature(whole_run: 
         ("vllm_kwargs.logprobs_mode=raw_logprobs", "logprobs_mode: 'raw_logprobs'; the trainer scores"),
     ],
 )
-def test_a_run_does_not_train_on_what_its_trainer_scores_otherwise(
+def test_a_run_refuses_sampling_that_its_trainer_cannot_score(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, override: str, words: str
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -266,14 +266,14 @@ def test_a_run_does_not_train_on_what_its_trainer_scores_otherwise(
 
 
 def kill(log_dir: Path) -> None:
-    """Goes on with a run by at least one step, then kills it."""
+    """Resumes a run for at least one step, then kills it."""
     process = start(log_dir)
     signal_after(process, log_dir, len(metrics(log_dir)) + 1, signal.SIGKILL)
     finish(process, -signal.SIGKILL)
     assert_nothing_half_written(log_dir)
 
 
-# Several rollout workers.
+# Several engines.
 
 TWO_WORKERS = {
     "cluster.rollout_workers": 2,
@@ -283,7 +283,7 @@ TAIL = {"moves", "races", "won_by_racer", "idle_share", "saved_s", "deaths", "di
 
 
 def samples(log_dir: Path, num_steps: int) -> list[list[tuple[Any, ...]]]:
-    """Of each sample of the first steps, what does not depend on who made it and when."""
+    """Returns the facts on each sample of the first steps that do not depend on engines and time."""
     keys = ("prompt", "sample", "reward", "tokens", "finish")
     lines = [json.loads(line) for line in (log_dir / "samples.jsonl").read_text().splitlines()][:num_steps]
     return [[tuple(s[k] for k in keys) for s in line["samples"]] for line in lines]
@@ -318,7 +318,7 @@ def assert_tails_are_recorded(log_dir: Path) -> None:
     assert "<h2>The tail</h2>" in page and "worker 1: ngram" in page and "not recorded" not in page
 
 
-# In this process: what vLLM refuses, refit, alarms.
+# In this process: refusals of vLLM, refit, alarms.
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_what_vllm_refuses_is_a_sentence(
 
 
 def requests() -> list[RolloutRequest]:
-    """Prompts longer than two blocks of the prefix cache (128 tokens on a CPU), so that a stale one would be met again."""
+    """Returns prompts longer than two blocks of the prefix cache (128 tokens on a CPU): a stale block would be used."""
     prompts = [[(7 * i + j) % 90 + 5 for j in range(300)] for i in range(4)]
     return [RolloutRequest(ids, i, s) for i, ids in enumerate(prompts) for s in range(2)]
 

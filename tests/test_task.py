@@ -110,7 +110,7 @@ def test_any_text_has_a_reward(response):
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(), index=st.integers(0, 10**6), is_quick=st.booleans())
-def test_demonstrations_survive_the_tokenizer_and_careful_ones_are_right(tokenizer, seed, index, is_quick):
+def test_demonstrations_survive_the_tokenizer_and_are_right(tokenizer, seed, index, is_quick):
     problem = make_problems(seed, 1, start=index)[0]
     text = demonstration(problem, random.Random(seed), is_quick)
     assert is_quick or reward(problem, text) == 1.0
@@ -127,7 +127,7 @@ def test_quick_writers_slip():
 
 
 def test_neighbouring_problems_are_spread_over_the_difficulties():
-    """The mean number of terms of 8 problems in a row varies much less than that of 8 drawn at random."""
+    """The mean number of terms of 8 problems in a row varies much less than the mean of 8 drawn at random."""
     nums = [len(problem.terms) for problem in make_problems(1, 800)]
     in_a_row = [statistics.mean(nums[i : i + 8]) for i in range(0, 800, 8)]
     shuffled = random.Random(0).sample(nums, 800)
@@ -177,7 +177,7 @@ def test_shipped_checkpoint_answers():
     assert bool((entropy_BT >= 0).all())
 
 
-def test_warm_start_is_a_function_of_its_seed_and_replaces_only_its_own_folder(tmp_path):
+def test_warm_start_depends_on_its_seed_and_keeps_other_folders(tmp_path):
     from benchmarks.policies.warm_start import PolicyShape, load, run
     from benchmarks.policies.warm_start_data import WarmStart
 

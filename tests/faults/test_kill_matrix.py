@@ -95,7 +95,7 @@ class Run:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended and that no process asked about does not."""
+    """Returns whether the process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -122,7 +122,7 @@ def shared_memory() -> set[str]:
 
 
 def left_in_memory(before: set[str]) -> set[str]:
-    """Returns the new names that are still there after five minutes. Those of another run go when that run ends."""
+    """Returns new names that are still there after five minutes. Files of another run vanish when it ends."""
     new, until = shared_memory() - before, time.monotonic() + 300
     while new & shared_memory() and time.monotonic() < until:
         time.sleep(0.5)

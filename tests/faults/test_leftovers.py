@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command leaves behind when it ends, and who can reach it while it runs."""
+"""Leftovers of a command after its end, and access to it while it runs."""
 
 import os
 import signal
@@ -78,13 +78,13 @@ time.sleep(600)
 
 
 def name_of(command: list[str]) -> str:
-    """What a process is, by its command line: a script, a module of ours, a Ray actor."""
+    """Returns the kind of a process by its command line: a script, a module of ours, a Ray actor."""
     known = [Path(part).name for part in command if part.endswith(".py") or part.startswith("nemo_specrollout.")]
     return known[0] if known else Path(command[0].strip()).name.partition(".")[0] if command else "?"
 
 
 @pytest.mark.slow
-def test_a_run_of_two_workers_is_deaf_to_others_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_of_two_workers_ignores_strangers_and_cleans_up(tmp_path: Path) -> None:
     """Every listening socket of its processes is on the loopback; temporary files and shared memory go with it."""
     scratch = tmp_path / "t"
     scratch.mkdir()

@@ -28,7 +28,7 @@ WEIGHTS = "rank_0_of_1.pt"
 
 
 def save(folder: Path) -> None:
-    """What `MegatronPolicy.save` leaves, with other content."""
+    """Writes a folder like `MegatronPolicy.save`, with other content."""
     folder.mkdir()
     (folder / WEIGHTS).write_bytes(os.urandom(300_000))
     seal_folder(folder)
@@ -102,7 +102,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: Path, damage: str) 
     assert (run / "checkpoints" / "step_4.damaged").is_dir()
 
 
-def test_damaged_checkpoints_of_one_step_do_not_replace_each_other(run: Path) -> None:
+def test_damaged_checkpoints_of_a_step_do_not_replace_each_other(run: Path) -> None:
     for number in range(3):
         directory = opened(run)
         directory.begin()
@@ -115,7 +115,7 @@ def test_damaged_checkpoints_of_one_step_do_not_replace_each_other(run: Path) ->
     assert names == {"step_3", "step_4.damaged", "step_4.damaged.1", "step_4.damaged.2"}
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(run: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_not_restarted(run: Path) -> None:
     for step in (3, 4):
         truncate(run / "checkpoints" / f"step_{step}" / WEIGHTS)
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole .*has 150000 bytes of 300000.*; restore one"):
@@ -212,7 +212,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(run: Path, how: str
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_step_whose_first_checkpoint_was_never_finished_is_made_again(tmp_path: Path) -> None:
+def test_a_step_without_its_first_checkpoint_is_made_again(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     directory.begin()
     directory.append("metrics.jsonl", {"step": 0})
@@ -292,7 +292,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     os.kill(child, 9)
 
 
-def test_a_folder_that_was_made_for_a_run_that_did_not_start_goes_with_it(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_that_did_not_start_is_removed(tmp_path: Path) -> None:
     DirectoryLock(tmp_path / "new").release()
     assert not (tmp_path / "new").exists()
     tmp_path.joinpath("old").mkdir()
@@ -352,7 +352,7 @@ def test_a_line_that_did_not_fit_is_dropped_when_there_is_room(run: Path) -> Non
     assert [record["step"] for record in directory.metrics()] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_why(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
     from nemo_specrollout.config.run_sections import OptimizerConfig
     from nemo_specrollout.local.policy import MegatronPolicy
 

@@ -22,7 +22,7 @@ def requests() -> list[RolloutRequest]:
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["ours", "stock"])
-def test_a_seed_and_a_split_prefill_make_the_tokens_of_a_whole_one(
+def test_a_seed_and_a_split_prefill_make_the_same_tokens(
     tiny_model: Path, start_engine: Callable[..., RolloutEngine], enabled: bool
 ) -> None:
     block = SpecrolloutConfig(enabled=enabled)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of its tails: seconds saved, by estimate; counts; charts; words. No engine."""
+"""Records of moves and races in a run: estimated savings, counts, charts, sentences. No engine is started."""
 
 import json
 import math
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.unit
 TWO_WORKERS = ROOT / "examples" / "configs" / "quickstart_two_workers_cpu.yaml"
 BLOCK = "policy.generation.specrollout.fastest_of_n"
 
-# Request 0 moves and is then raced, 1 is raced in vain, 2 outlives a worker, 3 ends where it began.
+# Request 0 moves and is then raced, 1 is raced in vain, 2 outlives an engine, 3 ends where it began.
 SPANS = (
     Span(3, 1, 0.0, 0, 1.0, 60, "won"),
     Span(0, 0, 0.0, 0, 2.0, 100, "moved"),
@@ -48,12 +48,12 @@ SPANS = (
 
 
 def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
-    """A line of `timeline.jsonl`."""
+    """Returns a line of `timeline.jsonl`."""
     return {"step": step, **Timeline(num_workers, SPANS, ("suffix", "ngram") * (num_workers // 2), saved_s).record()}
 
 
 def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same steps, over two workers."""
+    """Returns the same steps, made by two engines."""
     figures = Timeline(2, SPANS, saved_s=0.25).figures()
     return [{**s, "tail": figures | {"saved_s": 0.25 if s["step"] else None}} for s in steps]
 
@@ -84,7 +84,7 @@ def test_an_undisturbed_rollout_ends_with_its_last_worker() -> None:
 
 
 def responses(**runs: tuple[int, int]) -> dict[int, Response]:
-    """By number of a request, the worker that has it and its tokens so far; worker -1 is none."""
+    """Returns responses by request. The values are the engine that has it (-1: none) and its tokens so far."""
     found = {}
     for name, (worker, num_tokens) in runs.items():
         response = Response(RolloutRequest([1, 2], 0, 0), [7] * num_tokens)
@@ -112,23 +112,23 @@ def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, le
     return savings.saved_s(ended_s, under_way, speeds, [0, 0])
 
 
-def test_what_was_saved_counts_from_the_first_move_and_what_workers_had_told() -> None:
+def test_savings_count_from_the_first_move_or_race() -> None:
     savings, under_way = Savings(2, 10.0), responses(r5=(0, 100), r6=(0, 50), r8=(1, 30))
     savings.heard_from(0, 11.0)
     savings.before(TailDecision(), [5, 6, 8], under_way)
-    assert savings.keys == [], "nobody moved yet"
+    assert savings.keys == [], "no request has moved yet"
     savings.before(TailDecision(starts=((0, 1),), stops=((0, 0),)), [5, 6, 8], under_way)
     savings.heard_from(0, 12.0)
     savings.before(TailDecision(starts=((1, 1),)), [5, 6, 8], under_way)
     assert saved_s(savings, under_way, 12.5, {5: 400, 6: 150, 8: 60}) == pytest.approx(11.0 + 3.0 - 12.5)
 
 
-def test_what_was_saved_may_be_less_than_nothing_or_unknown() -> None:
+def test_savings_may_be_negative_or_unknown() -> None:
     under_way = responses(r0=(0, 0), r1=(-1, 0))
     savings = Savings(2, 0.0)
     assert saved_s(savings, under_way, 3.0, {}) is None, "no request has moved"
     savings.before(TailDecision(starts=((1, 1),)), [0, 1], under_way)
-    assert savings.keys == [], "who begins for want of a worker does not move"
+    assert savings.keys == [], "a waiting request that begins does not move"
     savings.before(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
     assert saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
     savings.give_up()
@@ -174,7 +174,7 @@ def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
 
 
 def test_an_alarm_and_a_folder_are_printed_as_they_are(tmp_path: Path) -> None:
-    """Brackets are no markup, and a path is not broken in a log file."""
+    """Brackets are not markup, and a path is not broken in a log file."""
     alarm, folder = "a worker died ([rank0]: cannot open [/usr/lib/x.so])", f"/runs/[lr=1e-4]/{'long/' * 40}[/b]"
     with (tmp_path / "out").open("w") as file:
         progress = Progress(Console(file=file, width=80))
@@ -200,7 +200,9 @@ def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
     lines = [timeline(0, None), timeline(1, -0.5), timeline(2, 0.3), timeline(3, 0.1)]
     shown = shown_timeline(lines)
     assert shown is not None and shown["step"] == 2
-    assert (shown_timeline([timeline(0, None), timeline(1, None)]) or {})["step"] == 1, "the last, if nobody knows"
+    assert (shown_timeline([timeline(0, None), timeline(1, None)]) or {})["step"] == 1, (
+        "the last, if no savings are known"
+    )
     assert shown_timeline([{"step": 0, "num_workers": 2, "spans": []}]) is None and shown_timeline([]) is None
 
 

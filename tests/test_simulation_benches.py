@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benches of simulator and asynchronous runs make of what they measured. No engine."""
+"""Evaluation of the benches of the simulator and of asynchronous runs. No engine is started."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart
 
 
 def calibration(acceptance: float = 0.5, draft_s: float = 0.0005, row_s: float = 0.0001) -> Calibration:
-    """Steps of 10 ms and so much a row."""
+    """Returns steps of 10 ms plus a time for each row."""
     counts = (1, 1000)
     curve = CostCurve(1, counts, tuple(0.01 + row_s * n for n in counts))
     drafting = CostCurve(1, counts, (draft_s, draft_s))
@@ -42,7 +42,7 @@ def prefill_s(num_requests: int) -> float:
     return 0.01 + 0.0001 * 12 * num_requests
 
 
-def test_a_plain_rollout_takes_a_step_for_each_token_of_the_longest() -> None:
+def test_a_plain_rollout_takes_a_step_for_each_longest_token() -> None:
     lengths = np.full(FEW, 100)
     rows = 16
     expected_s = 100 * (0.01 + 0.0001 * rows) + prefill_s(16)
@@ -105,7 +105,7 @@ def test_idle_cores_of_both_kinds_of_run() -> None:
     assert (row["step_s"], row["generation_s"], row["train_s"], row["age"]) == (5.0, 1.0, 4.0, 1.0)
 
 
-def test_one_worker_is_simulated_with_the_requests_of_the_config_s_step() -> None:
+def test_one_worker_is_simulated_with_the_requests_of_a_step() -> None:
     cases = cases_of(CONFIG, one_worker=True)
     assert [(c.kind, c.num_workers, c.size, c.tail) for c in cases] == [
         (k, 1, (8, 8), None) for k in (PLAIN, FIXED, AUTO)

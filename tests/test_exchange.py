@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a rollout whose workers fetch their orders: whatever moves, whoever is late or gone, no token changes."""
+"""Shards of a rollout whose engines fetch their orders: moves, late engines and lost engines change no token."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -38,13 +38,13 @@ METHODS = ["drafting", "plain"]
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short rollout has many."""
+    """Makes turns short, so that a short rollout has many."""
     monkeypatch.setattr(coordinator, "SHORTEST_TURN_S", 0.005)
 
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """One that drafts and one that does not, with room for six requests each."""
+    """An engine that drafts and one that does not, each for six requests at a time."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=())
     return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
 
@@ -100,7 +100,7 @@ def test_moves_between_shards_change_no_token(
     assert num_changes > 3
 
 
-def test_the_policy_moves_what_an_uneven_dealing_leaves(
+def test_the_policy_evens_out_an_uneven_dealing(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     exchange = StragglerExchange(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
@@ -117,7 +117,7 @@ def test_the_policy_moves_what_an_uneven_dealing_leaves(
     assert num_changes > 0
 
 
-def test_who_comes_late_is_waited_for_and_helps(
+def test_a_late_engine_is_waited_for_and_helps(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     exchange, late = wild(3), threading.Event()
@@ -129,7 +129,9 @@ def test_who_comes_late_is_waited_for_and_helps(
     assert exchange.take_figures()["moves"] > 0
 
 
-def test_who_leaves_instead_keeps_nobody(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
+def test_an_engine_that_leaves_keeps_no_other_waiting(
+    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
+) -> None:
     exchange = wild(4)
     exchange.begin()
     _, rollouts = workers(engines, exchange)
@@ -139,7 +141,7 @@ def test_who_leaves_instead_keeps_nobody(engines: list[RolloutEngine], expected:
     assert_idle(engines)
 
 
-def test_what_is_added_begins_at_once_and_what_moves_there_with_the_next_turn(engines: list[RolloutEngine]) -> None:
+def test_an_added_request_begins_at_once_a_moved_one_next_turn(engines: list[RolloutEngine]) -> None:
     exchange, (first, second) = wild(7), sharded(engines[0], six_prompts(), [4])
     for worker, shard in enumerate((first, second)):
         exchange.join(worker, 6)
@@ -167,7 +169,7 @@ def test_without_the_exchange_each_finishes_alone(
     assert_idle(engines)
 
 
-def test_a_worker_knows_of_its_own_what_its_runs_made_without_a_gap() -> None:
+def test_an_engine_keeps_its_own_texts_up_to_the_first_gap() -> None:
     def orders(name: int, home: tuple[int, int], prefix: str) -> Orders:
         return Orders(((name, ShardRequest([0], 0, home, b"", list(map(int, prefix)))),))
 
@@ -183,14 +185,16 @@ def test_a_worker_knows_of_its_own_what_its_runs_made_without_a_gap() -> None:
     known.extend(report(7, "123"))
     known.extend(report(8, "9", "stop"))
     known.extend(report(9, "3", "stop"))
-    assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, "of others', or after a gap"
+    assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, (
+        "requests of others, and tokens after a gap, are not kept"
+    )
     known.begin(orders(10, (1, 0), "12"))
     known.extend(report(10, "34"))
     known.extend(report(10, "5", "length"))
     assert known.rollouts == {0: Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")}
 
 
-def test_what_goes_wrong_in_it_is_told_to_everybody(
+def test_an_error_of_the_exchange_reaches_every_engine(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     class Broken(WildPolicy):
@@ -212,7 +216,7 @@ def test_what_goes_wrong_in_it_is_told_to_everybody(
 def test_an_engine_that_fails_leaves_its_requests_to_others(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
-    """NeMo-RL ends the run for it; until then nobody hangs."""
+    """NeMo-RL then ends the run; until it does, no engine hangs."""
     exchange = wild(7)
     exchange.begin()
     _, rollouts = workers(engines, exchange)
@@ -279,7 +283,7 @@ def test_an_exchange_in_an_actor(
 def test_each_engine_of_nemo_rl_gets_its_own_drafters(
     monkeypatch: pytest.MonkeyPatch, rank: int, drafters: list[str]
 ) -> None:
-    """Engines of four workers each, which NeMo-RL numbers one after another."""
+    """Each engine has four vLLM workers, which NeMo-RL numbers one after another."""
     monkeypatch.setenv("RANK", str(rank))
     block = {"drafters": [{"type": "suffix"}], "fastest_of_n": {"methods": [["suffix"], []]}}
     config = {"specrollout": block, "vllm_cfg": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
@@ -289,7 +293,7 @@ def test_each_engine_of_nemo_rl_gets_its_own_drafters(
     assert ("speculative_config" in arguments) == bool(drafters)
 
 
-# What may go on elsewhere
+# Requests that may move
 
 
 def test_the_record_is_vllm_s_own(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
@@ -317,7 +321,7 @@ def test_the_record_is_vllm_s_own(engines: list[RolloutEngine], expected: dict[s
     ],
     ids=str,
 )  # fmt: skip
-def test_what_looks_back_at_the_response_stays_where_it_is(
+def test_requests_that_look_back_at_the_response_do_not_move(
     engines: list[RolloutEngine], change: dict[str, Any]
 ) -> None:
     request: RolloutRequest = requests(1, 1)[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous engines that share what they are asked for, as it comes: no token changes, and weights may."""
+"""Asynchronous engines that share their requests as they come: no token changes, and weights may."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short rollout has many."""
+    """Makes turns short, so that a short rollout has many."""
     monkeypatch.setattr(coordinator, "SHORTEST_TURN_S", 0.01)
 
 
@@ -52,7 +52,7 @@ def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
 
 
 class Fleet:
-    """Engines, and what they are asked for in turns, as NeMo-RL's collector does it."""
+    """Two engines that are asked in turn, as NeMo-RL's collector does."""
 
     def __init__(self, engines: list[RolloutEngine], seed: int, dies_after: int = 1 << 60) -> None:
         self.exchange = StragglerExchange(["drafting", "plain"], FastestOfNConfig(), MOST_TOKENS)
@@ -69,7 +69,7 @@ class Fleet:
         return self
 
     async def ask(self, i: int, request: RolloutRequest, **sampling: Any) -> Any:
-        """vLLM's last record."""
+        """Returns vLLM's last output."""
         stream, shard = self.streams[i % 2], self.shards[i % 2]
         prompt, params = {"prompt_token_ids": list(request.prompt_token_ids)}, given(self.engines[0], request, sampling)
 
@@ -80,13 +80,13 @@ class Fleet:
         return outputs[-1]
 
     async def until_some_are_under_way(self) -> None:
-        """With a token at least."""
+        """Waits until some request has a token."""
         coordinator_ = self.exchange._coordinator
         while not any(coordinator_.response(key).tokens for key in list(coordinator_._active)):
             await asyncio.sleep(0.005)
 
     async def end(self, *failures: str | None) -> None:
-        """Nothing is left in the engines, nor in the exchange; each went alone for that reason, if it did."""
+        """Checks that engines and exchange are idle, and why each engine left the exchange (None: it did not)."""
         for _ in range(200):
             if not any(engine._llm.llm_engine.has_unfinished_requests() for engine in self.engines):
                 break
@@ -140,9 +140,7 @@ def test_without_the_exchange_each_makes_its_own(
     assert_same(run(work()), expected["T=1"])
 
 
-def test_what_nobody_wants_any_more_is_stopped(
-    engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
-) -> None:
+def test_cancelled_requests_are_stopped(engines: list[RolloutEngine], expected: dict[str, list[Rollout]]) -> None:
     async def work() -> list[Any]:
         fleet = await Fleet(engines, 3).begin()
         asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
@@ -160,7 +158,7 @@ def test_what_nobody_wants_any_more_is_stopped(
 
 
 class SlowLink(LoopLink):
-    """On which a request is long on its way, and so is the answer."""
+    """A link on which requests and answers are slow."""
 
     async def add(self, requests: Sequence[ShardRequest]) -> Starts:
         await asyncio.sleep(0.03)
@@ -170,7 +168,7 @@ class SlowLink(LoopLink):
 
 
 @pytest.mark.parametrize("after_s", [0.015, 0.045])
-def test_who_gives_up_while_a_request_is_on_its_way_costs_nobody_anything(
+def test_a_cancelled_request_in_transit_costs_no_other_request(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]], after_s: float
 ) -> None:
     async def work() -> list[Any]:
@@ -192,7 +190,7 @@ def test_who_gives_up_while_a_request_is_on_its_way_costs_nobody_anything(
     assert_same(run(work()), expected["T=1"])
 
 
-def test_what_vllm_refuses_is_refused_to_who_asked_and_to_nobody_else(
+def test_a_refused_request_fails_only_for_its_caller(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:
     long = replace(six_prompts()[0], prompt_token_ids=[5] * 5000)
@@ -211,7 +209,7 @@ def test_what_vllm_refuses_is_refused_to_who_asked_and_to_nobody_else(
 
 
 @pytest.mark.parametrize("seed", [7, 8])
-def test_who_goes_alone_leaves_what_others_brought_to_others(
+def test_an_engine_alone_leaves_the_requests_of_others(
     engines: list[RolloutEngine], expected: dict[str, list[Rollout]], seed: int
 ) -> None:
     class Broken(StreamingEngine):
@@ -226,7 +224,7 @@ def test_who_goes_alone_leaves_what_others_brought_to_others(
 
     async def work() -> list[Any]:
         fleet = Fleet(engines, seed)
-        fleet.streams[0] = Broken(engines[0])  # the one that steps this engine
+        fleet.streams[0] = Broken(engines[0])  # it steps this engine
         fleet.shards[0]._engine = StreamEngine(fleet.streams[0].generate, 6)
         await fleet.begin()
         made = await asyncio.gather(*(fleet.ask(i, r) for i, r in enumerate(six_prompts())))
@@ -236,8 +234,8 @@ def test_who_goes_alone_leaves_what_others_brought_to_others(
     assert_same(run(work()), expected["T=1"])
 
 
-def test_a_run_that_ends_with_an_empty_record_has_ended() -> None:
-    """vLLM aborts so."""
+def test_an_attempt_that_ends_with_an_empty_record_has_ended() -> None:
+    """vLLM reports an aborted request this way."""
 
     async def aborted(prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
         for tokens, reason in (([5, 6], None), ([], "abort")):
@@ -263,10 +261,8 @@ def test_a_run_that_ends_with_an_empty_record_has_ended() -> None:
     assert run(work()) == ({7: ([], [])}, {7: "abort"})
 
 
-def test_weights_arrive_when_nobody_races_and_nothing_begins_meanwhile(
-    engines: list[RolloutEngine], plain: RolloutEngine
-) -> None:
-    """Each token is what one of both policies says after the tokens before it, first the old one's, then the new one's."""
+def test_new_weights_end_races_and_hold_new_requests(engines: list[RolloutEngine], plain: RolloutEngine) -> None:
+    """Each token is sampled from one of the two policies: first the old one, then the new one."""
     old = load_file(STEP_ADDER / "model.safetensors")
     new = noisy(old, 1)
 
