@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafter processes of a run: starts, watches and restarts them. A rollout waits for them only at its start."""
+"""Drafter processes of a run: starts and watches them. A rollout waits for them only at its start."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,102 +12,13 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.run_sections import VllmConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, DrafterStatus
-from nemo_specrollout.remote.verifier.json_child import JsonChild
+from nemo_specrollout.remote.verifier.drafter_process import ANY_PORT, START_S, DrafterProcess, DrafterSpec
 
-HANG_S = 30.0
-"""Silence after which a process is killed, in seconds."""
-START_S = 600.0
-"""Longest time that a process may take to start, in seconds."""
-FIRST_PAUSE_S = 1.0
-"""Pause before a process is restarted, in seconds. It doubles with each end before the process has reported anything."""
-LONGEST_PAUSE_S = 60.0
 _WATCH_PERIOD_S = 0.5
-ANY_PORT = "tcp://127.0.0.1:0"
 CPU_KV_BYTES = 256 << 20
 """KV cache of a drafter on a CPU."""
 GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a drafter with the whole GPU takes."""
-
-
-class DrafterProcess:
-    """One drafter process, restarted at the same address when it ends or hangs. Call `watch` periodically.
-
-    States: starting, up, down (until its pause is over), stopped.
-    """
-
-    def __init__(self, spec: DrafterSpec) -> None:
-        self.spec = spec
-        self.num_restarts = 0
-        self.last_words = ""
-        """Last output of the process that ended most recently; empty before the first end."""
-        self.deaths: list[str] = []
-        """Last output of each process that has ended since the last `take_deaths`."""
-        self.status: DrafterStatus | None = None
-        """Latest report of the process; None until it has bound its address."""
-        self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
-        self._child: JsonChild | None = None
-        self._heard_s = 0.0
-        self._start()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None while no process exists."""
-        return None if self._child is None else self._child.pid
-
-    @property
-    def is_up(self) -> bool:
-        """Whether the process drafts."""
-        return self.status is not None and self.status.is_up
-
-    def watch(self) -> None:
-        """Kills a process that hangs, and restarts one that has ended."""
-        now_s = time.monotonic()
-        if self._child is not None:
-            silence_s = now_s - self._heard_s
-            if silence_s > (HANG_S if self.is_up else START_S):
-                self._child.kill()
-            if not self._child.has_ended:
-                return
-            self._bury(now_s)
-        if now_s >= self._resume_at_s:
-            self.num_restarts += 1
-            self._start()
-
-    def stop(self) -> None:
-        """Ends the process, which is not restarted."""
-        child, self._child, self._resume_at_s = self._child, None, float("inf")
-        if child is not None:
-            child.end()
-
-    def failure(self) -> str | None:
-        """Returns the last output of a process that ended before it was up; None otherwise."""
-        if self.is_up or self._child is None or not self._child.has_ended:
-            return None
-        return self._child.last_words()
-
-    def _start(self) -> None:
-        self._child = JsonChild("nemo_specrollout.remote.drafter.drafter_service", self.spec, {"OMP_NUM_THREADS": "1"})
-        self.status, self._heard_s = None, time.monotonic()
-        threading.Thread(target=self._listen, args=(self._child,), daemon=True).start()
-
-    def _listen(self, child: JsonChild) -> None:
-        """Reads the reports of a process until it ends. Runs in its own thread."""
-        for report in child.reports():
-            with contextlib.suppress(TypeError):
-                status = DrafterStatus(**report)
-                if child is self._child:
-                    self.status, self._heard_s = status, time.monotonic()
-                    self.spec = replace(self.spec, address=status.address)
-                    self._pause_s = FIRST_PAUSE_S
-
-    def _bury(self, now_s: float) -> None:
-        assert self._child is not None
-        self.last_words = self._child.last_words()
-        self.deaths.append(self.last_words)
-        self._child, self.status = None, None
-        self._resume_at_s = now_s + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class DrafterPool:
