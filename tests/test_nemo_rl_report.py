@@ -26,10 +26,8 @@ from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport, Write
 from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of
-from nemo_specrollout.reports.nemo_rl_page import MOST_ROWS, write_pages
-from nemo_specrollout.reports.nemo_rl_run import NemoRlRun, find_folder
-from nemo_specrollout.reports.nemo_rl_words import HOW_TO_READ
-from nemo_specrollout.reports.policy_lag import policy_lag
+from nemo_specrollout.reports.nemo_rl_page import HOW_TO_READ, MOST_ROWS, write_pages
+from nemo_specrollout.reports.nemo_rl_run import NemoRlRun, find_folder, policy_lag
 
 pytestmark = pytest.mark.unit
 

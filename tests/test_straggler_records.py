@@ -25,7 +25,7 @@ from nemo_specrollout.racing.responses import Attempt, Response
 from nemo_specrollout.racing.savings import Savings
 from nemo_specrollout.racing.timeline import Outcome, Span, SpanLog, Timeline, describe
 from nemo_specrollout.reports import charts, records
-from nemo_specrollout.reports.tail_panels import MOST_LANES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
+from nemo_specrollout.reports.tail_panels import MOST_ENGINES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
 from nemo_specrollout.scheduling.racing.drain import Assignment, drain, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 
@@ -213,7 +213,7 @@ def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
     assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MOST_ROWS + 3, 60)]
 
 
-@pytest.mark.parametrize("num_workers", [2, 6, 2 * MOST_LANES])
+@pytest.mark.parametrize("num_workers", [2, 6, 2 * MOST_ENGINES])
 def test_the_tail_s_chart_is_svg_and_repeatable(num_workers: int) -> None:
     lines = [timeline(num_workers=num_workers)]
     svg = charts.tail_chart(lines)
@@ -221,7 +221,7 @@ def test_the_tail_s_chart_is_svg_and_repeatable(num_workers: int) -> None:
     for word in ("worker 1: ngram", "saved 1.50 s, by estimate", "gave up", "beaten", "died", "moved", "request 3"):
         assert word in svg
     assert "diverged" not in svg, "a legend of what is there"
-    assert ("more workers are left out" in svg) == (num_workers > MOST_LANES)
+    assert ("more workers are left out" in svg) == (num_workers > MOST_ENGINES)
     assert charts.tail_chart([]) == "" and "by estimate" not in charts.tail_chart([timeline(saved_s=None)])
 
 

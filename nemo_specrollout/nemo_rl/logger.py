@@ -14,8 +14,7 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_bl
 from nemo_specrollout.nemo_rl.live_report import LiveReport
 from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
-from nemo_specrollout.reports.nemo_rl_run import PREFIX
-from nemo_specrollout.reports.policy_lag import policy_lag
+from nemo_specrollout.reports.nemo_rl_run import PREFIX, policy_lag
 
 _LINE = {
     "tokens_per_request_step": "{:.2f} tokens a request and step",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each panel of a chart looks: one function draws one pair of axes.
+"""Panels of charts: each function draws one pair of axes.
 
-The palette is Okabe and Ito's, which stays apart for colour-blind readers. A NaN is a gap in its line.
+The palette is Okabe and Ito's, whose colours differ for colour-blind readers too. A NaN is a gap in its line.
 """
 
 import math
@@ -31,7 +31,7 @@ BLUE, SKY, ORANGE, GREEN, PINK, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 INK, GREY, PALE = "#24292f", "#6e7781", "#d0d7de"
 DRAFTER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RED)
 PHASES = {"rollout": BLUE, "logprob": SKY, "train": "#8c959f", "refit": ORANGE, "verify": PINK}
-"""Parts of a step in the order that they are stacked; each is recorded as `<part>_s`."""
+"""Phases of a step in the order of the stack, with colours. Each is recorded as `<phase>_s`."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 8.5, "axes.titlesize": 8.5, "axes.titlelocation": "left", "axes.titlecolor": INK, "text.color": INK,
@@ -42,8 +42,11 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 FLOOR = 1e-9
-"""Where a log axis draws a zero."""
-MAX_COUNT_LABELS, MAX_MARKERS = 16, 40
+"""Height at which a log axis draws a zero."""
+MAX_COUNT_LABELS = 16
+"""Draft positions that get a label with their number of proposals."""
+MAX_MARKERS = 40
+"""Steps up to which a line has a marker for each step."""
 
 
 def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
@@ -79,9 +82,9 @@ def draw_time(ax: Axes, steps: Sequence[Record]) -> None:
 def stack_phases(
     ax: Axes, steps: Sequence[Record], phases: Mapping[str, str], most_bars: float = math.inf
 ) -> list[tuple[float, str, str]]:
-    """Stacks the seconds of each step's phases, bars, or areas above `most_bars` steps; the labels for `label_right`.
+    """Stacks the seconds of each step's phases, as bars or, above `most_bars` steps, as areas.
 
-    `phases`: name -> colour; each is recorded as `<name>_s`.
+    `phases` maps names to colours; each phase is recorded as `<name>_s`. Returns the labels for `label_right`.
     """
     over_steps(ax, steps, "Seconds of a step")
     at, base, labels = series(steps, "step"), np.zeros(len(steps)), []
@@ -120,7 +123,7 @@ def draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
 def draw_ratios(
     ax: Axes, steps: Sequence[Record], title: str, ratios: np.ndarray, overall: float, name: str = "all"
 ) -> None:
-    """Speedups of steps, and one that sums them up, with its `name`."""
+    """Draws the speedups of steps, and an overall speedup that is labelled `name`."""
     over_steps(ax, steps, title)
     ax.axhline(1, color=GREY, linewidth=1)
     ax.axhline(overall, color=BLUE, linewidth=1, linestyle=(0, (4, 3)))
@@ -181,7 +184,7 @@ def draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
 def draw_gaps(
     ax: Axes, steps: Sequence[Record], title: str, lines: Sequence[tuple[str, str, str]], alarm: float = math.nan
 ) -> None:
-    """Lines (name, key, colour) of differences on a log scale, and the bound above which they raise an alarm."""
+    """Draws lines (name, key, colour) of differences on a log scale, and the bound of an alarm."""
     over_steps(ax, steps, title)
     labels, at = [], series(steps, "step")
     for name, key, colour in lines:
@@ -225,7 +228,7 @@ def draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
 
 
 def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
-    """Ours in colours, what it is compared with in greys; labels at the right end."""
+    """Draws our modes in colours and the others in grey, each with its label at the right end."""
     modes = [m for m in dict.fromkeys(str(r["mode"]) for r in rows) if m != "plain"]
     own = [m for m in modes if m.startswith("ours")]
     batches = sorted({int(r["batch"]) for r in rows})
@@ -247,7 +250,7 @@ def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
 
 
 def _equality(row: Record) -> tuple[str, str]:
-    """Text and colour of a row's equality with plain."""
+    """Returns text and colour for a row's equality with plain decoding."""
     equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
     if not math.isfinite(equal + total):
         return "other samples" if "tokens_equal" in row else "", GREY
@@ -259,20 +262,20 @@ def _bench_colour(row: Record) -> str:
 
 
 def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
-    """Title and x axis of a panel that has a value for each step."""
+    """Sets title and x axis of a panel with a value for each step."""
     at = series(steps, "step")
     ax.set(title=title, xlabel="step", xlim=(at[0] - 0.6, at[-1] + 0.6))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
 def line_format(steps: Sequence[Record]) -> str:
-    """A line's format: single steps are worth a marker as long as they can be told apart."""
+    """Returns the format of a line, with markers if there are few enough steps."""
     return "o-" if len(steps) <= MAX_MARKERS else "-"
 
 
 def label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Write (y, text, colour) labels to the right of the data, moved apart where they would overlap."""
-    ax.autoscale_view()  # limits are otherwise settled only when drawing
+    """Writes labels (y, text, colour) to the right of the data, and moves them apart where they would overlap."""
+    ax.autoscale_view()  # otherwise the limits are computed only when the figure is drawn
     to_axes = ax.transData + ax.transAxes.inverted()
     line = 11 / (ax.bbox.height * 72 / ax.figure.dpi)
     previous = -math.inf
@@ -291,13 +294,15 @@ def _short(count: int) -> str:
 
 
 def drafter_colour(index: int) -> str:
+    """Returns the colour of a run's drafter number `index`."""
     return DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)]
 
 
 def light(colour: str) -> str:
+    """Returns a lighter colour."""
     return to_hex(tuple(0.4 * c + 0.6 for c in to_rgb(colour)))  # type: ignore[arg-type]
 
 
 def dark(colour: str) -> str:
-    """The colour for text, which needs more contrast than a filled shape."""
+    """Returns a darker colour for text, which needs more contrast than a filled shape."""
     return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]

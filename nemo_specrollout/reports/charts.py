@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which charts a run and a bench have: SVG text for the report, files for the rest.
+"""Charts of local runs and benchmarks: SVG text for the report, and files.
 
-They are drawn from the recorded numbers alone. A chart without a single number is the empty string.
+They are drawn from the recorded numbers alone. A chart without a number is the empty string.
 """
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,21 +45,34 @@ from nemo_specrollout.reports.records import (
     speedups,
     whole_trace,
 )
-from nemo_specrollout.reports.tail_panels import draw_lanes, draw_requests, num_lanes, shown_requests, shown_timeline
+from nemo_specrollout.reports.tail_panels import (
+    draw_engines,
+    draw_requests,
+    num_shown_engines,
+    shown_requests,
+    shown_timeline,
+)
+
+DPI = 150
+"""Pixels per inch of PNG files."""
+PANELS_IN_ROW = 3
+"""Panels in a row of a picture."""
+Draw = Callable[[Axes, Any], None]
+"""Function that draws data into a pair of axes."""
 
 
 def reward_chart(steps: Sequence[Record]) -> str:
-    """Mean reward of each step."""
+    """Returns the chart of the mean reward of each step."""
     return svg_chart("reward", (4.4, 2.3), steps, draw_reward) if has_any(steps, "reward") else ""
 
 
 def time_chart(steps: Sequence[Record]) -> str:
-    """Seconds of each step by what they went to."""
+    """Returns the chart of the seconds of each step by phase."""
     return svg_chart("time", (4.4, 2.6), steps, draw_time) if has_any(steps, *(f"{p}_s" for p in PHASES)) else ""
 
 
 def speedup_chart(steps: Sequence[Record]) -> str:
-    """Rollout seconds of each step, measured and by the plain estimate, and their ratio."""
+    """Returns the chart of the rollout seconds of each step, measured and by the plain estimate, and of their ratio."""
     if not has_any(steps, "rollout_s"):
         return ""
     panels = (draw_seconds, draw_speedup) if np.isfinite(speedups(steps)).any() else (draw_seconds,)
@@ -66,18 +80,18 @@ def speedup_chart(steps: Sequence[Record]) -> str:
 
 
 def acceptance_chart(steps: Sequence[Record]) -> str:
-    """Share of a run's draft tokens that were accepted, by position in the draft and by drafter."""
+    """Returns the chart of the accepted share of draft tokens, by position in the draft and by drafter."""
     totals = acceptance_totals(steps)
     return svg_chart("acceptance", (4.4, 2.6), totals, draw_acceptance) if totals else ""
 
 
 def head_chart(steps: Sequence[Record]) -> str:
-    """How the drafts of a head that is refreshed fare, and what the refreshes cost."""
+    """Returns the chart of a refreshed head: the accepted share of its drafts, and the time of the refreshes."""
     return svg_chart("head", (9.0, 2.3), steps, draw_head_acceptance, draw_head_cost) if has_head(steps) else ""
 
 
 def drain_chart(trace: Record) -> str:
-    """Running requests of one rollout over time, and beneath them the draft tokens of each engine step."""
+    """Returns the chart of one rollout over time: running requests, and below them the draft tokens of each engine step."""
     whole = whole_trace(trace)
     if not can_drain(whole):
         return ""
@@ -87,53 +101,73 @@ def drain_chart(trace: Record) -> str:
 
 
 def tail_chart(timelines: Sequence[Record]) -> str:
-    """Workers and requests of the rollout in which moves and races saved most: who had what when, and how that ended."""
+    """Returns the chart of engines and requests over time, for the rollout in which moves and races saved most."""
     shown = shown_timeline(timelines)
     if shown is None:
         return ""
-    heights = 0.5 + 0.36 * num_lanes(shown), 0.9 + 0.2 * len(shown_requests(shown["spans"]))
-    return svg_chart("tail", (9.0, sum(heights)), shown, draw_lanes, draw_requests, heights=heights)
+    heights = 0.5 + 0.36 * num_shown_engines(shown), 0.9 + 0.2 * len(shown_requests(shown["spans"]))
+    return svg_chart("tail", (9.0, sum(heights)), shown, draw_engines, draw_requests, heights=heights)
 
 
 def gap_chart(steps: Sequence[Record]) -> str:
-    """Absolute difference between the engine's and the trainer's log-probs, on a log scale."""
+    """Returns the chart of the absolute difference between the engine's and the trainer's log-probs, on a log scale."""
     return (
         svg_chart("gap", (4.4, 2.3), steps, draw_gap) if has_any(steps, "logprob_gap.max", "logprob_gap.mean") else ""
     )
 
 
 def bench_chart(rows: Sequence[Record], path: Path) -> None:
-    """Speedup over plain of each row of a `bench.json`; saved as PNG and as SVG, whatever suffix `path` has."""
+    """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
     _save_panel(path, (8.0, 0.9 + 0.3 * len(rows)), draw_bench, rows)
 
 
 def running_chart(rows: Sequence[Record], path: Path) -> None:
-    """Draws speedup over plain by running requests, a line for each row of a `bench_constant.json`; PNG and SVG."""
+    """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
     _save_panel(path, (8.0, 4.2), draw_running, rows)
 
 
 def run_picture(run_dir: Path, path: Path) -> None:
-    """Writes a run in one PNG of 1200 x 420 pixels: reward, rollout speedup and the drain of the last batch."""
+    """Writes a local run in one PNG: reward, rollout speedup and the drain of the last batch."""
     steps, traces = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "trace.jsonl")
+    panels: list[tuple[Draw, Any]] = []
+    if steps:
+        if has_any(steps, "reward"):
+            panels.append((draw_reward, steps))
+        panels.append((draw_speedup if np.isfinite(speedups(steps)).any() else draw_seconds, steps))
+        if traces and can_drain(whole := whole_trace(traces[-1])):
+            panels.append((draw_drain, whole))
+    save_picture(panels, path)
+
+
+def save_picture(panels: Sequence[tuple[Draw, Any]], path: Path) -> None:
+    """Writes panels, each a function and its data, as a PNG with three panels in a row.
+
+    The PNG is 1200 pixels wide and 420 pixels high for each row. Without panels it says that no step has finished.
+    """
+    num_rows = max(1, math.ceil(len(panels) / PANELS_IN_ROW))
     with matplotlib.rc_context(STYLE):
-        figure = Figure((8.0, 2.8), layout=ConstrainedLayoutEngine(wspace=0.06))
+        figure = Figure((8.0, 2.8 * num_rows), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.08))
         FigureCanvasAgg(figure)
-        if steps:
-            _draw_picture(figure, steps, traces)
+        if panels:
+            axes = figure.subplots(num_rows, min(len(panels), PANELS_IN_ROW), squeeze=False).ravel()
+            for ax, (draw, data) in zip(axes, panels, strict=False):
+                draw(ax, data)
+            for ax in axes[len(panels) :]:
+                ax.set_axis_off()
         else:
             figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
         with replacing_file(path) as temporary:
-            figure.savefig(temporary, dpi=150, format="png")
+            figure.savefig(temporary, dpi=DPI, format="png")
 
 
-def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any], None], data: Any) -> None:
+def _save_panel(path: Path, size: tuple[float, float], draw: Draw, data: Any) -> None:
     """Saves one panel as PNG and as SVG."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
         figure = Figure(size, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure.subplots(), data)
         for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=150)
+            figure.savefig(path.with_suffix(suffix), dpi=DPI)
 
 
 def has_any(steps: Sequence[Record], *keys: str) -> bool:
@@ -145,11 +179,14 @@ def svg_chart(
     name: str,
     size: tuple[float, float],
     data: Any,
-    *draw: Callable[[Axes, Any], None],
+    *draw: Draw,
     heights: Sequence[float] = (),
 ) -> str:
-    """SVG with a panel for each of `draw`, side by side, or of such heights one below the other; its ids start with `name`, so
-    that several charts can share a page."""
+    """Returns an SVG of `size` inches with a panel for each of `draw`.
+
+    The panels are side by side, or one below the other with relative `heights`. All ids start with `name`, so that several
+    charts can share a page.
+    """
     shape = (len(draw), 1) if heights else (1, len(draw))
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(size, layout="constrained")
@@ -163,16 +200,3 @@ def svg_chart(
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
     svg = buffer.getvalue()
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg[svg.index("<svg") :])
-
-
-def _draw_picture(figure: Figure, steps: Sequence[Record], traces: Sequence[Record]) -> None:
-    reward, speedup, drain = figure.subplots(1, 3)
-    if has_any(steps, "reward"):
-        draw_reward(reward, steps)
-    else:
-        reward.set_axis_off()
-    (draw_speedup if np.isfinite(speedups(steps)).any() else draw_seconds)(speedup, steps)
-    if traces and can_drain(whole := whole_trace(traces[-1])):
-        draw_drain(drain, whole)
-    else:
-        drain.set_axis_off()

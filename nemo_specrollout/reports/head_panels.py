@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report shows of a draft head that is refreshed while the run goes on: how its drafts fare, and what that costs."""
+"""Panels and summary of a draft head that is refreshed during a run: acceptance of its drafts, and cost."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,21 @@ from nemo_specrollout.reports.records import Record, number, series
 
 
 def has_head(steps: Sequence[Record]) -> bool:
-    """Whether the run refreshed a head, or could have."""
+    """Returns whether the run's head may be refreshed."""
     return any("draft_refresh" in step for step in steps)
 
 
 def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
-    """(step, `draft_refresh`) of each step after which a head was trained."""
+    """Returns step and `draft_refresh` of each step after which a head was trained."""
     return [(s["step"], s["draft_refresh"]) for s in steps if number(s, "draft_refresh.refresh_s") >= 0]
 
 
 def head_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Figures of a whole run for `summary.json`: refreshes, those published, their seconds and share of the run's time, and
-    the share of the rollouts that keeping features took."""
+    """Returns the figures of a run's heads for `summary.json`.
+
+    They are the number of refreshes and of published heads, and the seconds of the refreshes and their share of the run.
+    The last is the share of the rollouts' time that keeping features took.
+    """
     if not has_head(steps):
         return {}
     training_s, capture_s = (np.nansum(series(steps, f"draft_refresh.{k}")) for k in ("refresh_s", "capture_s"))
@@ -41,7 +44,7 @@ def head_summary(steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def head_acceptance(steps: Sequence[Record]) -> np.ndarray:
-    """Of each step, the share of the head's drafts that were accepted; NaN where none was verified."""
+    """Returns the accepted share of the head's drafts of each step, or NaN if none was verified."""
     shares = []
     for step in steps:
         counts = [c for name, c in (step.get("acceptance") or {}).items() if name in MODEL_DRAFTERS]
@@ -51,12 +54,12 @@ def head_acceptance(steps: Sequence[Record]) -> np.ndarray:
 
 
 def _seconds(steps: Sequence[Record]) -> np.ndarray:
-    """Of each step, without refreshes."""
+    """Returns the seconds of each step without refreshes."""
     return np.sum([np.nan_to_num(series(steps, f"{phase}_s")) for phase in PHASES], axis=0)
 
 
 def draw_head_acceptance(ax: Axes, steps: Sequence[Record]) -> None:
-    """The head's accepted share over the run; a dot where a new head came into service, a cross where one was refused."""
+    """Draws the accepted share over the run, with a dot for a published head and a cross for a refused one."""
     at, shares = series(steps, "step"), head_acceptance(steps)
     over_steps(ax, steps, "Accepted of the head's drafts")
     ax.set_ylim(0, 1)
@@ -70,7 +73,7 @@ def draw_head_acceptance(ax: Axes, steps: Sequence[Record]) -> None:
 
 
 def draw_head_cost(ax: Axes, steps: Sequence[Record]) -> None:
-    """Share of the run's time so far that training heads took."""
+    """Draws the share of the run's time so far that training heads took."""
     at = series(steps, "step")
     training_s = np.nan_to_num(series(steps, "draft_refresh.refresh_s")).cumsum()
     share = training_s / np.maximum(_seconds(steps).cumsum() + training_s, 1e-9)

@@ -1,72 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which charts a run in NeMo-RL has. A chart without a single number is left out."""
+"""Charts and picture of a run in NeMo-RL. Panels without a number are left out."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from nemo_specrollout.config.files import replacing_file
-from nemo_specrollout.reports import nemo_rl_panels as panels
-from nemo_specrollout.reports.chart_panels import GREY, STYLE, draw_acceptance, draw_reward
-from nemo_specrollout.reports.charts import has_any, svg_chart
+from nemo_specrollout.reports.chart_panels import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PHASES,
+    PINK,
+    RED,
+    drafter_colour,
+    draw_acceptance,
+    draw_gaps,
+    draw_ratios,
+    draw_reward,
+    label_right,
+    line_format,
+    over_steps,
+    stack_phases,
+)
+from nemo_specrollout.reports.charts import DPI, has_any, save_picture, svg_chart
 from nemo_specrollout.reports.head_panels import draw_head_acceptance, head_acceptance
 from nemo_specrollout.reports.nemo_rl_run import NemoRlRun
-from nemo_specrollout.reports.records import Record, acceptance_totals
+from nemo_specrollout.reports.records import Record, acceptance_totals, series
 
 HALF, WHOLE = (4.4, 2.5), (9.0, 2.3)
-PICTURE_PANELS, DPI = 6, 150
+"""Sizes of charts with one and with two panels, inches."""
+MOST_BARS = 120
+"""Steps up to which the phases of a step are drawn as bars."""
+MOST_PICTURE_PANELS = 6
+STEP_PHASES = {
+    "generation": PHASES["rollout"],
+    "logprob": PHASES["logprob"],
+    "train": PHASES["train"],
+    "refit": PHASES["refit"],
+    "validation": PINK,
+    "checkpoint": GREEN,
+    "other": PALE,
+}
+"""Phases of a step in the order of the stack, with colours. Each is recorded as `<phase>_s`."""
+CHARTS = {
+    "Reward": ("reward",),
+    "Loss": ("loss",),
+    "Speculation": ("speedup", "tokens"),
+    "Where a step's time goes": ("time",),
+    "Share of generation": ("share",),
+    "Acceptance by position": ("positions",),
+    "Acceptance, step by step": ("acceptance",),
+    "Engine against trainer": ("gap",),
+    "Staleness": ("staleness",),
+    "Draft head": ("head_acceptance", "head_age"),
+    "The tail": ("moves", "saved"),
+    "Remote drafters": ("drafts_in_time", "run_ahead"),
+}
+"""Charts in the order of the page: title -> names of panels."""
+PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap", "share")
+"""Panels of the picture, the most important first."""
 Draw = Callable[[Axes, Sequence[Record]], None]
 
 
-def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, bool]]:
-    """Yields title, SVG, and whether the chart is as wide as the page, in the order of the page."""
-    yield from _charts(run, HALF, {"Reward": _reward(run), "Loss": _loss(run)})
-    yield from _charts(run, WHOLE, {"Speculation": [*_speedup(run), *_tokens(run)]})
-    yield from _charts(run, HALF, {"Where a step's time goes": _time(run), "Share of generation": _share(run)})
-    if totals := acceptance_totals(run.steps):
-        yield "Acceptance by position", svg_chart("positions", HALF, totals, draw_acceptance), False
-    half = {
-        "Acceptance, step by step": _acceptance(run),
-        "Engine against trainer": _gap(run),
-        "Staleness": _staleness(run),
-    }
-    yield from _charts(run, HALF, half)
-    yield from _charts(
-        run, WHOLE, {"Draft head": _head(run), "The tail": _tail(run), "Remote drafters": _drafter_stats(run)}
+@dataclass(frozen=True)
+class LinePanel:
+    """Draws lines over the steps, each with its label at its end."""
+
+    title: str
+    lines: Sequence[tuple[str, str, str]]
+    """Label, key of the step and colour of each line. A label may contain the line's {last}, {mean} and {total}."""
+
+    floor: float | None = None
+    """Lower end of the y axis, or None to fit the lines."""
+
+    top: float = math.nan
+    """Least upper end of the y axis, if it has a floor."""
+
+    level: float | None = None
+    """Height of a grey line across the panel."""
+
+    is_share: bool = False
+    """Whether the values are shares of a whole, shown in per cent."""
+
+    is_count: bool = False
+    """Whether the y axis has whole numbers only."""
+
+    def __call__(self, ax: Axes, steps: Sequence[Record]) -> None:
+        over_steps(ax, steps, self.title)
+        labels, highest = [], self.top
+        for label, key, colour in self.lines:
+            values = series(steps, key)
+            known = values[np.isfinite(values)]
+            if len(known):
+                ax.plot(series(steps, "step"), values, line_format(steps), color=colour)
+                text = label.format(last=known[-1], mean=known.mean(), total=known.sum())
+                labels.append((float(known[-1]), text, colour))
+                highest = float(np.nanmax([highest, known.max() * 1.08]))
+        if self.is_share:
+            ax.set_ylim(0, 1.02)
+            ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        elif self.floor is not None:
+            ax.set_ylim(self.floor, highest if highest > self.floor else self.floor + 1)
+        label_right(ax, labels)
+        if self.is_count:
+            ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        if self.level is not None:
+            ax.axhline(self.level, color=GREY, linewidth=1)
+
+
+LINE_PANELS = {
+    "loss": LinePanel("Loss of a step", [("{last:.2g}", "loss", BLUE)], level=0),
+    "tokens": LinePanel(
+        "Tokens a request gains in a step",
+        [("tokens", "tokens_per_request_step", BLUE), ("drafts", "draft_tokens_per_request_step", ORANGE)],
+        floor=0,
+        level=1,
+    ),
+    "share": LinePanel("Of a step's seconds", [("mean {mean:.0%}", "generation_share", BLUE)], is_share=True),
+    "staleness": LinePanel(
+        "Training steps behind",
+        [
+            ("oldest", "policy_lag_max", GREY),
+            ("mean", "policy_lag_mean", BLUE),
+            ("trained on", "avg_trajectory_age", ORANGE),
+        ],
+        floor=0,
+        top=1.2,
+        is_count=True,
+    ),
+    "head_age": LinePanel("Age of the head (policy versions)", [("oldest", "head_age", BLUE)], floor=0, is_count=True),
+    "moves": LinePanel(
+        "Requests that moved, or were raced",
+        [
+            ("moves", "tail/moves", BLUE),
+            ("races", "tail/races", ORANGE),
+            ("won by racer", "tail/won_by_racer", GREEN),
+        ],
+        floor=0,
+        is_count=True,
+    ),
+    "saved": LinePanel("Seconds saved in a step, by estimate", [("all {total:.3g} s", "tail/saved_s", BLUE)], level=0),
+    "drafts_in_time": LinePanel(
+        "Drafts in time, and wasted",
+        [("in time", "draft_occupancy", BLUE), ("wasted", "draft_waste", RED)],
+        is_share=True,
+    ),
+    "run_ahead": LinePanel("Drafts at hand, per request and step", [("tokens", "draft_run_ahead", BLUE)], floor=0),
+}
+"""Panels with lines that do not depend on the run's block or drafters."""
+
+
+def panels_of(run: NemoRlRun) -> dict[str, Draw]:
+    """Returns the panels for which the run has numbers, by name."""
+    acceptance = LinePanel(
+        "Accepted of a drafter's tokens",
+        [(name, f"{name}/acceptance", drafter_colour(i)) for i, name in enumerate(run.drafters)],
+        is_share=True,
     )
+    lines = {**LINE_PANELS, "acceptance": acceptance}
+    panels: dict[str, tuple[Draw, bool]] = {
+        name: (panel, has_any(run.steps, *(key for _, key, _ in panel.lines))) for name, panel in lines.items()
+    }
+    is_stale = any(run.most(key) > 0 for key in ("policy_lag_max", "avg_trajectory_age"))
+    panels["staleness"] = (LINE_PANELS["staleness"], is_stale)
+    totals = acceptance_totals(run.steps)
+    has_refreshed_head = has_any(run.steps, "head_age", "heads_published", "draft_refresh.refresh_s")
+    panels |= {
+        "reward": (draw_reward, has_any(run.steps, "reward")),
+        "speedup": (_draw_speedup, has_any(run.steps, "speedup_estimate")),
+        "time": (_draw_time, has_any(run.steps, "step_s")),
+        "positions": (lambda ax, steps: draw_acceptance(ax, totals), bool(totals)),
+        "gap": (partial(_draw_gap, bound=run.alarm_bound), has_any(run.steps, "logprob_gap.mean", "gen_kl_error")),
+        "head_acceptance": (
+            draw_head_acceptance,
+            has_refreshed_head and bool((head_acceptance(run.steps) >= 0).any()),
+        ),
+    }
+    return {name: draw for name, (draw, has_numbers) in panels.items() if has_numbers}
+
+
+def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, bool]]:
+    """Yields title and SVG of each chart, and whether it is as wide as the page, in the order of the page."""
+    panels = panels_of(run)
+    for title, names in CHARTS.items():
+        shown = [panels[name] for name in names if name in panels]
+        if shown:
+            id_prefix = "".join(letter for letter in title.lower() if letter.isalpha())
+            is_wide = len(shown) > 1
+            yield title, svg_chart(id_prefix, WHOLE if is_wide else HALF, run.steps, *shown), is_wide
 
 
 def picture(run: NemoRlRun, path: Path) -> None:
-    """Writes a run in one PNG, three panels in a row and two rows at most: 1200 pixels wide, 420 high for each row."""
-    chosen = [*_reward(run), *_speedup(run), *_time(run), *_tokens(run), *_acceptance(run), *_gap(run), *_share(run)]
-    chosen = chosen[:PICTURE_PANELS]
-    with matplotlib.rc_context(STYLE):
-        num_rows = -(-len(chosen) // 3) or 1
-        figure = Figure((8.0, 2.8 * num_rows), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.08))
-        FigureCanvasAgg(figure)
-        if chosen:
-            axes = figure.subplots(num_rows, min(len(chosen), 3), squeeze=False).ravel()
-            for ax, draw in zip(axes, chosen, strict=False):
-                draw(ax, run.steps)
-            for ax in axes[len(chosen) :]:
-                ax.set_axis_off()
-        else:
-            figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
-        with replacing_file(path) as temporary:
-            figure.savefig(temporary, dpi=DPI, format="png")
+    """Writes the run in one PNG with at most two rows of three panels."""
+    panels = panels_of(run)
+    chosen = [panels[name] for name in PICTURE if name in panels][:MOST_PICTURE_PANELS]
+    save_picture([(draw, run.steps) for draw in chosen], path)
 
 
 def figure_of(path: Path) -> Figure:
-    """Returns the picture at `path` as a figure of the same pixels, for loggers that take figures.
+    """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
-    Weights & Biases turns a figure without an image into a chart of its own, which lacks much of it.
+    Weights & Biases turns a figure without an image into a chart of its own, which lacks much of the figure.
     """
     pixels = imread(path)
     figure = Figure((pixels.shape[1] / DPI, pixels.shape[0] / DPI), dpi=DPI)
@@ -77,70 +222,15 @@ def figure_of(path: Path) -> Figure:
     return figure
 
 
-def _charts(run: NemoRlRun, size: tuple[float, float], of: dict[str, list[Draw]]) -> Iterator[tuple[str, str, bool]]:
-    """Those that have a panel. A wide chart with one panel is narrowed to that."""
-    for title, draw in of.items():
-        if draw:
-            is_wide = len(draw) > 1
-            name = "".join(letter for letter in title.lower() if letter.isalpha())
-            yield title, svg_chart(name, size if is_wide else HALF, run.steps, *draw), is_wide
+def _draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
+    ratios = series(steps, "speedup_estimate")
+    draw_ratios(ax, steps, "Decoding speedup, by estimate (x)", ratios, float(np.nanmean(ratios)), "mean")
 
 
-def _if_any(run: NemoRlRun, draw: Draw, *keys: str) -> list[Draw]:
-    return [draw] if has_any(run.steps, *keys) else []
+def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
+    label_right(ax, stack_phases(ax, steps, STEP_PHASES, MOST_BARS))
 
 
-def _reward(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, draw_reward, "reward")
-
-
-def _loss(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, panels.draw_loss, "loss")
-
-
-def _speedup(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, panels.draw_speedup_estimate, "speedup_estimate")
-
-
-def _tokens(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, panels.draw_tokens, "tokens_per_request_step")
-
-
-def _time(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, panels.draw_step_time, "step_s")
-
-
-def _share(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, panels.draw_generation_share, "generation_share")
-
-
-def _acceptance(run: NemoRlRun) -> list[Draw]:
-    draw = partial(panels.draw_acceptance_of, names=run.drafters)
-    return _if_any(run, draw, *(f"{name}/acceptance" for name in run.drafters))
-
-
-def _gap(run: NemoRlRun) -> list[Draw]:
-    return _if_any(run, partial(panels.draw_differences, bound=run.alarm_bound), "logprob_gap.mean", "gen_kl_error")
-
-
-def _staleness(run: NemoRlRun) -> list[Draw]:
-    """Of a run that is ever off its own policy."""
-    is_off = any(run.most(key) > 0 for key in ("policy_lag_max", "avg_trajectory_age"))
-    return [panels.draw_staleness] if is_off else []
-
-
-def _head(run: NemoRlRun) -> list[Draw]:
-    """Of a head that is refreshed, or could have been."""
-    if not has_any(run.steps, "head_age", "heads_published", "draft_refresh.refresh_s"):
-        return []
-    drafts = (head_acceptance(run.steps) >= 0).any()
-    return [*([draw_head_acceptance] if drafts else []), *_if_any(run, panels.draw_head_age, "head_age")]
-
-
-def _tail(run: NemoRlRun) -> list[Draw]:
-    return [*_if_any(run, panels.draw_moves, "tail/moves"), *_if_any(run, panels.draw_saved, "tail/saved_s")]
-
-
-def _drafter_stats(run: NemoRlRun) -> list[Draw]:
-    keys = ("draft_occupancy", "draft_waste")
-    return [*_if_any(run, panels.draw_supply, *keys), *_if_any(run, panels.draw_run_ahead, "draft_run_ahead")]
+def _draw_gap(ax: Axes, steps: Sequence[Record], bound: float) -> None:
+    lines = (("KL error", "gen_kl_error", ORANGE), ("gap", "logprob_gap.mean", BLUE))
+    draw_gaps(ax, steps, "Log-prob gap and KL error (nats a token)", lines, bound)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`report.html` and `picture.png` of a run in NeMo-RL, made from its `<log_dir>/specrollout` alone."""
+"""Writes `report.html` and `picture.png` of a run in NeMo-RL from the records in its `<log_dir>/specrollout`."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import yaml
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.reports.charts import has_any
 from nemo_specrollout.reports.head_panels import refreshes
 from nemo_specrollout.reports.nemo_rl_charts import charts_of, picture
 from nemo_specrollout.reports.nemo_rl_run import NemoRlRun
-from nemo_specrollout.reports.nemo_rl_words import COLUMNS, HOW_TO_READ, TITLES
 from nemo_specrollout.reports.page import (
     alarm_list,
     card,
@@ -29,13 +29,77 @@ from nemo_specrollout.reports.page import (
 from nemo_specrollout.reports.records import Record, naming_damage, number, reward_window, series
 
 MOST_ROWS = 200
-"""Rows of a table, and alarms in the list: a run in NeMo-RL may have thousands of steps."""
+"""Rows of a table, and alarms in the list. A run in NeMo-RL may have thousands of steps."""
+COLUMNS = {
+    "Steps": {
+        "step": ("step", "d"),
+        "reward": ("reward", ".3f"),
+        "loss": ("loss", ".4f"),
+        "step<br>s": ("step_s", ".1f"),
+        "generation<br>s": ("generation_s", ".1f"),
+        "<br>share": ("generation_share", ".0%"),
+        "log-prob<br>s": ("logprob_s", ".1f"),
+        "train<br>s": ("train_s", ".1f"),
+        "refit<br>s": ("refit_s", ".1f"),
+        "log-prob<br>gap": ("logprob_gap.mean", ".1e"),
+        "KL<br>error": ("gen_kl_error", ".1e"),
+        "steps<br>behind": ("policy_lag_mean", ".2f"),
+        "<br>trained on": ("avg_trajectory_age", ".2f"),
+        "response<br>tokens": ("mean_gen_tokens_per_sample", ".1f"),
+    },
+    "Engines": {
+        "step": ("step", "d"),
+        "speedup<br>est. x": ("speedup_estimate", ".2f"),
+        "tokens<br>a step": ("tokens_per_request_step", ".2f"),
+        "drafts<br>a step": ("draft_tokens_per_request_step", ".2f"),
+        "engine<br>steps": ("engine_steps", ",d"),
+        "with<br>drafts": ("steps_with_drafts", ".0%"),
+        "decode<br>engine s": ("decode_s", ".2f"),
+        "our host<br>engine s": ("draft_host_s", ".3f"),
+        "refits": ("weight_updates", ".3g"),
+        "seeds<br>derived": ("seeds_derived", ",d"),
+        "<br>made up": ("seeds_made_up", ",d"),
+        "head<br>age": ("head_age", "d"),
+        "moves": ("tail/moves", "d"),
+        "races": ("tail/races", "d"),
+        "saved<br>est. s": ("tail/saved_s", "+.2f"),
+        "drafters<br>ready": ("drafters_ready", "d"),
+        "drafts<br>in time": ("draft_occupancy", ".0%"),
+    },
+}
+"""Tables: title -> columns, each a heading (HTML) with the key of the step and a format."""
+
+HOW_TO_READ = {
+    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the bold line, a "
+    "running mean.",
+    "Loss": "The policy loss of a step, as NeMo-RL logs it.",
+    "Speculation": "Left: estimated seconds without drafts over measured seconds, from the step times of the engines. Right: "
+    "tokens that a request gains in an engine step, which is 1 without speculation, and drafts that are verified in the step.",
+    "Where a step's time goes": "NeMo-RL's timers, each bar a step; labels are means. Speculation shortens the blue part "
+    "only, which in asynchronous GRPO is the time for which the trainer waits.",
+    "Share of generation": "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for "
+    "which it waits.",
+    "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
+    "own token; small counts are noisy.",
+    "Acceptance, step by step": "Of each drafter's tokens, the share that equalled the policy's own token.",
+    "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's. A jump means that a "
+    "refit went wrong. Above the dashed line an alarm is raised.",
+    "Staleness": "Training steps by which the policy that began a sample lags behind the trained one: for the samples that "
+    "ended in a step and, by NeMo-RL's count, for the samples that the step was trained on.",
+    "Draft head": "A head knows one policy, and the policy moves: acceptance falls until a refreshed head is published. A "
+    "head that is not better than the one in service is refused.",
+    "The tail": "When an engine runs out of requests, requests of other engines move to it or are raced. All racers make the "
+    "same tokens, so the first to end delivers the response.",
+    "Remote drafters": "In time: share of the request steps with a draft, of those that wanted one. Wasted: share of all "
+    "drafts without use. Drafts at hand: at most as many as one step may take.",
+}
+"""Explanation of each chart."""
 
 
 def write_pages(folder: Path) -> tuple[Path, Path]:
-    """Writes both into `folder` and returns their paths; a reader never sees half a file.
+    """Writes report and picture into `folder`, each atomically, and returns their paths.
 
-    Raises OSError, ConfigError for records that are damaged.
+    Raises ConfigError for damaged records, and OSError.
     """
     report, image = folder / "report.html", folder / "picture.png"
     with naming_damage(folder, "metrics.jsonl, timing.jsonl or samples.jsonl"):
@@ -59,10 +123,10 @@ def _status(run: NemoRlRun) -> str:
 
 
 def _cards(run: NemoRlRun) -> Iterator[str]:
-    """Those that have a figure, and the alarms."""
+    """Yields the cards for which the run has numbers, and the card of alarms."""
     yield from _speed_cards(run)
     yield from _training_cards(run)
-    yield from _worker_cards(run)
+    yield from _engine_cards(run)
     num_alarms = len(run.alarms)
     listed = "listed below" if num_alarms <= MOST_ROWS else f"the last {MOST_ROWS} are listed below"
     note, kind = (listed, "bad") if num_alarms else ("none raised", "")
@@ -99,7 +163,7 @@ def _training_cards(run: NemoRlRun) -> Iterator[str]:
         yield card("Staleness", in_digits(begun, ".2f"), note)
 
 
-def _worker_cards(run: NemoRlRun) -> Iterator[str]:
+def _engine_cards(run: NemoRlRun) -> Iterator[str]:
     published, refused = run.total("heads_published"), run.total("heads_refused")
     if published + refused > 0:
         yield card("Draft heads", f"{published:.0f} of {published + refused:.0f}", "judged heads were published")
@@ -107,22 +171,22 @@ def _worker_cards(run: NemoRlRun) -> Iterator[str]:
     if math.isfinite(moves):
         note = f"estimate; moves: {moves:.0f}, races: {in_digits(races, 'd')}"
         yield card("Saved in the tail", in_digits(saved_s, "+.1f", " s"), note)
-    if supplied := [step for step in run.steps if number(step, "drafters") > 0]:
-        yield _supply_card(run, supplied[-1])
+    if drafted := [step for step in run.steps if number(step, "drafters") > 0]:
+        yield _drafters_card(run, drafted[-1])
     if (made_up := run.total("seeds_made_up")) > 0:
         yield card("Seeds made up", f"{made_up:,.0f}", "requests without a seed, whose engine is part of it")
 
 
-def _supply_card(run: NemoRlRun, last: Record) -> str:
+def _drafters_card(run: NemoRlRun, last: Record) -> str:
     ready, named = number(last, "drafters_ready"), number(last, "drafters")
-    supply = last.get("draft_supply", {})
+    stats = last.get("draft_supply", {})
     in_time = in_digits(run.mean("draft_occupancy"), ".0%")
-    note = f"drafters answer; drafts in time {in_time}; bottleneck: {supply.get('bottleneck') or 'not known'}"
+    note = f"drafters answer; drafts in time {in_time}; bottleneck: {stats.get('bottleneck') or 'not known'}"
     return card("Remote drafters", f"{in_digits(ready, 'd')} of {named:.0f}", note, "bad" * (ready < named))
 
 
 def _charts(run: NemoRlRun) -> Iterator[str]:
-    """Narrow ones side by side, two that follow one another."""
+    """Yields the sections of charts. Narrow charts that follow one another share a row, two at a time."""
     narrow: list[str] = []
     for title, svg, is_wide in charts_of(run):
         section = chart(title, svg, HOW_TO_READ[title])
@@ -145,18 +209,14 @@ def _with_refreshes(run: NemoRlRun, section: str) -> str:
 def _tables(run: NemoRlRun) -> Iterable[str]:
     shown = run.steps[-MOST_ROWS:]
     which = f", the last {MOST_ROWS} of {len(run.steps)} steps" if len(shown) < len(run.steps) else ", step by step"
-    for title in TITLES:
-        columns = {h: c for h, c in COLUMNS[title].items() if c[0] == "step" or _has(shown, c[0])}
-        if len(columns) > 1:
-            yield table(title + which, columns, shown, _is_bad)
+    for title, columns in COLUMNS.items():
+        known = {h: c for h, c in columns.items() if c[0] == "step" or has_any(shown, c[0])}
+        if len(known) > 1:
+            yield table(title + which, known, shown, _is_bad)
 
 
 def _is_bad(step: Record, key: str) -> bool:
     return key == "logprob_gap.mean" and number(step, "logprob_gap_alarm") == 1.0
-
-
-def _has(steps: Sequence[Record], key: str) -> bool:
-    return bool(np.isfinite(series(steps, key)).any())
 
 
 def _mean(values: np.ndarray) -> float:

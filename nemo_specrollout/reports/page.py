@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that pages are made of, and their looks: cards, charts, tables, lists. Every text is escaped here."""
+"""Parts of report pages: cards, charts, tables and lists, with their style. Every text is escaped here."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,19 +71,19 @@ def cards(of: Iterable[str]) -> str:
 
 
 def card(title: str, value: str, note: str, kind: str = "") -> str:
-    """Returns a figure with its note; `kind` is "good", "bad" or nothing."""
+    """Returns a card with a value and a note. `kind` is "good", "bad" or empty."""
     title, value, note = escape(title), escape(value), escape(note)
     return f'<div class="card {kind}"><p>{title}</p><p class="value">{value}</p><p>{note}</p></div>'
 
 
 def alarm_list(alarms: Iterable[tuple[Any, str]]) -> str:
-    """Returns the section of alarms, (step, sentence) each; nothing where there are none."""
+    """Returns the section of alarms, each a step and a sentence, or nothing if there are none."""
     items = "".join(f"<li>step {escape(str(step))}: {escape(text)}</li>" for step, text in alarms)
     return f'<section class="alarms"><h2>Alarms</h2><ul>{items}</ul></section>' if items else ""
 
 
 def chart(title: str, svg: str, how_to_read: str) -> str:
-    """Returns a section with a chart; an empty `svg` is said to be not recorded."""
+    """Returns a section with a chart. An empty `svg` is shown as "not recorded"."""
     label = escape(title)
     drawing = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
     return f"<section><h2>{label}</h2><p>{escape(how_to_read)}</p>{drawing or '<p><em>not recorded</em></p>'}</section>"
@@ -95,7 +95,7 @@ def pair(*sections: str) -> str:
 
 
 def head_section(section: str, refreshes: Iterable[tuple[Any, Record]], last: str) -> str:
-    """Returns the chart `section` of a draft head with what was decided at each refresh, and the trigger's last word."""
+    """Returns the chart `section` of a draft head with the decision at each refresh, and the trigger's last decision."""
     items = "".join(
         f"<li>step {escape(str(step))}: {escape(str(r.get('decision', '')))}; gate: {escape(str(r.get('gate', NONE)))}</li>"
         for step, r in refreshes
@@ -107,7 +107,7 @@ def head_section(section: str, refreshes: Iterable[tuple[Any, Record]], last: st
 def table(
     title: str, columns: Mapping[str, tuple[str, str]], steps: Sequence[Record], is_bad: IsBad = lambda *_: False
 ) -> str:
-    """Returns a table with a row a step. `columns`: heading (HTML) -> key of the step, format."""
+    """Returns a table with a row for each step. `columns` maps headings (HTML) to a key of the step and a format."""
     head = "".join(f"<th>{heading}</th>" for heading in columns)
     rows = "".join(f"<tr>{''.join(_cell(step, *column, is_bad) for column in columns.values())}</tr>" for step in steps)
     return (
@@ -122,19 +122,19 @@ def _cell(step: Record, key: str, spec: str, is_bad: IsBad) -> str:
 
 
 def in_digits(value: float, spec: str, unit: str = "") -> str:
-    """Returns a number by its format, with its unit; a dash for NaN."""
+    """Returns a number in its format, with its unit, or a dash for NaN."""
     if not math.isfinite(value):
         return NONE
     return format(int(value) if spec.endswith("d") else value, spec) + unit
 
 
 def folded(summary: str, text: str, or_else: str) -> str:
-    """Returns a section that opens to `text`; `or_else` where there is none."""
+    """Returns a section that opens to `text`, or to `or_else` if there is no text."""
     content = f"<pre>{escape(text)}</pre>" if text else f"<p>{escape(or_else)}</p>"
     return f"<section><details><summary>{escape(summary)}</summary>{content}</details></section>"
 
 
 def facts(title: str, of: Mapping[str, Any], or_else: str) -> str:
-    """Returns a list of names and values; `or_else` where there is none."""
+    """Returns a list of names and values, or `or_else` if there are none."""
     items = "".join(f"<dt>{escape(str(k))}</dt><dd><code>{escape(str(v))}</code></dd>" for k, v in of.items())
     return f"<section><h2>{escape(title)}</h2><dl>{items or f'<dt>{escape(or_else)}</dt>'}</dl></section>"

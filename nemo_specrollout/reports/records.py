@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run recorded, as numbers: the readers that charts and report share.
+"""Readers of a run's records, which charts and reports share.
 
-A step is one line of `metrics.jsonl`, a trace one line of `trace.jsonl`. A number that is missing, null or not finite
-is NaN, so that a half-written run can still be shown.
+A step is one line of `metrics.jsonl`, and a trace is one line of `trace.jsonl`. A number that is missing, null or not finite
+becomes NaN, so that a half-written run can still be shown.
 """
 
 import json
@@ -19,14 +19,14 @@ from nemo_specrollout.config.strict import ConfigError
 
 Record = Mapping[str, Any]
 _DRAFTS = ("drafted_", "accepted_")
-# Shorter gaps between the steps of an engine are none: its clock is read a little apart.
 SHORTEST_IDLE_S = 0.002
+"""Seconds between two steps of an engine from which it counts as idle. Shorter gaps come from reading the clock."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file, one per step, in order; a later record of a step replaces an earlier one.
+    """Returns the records of a JSON-lines file in the order of their steps. The last record of a step counts.
 
-    A missing file has none. A torn line, which a killed run leaves behind, is skipped.
+    A missing file has no records. Torn lines, which a killed run leaves behind, are skipped.
     """
     records: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
@@ -40,7 +40,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_object_or_nothing(path: Path) -> Record:
-    """The object in a JSON file; an empty one if the file is missing or damaged."""
+    """Returns the object in a JSON file, or an empty one if the file is missing or damaged."""
     try:
         return read_object(path)
     except ValueError:
@@ -49,7 +49,7 @@ def read_object_or_nothing(path: Path) -> Record:
 
 @contextmanager
 def naming_damage(folder: Path, names: str) -> Iterator[None]:
-    """Turns what a changed byte in the records leads to into a ConfigError; `names` are the files read within."""
+    """Turns errors from damaged records into a ConfigError. `names` lists the files that are read inside the context."""
     try:
         yield
     except ConfigError:
@@ -62,7 +62,7 @@ def naming_damage(folder: Path, names: str) -> Iterator[None]:
 
 
 def number(record: Record, key: str) -> float:
-    """The number at a dotted `key`, NaN where there is none."""
+    """Returns the number at a dotted `key`, or NaN."""
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -70,17 +70,17 @@ def number(record: Record, key: str) -> float:
 
 
 def series(records: Sequence[Record], key: str) -> np.ndarray:
-    """`number` of every record, float64."""
+    """Returns `number` of every record, float64."""
     return np.array([number(r, key) for r in records], float)
 
 
 def reward_window(num_steps: int) -> int:
-    """Steps over which rewards are averaged, a fifth of the run: problems differ, so single steps say little."""
+    """Returns the steps over which rewards are averaged, a fifth of the run. Single steps have different problems."""
     return max(1, num_steps // 5)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each value and the `window - 1` before it; NaN for the first `window - 1` and wherever one is missing."""
+    """Returns the mean of each value and the `window - 1` values before it, or NaN if one of them is missing."""
     means = np.full(len(values), math.nan)
     if len(values) >= window:
         means[window - 1 :] = np.lib.stride_tricks.sliding_window_view(values, window).mean(axis=1)
@@ -88,20 +88,20 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def speedups(steps: Sequence[Record]) -> np.ndarray:
-    """Plain-estimate seconds over measured seconds of each step, NaN where either is missing."""
+    """Returns plain-estimate seconds over measured seconds of each step, or NaN if either is missing."""
     measured = series(steps, "rollout_s")
     return series(steps, "plain_estimate_s") / np.where(measured > 0, measured, math.nan)
 
 
 def overall_speedup(steps: Sequence[Record]) -> float:
-    """Plain-estimate seconds over measured seconds, of the steps that have both; NaN where none has."""
+    """Returns plain-estimate seconds over measured seconds, summed over the steps that have both, or NaN."""
     both = np.isfinite(speedups(steps))
     plain, measured = series(steps, "plain_estimate_s")[both].sum(), series(steps, "rollout_s")[both].sum()
     return float(plain / measured) if measured > 0 else math.nan
 
 
 def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Draft tokens (proposed, accepted) by position, int64, summed over steps, of the drafters that proposed any."""
+    """Returns proposed and accepted draft tokens by position, int64, summed over steps, for each drafter that proposed any."""
     totals: dict[str, np.ndarray] = {}
     for step in steps:
         for name, counts in (step.get("acceptance") or {}).items():
@@ -113,8 +113,10 @@ def acceptance_totals(steps: Sequence[Record]) -> dict[str, tuple[np.ndarray, np
 
 
 def whole_trace(trace: Record) -> Record:
-    """The trace of several workers as one: at each moment at which a step of any samples, what all have under way. That of one
-    engine is itself."""
+    """Merges the traces of several engines into one; the trace of a single engine is returned as it is.
+
+    The merged trace has a row for each moment at which any engine samples, with sums over the steps of all engines then.
+    """
     workers = [w for w in trace.get("workers", ()) if can_drain(w)]
     if not workers:
         return trace
@@ -129,8 +131,11 @@ def whole_trace(trace: Record) -> Record:
 
 
 def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
-    """From when to when each engine step is shown: until it samples, and since the one before did, or since it began if the
-    engine was idle between. When the first began is not known."""
+    """Returns when each engine step begins and ends in the chart, seconds.
+
+    A step ends when it samples. It begins when the previous step sampled, or at its real beginning if the engine was idle
+    before. The beginning of the first step is not known.
+    """
     sampled = column(trace, "time_s")
     ends = sampled + sum(column(trace, n) for n in ("host_s", "draft_s") if n in trace["columns"])
     begins = ends[1:] - column(trace, "seconds")[1:]
@@ -139,7 +144,7 @@ def _step_spans(trace: Record) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, at_s: np.ndarray) -> np.ndarray:
-    """The column of the step that is under way at each moment, 0 where none is; float64."""
+    """Returns a column's value in the step that runs at each moment, or 0 between steps; float64."""
     if name not in trace["columns"]:
         return np.zeros(len(at_s))
     step = np.minimum(np.searchsorted(ends, at_s), len(ends) - 1)
@@ -147,21 +152,24 @@ def _under_way(trace: Record, starts: np.ndarray, ends: np.ndarray, name: str, a
 
 
 def can_drain(trace: Record) -> bool:
+    """Returns whether a trace has what a chart of running requests needs."""
     return len(trace.get("rows", ())) > 1 and {"time_s", "num_requests"} <= set(trace.get("columns", ()))
 
 
 def seconds_since_start(trace: Record) -> np.ndarray:
+    """Returns the time of each row since the first, seconds."""
     time_s = column(trace, "time_s")
     return time_s - time_s[0]
 
 
 def drafts_by_name(trace: Record) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Draft tokens (drafted, accepted) of each engine step, by drafter; drafters without any are left out."""
+    """Returns drafted and accepted tokens of each engine step by drafter. Drafters without drafts are left out."""
     names = [c.removeprefix("drafted_") for c in trace["columns"] if c.startswith("drafted_")]
     found = {n: (column(trace, f"drafted_{n}"), column(trace, f"accepted_{n}")) for n in names}
     return {n: pair for n, pair in found.items() if pair[0].any()}
 
 
 def column(trace: Record, name: str) -> np.ndarray:
+    """Returns a column of a trace, float64."""
     i = trace["columns"].index(name)
     return np.array([row[i] for row in trace["rows"]], float)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report shows of the tail of a rollout over several workers: who had what when, who moved, who raced and who won."""
+"""Panels and summary of the tail of a rollout over several engines: attempts over time, moves, races and winners.
+
+The records say "worker" for an engine.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +16,11 @@ from matplotlib.ticker import MaxNLocator
 from nemo_specrollout.reports.chart_panels import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, RED, SKY, dark, light
 from nemo_specrollout.reports.records import Record, number, series
 
-WORKER_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
-MOST_LANES, MOST_ROWS = 12, 14
+ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")
+MOST_ENGINES = 12
+"""Engines that the chart shows."""
+MOST_ROWS = 14
+"""Requests that the chart shows."""
 MARKS: Mapping[str, Mapping[str, Any]] = {
     "won": {"marker": "o", "color": INK, "markersize": 4.5},
     "moved": {"marker": ">", "color": INK, "markersize": 5.5},
@@ -24,12 +30,14 @@ MARKS: Mapping[str, Mapping[str, Any]] = {
     "diverged": {"marker": "D", "color": RED, "markersize": 4.5},
     "abandoned": {"marker": "s", "color": GREY, "markersize": 4},
 }
-"""How the end of a span is marked, by its outcome."""
+"""Marker of the end of a span, by its outcome."""
 
 
 def tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
-    """Figures of a whole run for `summary.json`; nothing for a run with one worker. `tail_saved_s` is None where no step
-    has an estimate."""
+    """Returns the figures of a run's tails for `summary.json`, or nothing for a run with one engine.
+
+    `tail_saved_s` is None if no step has an estimate.
+    """
     tails = [s for s in steps if "tail" in s]
     if not tails:
         return {}
@@ -46,7 +54,7 @@ _COUNTS = ("moves", "races", "won_by_racer", "deaths", "diverged")
 
 
 def shown_timeline(timelines: Sequence[Record]) -> Record | None:
-    """Of a run's rollouts the one where most was saved; of those without an estimate the last."""
+    """Returns the rollout in which most was saved, or the last one if there is no estimate."""
     drawn = [t for t in timelines if t.get("spans")]
     return max(reversed(drawn), key=lambda t: _or_least(number(t, "saved_s")), default=None)
 
@@ -56,31 +64,31 @@ def _or_least(value: float) -> float:
 
 
 def shown_requests(spans: Sequence[Record]) -> list[int]:
-    """Requests that are worth a row, the first to end first: those that several workers had, and of the others the last."""
+    """Returns the requests to show in the order of their ends: those that several engines had, then the last to end."""
     ends: dict[int, float] = {}
-    workers: dict[int, set[int]] = {}
+    engines: dict[int, set[int]] = {}
     for span in spans:
         ends[span["request"]] = max(span["end_s"], ends.get(span["request"], 0.0))
-        workers.setdefault(span["request"], set()).add(span["worker"])
-    ranked = sorted(ends, key=lambda r: (len(workers[r]) > 1, ends[r]), reverse=True)
+        engines.setdefault(span["request"], set()).add(span["worker"])
+    ranked = sorted(ends, key=lambda r: (len(engines[r]) > 1, ends[r]), reverse=True)
     return sorted(ranked[:MOST_ROWS], key=lambda r: ends[r])
 
 
-def draw_lanes(ax: Axes, timeline: Record) -> None:
-    """A lane for each worker: its running requests."""
-    spans, names = timeline["spans"], worker_names(timeline)
-    running = [_running([s for s in spans if s["worker"] == w]) for w in range(num_lanes(timeline))]
+def draw_engines(ax: Axes, timeline: Record) -> None:
+    """Draws the running requests of each engine, one engine below the other."""
+    spans, names = timeline["spans"], engine_names(timeline)
+    running = [_running([s for s in spans if s["worker"] == engine]) for engine in range(num_shown_engines(timeline))]
     most = max((counts.max(initial=0) for _, counts in running), default=1) or 1
-    for lane, (at_s, counts) in enumerate(running):
-        colour, base = worker_colour(lane), -lane
-        heights = base + 0.86 * np.sqrt(counts / most)  # one request is to be seen beside a hundred
+    for engine, (at_s, counts) in enumerate(running):
+        colour, base = engine_colour(engine), -engine
+        heights = base + 0.86 * np.sqrt(counts / most)  # one request stays visible beside a hundred
         ax.fill_between(at_s, base, heights, step="post", color=light(colour), linewidth=0)
         ax.step(at_s, heights, where="post", color=colour, linewidth=1.2)
         ax.annotate(f"up to {counts.max(initial=0)}", (0, base), (6, 4), textcoords="offset points", fontsize=7.5,
                     color=dark(colour))  # fmt: skip
-    ax.set_yticks([0.3 - lane for lane in range(len(running))], names[: len(running)])
-    for label, lane in zip(ax.get_yticklabels(), range(len(running)), strict=True):
-        label.set_color(dark(worker_colour(lane)))
+    ax.set_yticks([0.3 - engine for engine in range(len(running))], names[: len(running)])
+    for engine, label in enumerate(ax.get_yticklabels()):
+        label.set_color(dark(engine_colour(engine)))
     left_out = len(names) - len(running)
     ax.set_title("Running requests, as square roots" + (f"; {left_out} more workers are left out" if left_out else ""))
     saved_s = number(timeline, "saved_s")
@@ -93,7 +101,7 @@ def draw_lanes(ax: Axes, timeline: Record) -> None:
 
 
 def draw_requests(ax: Axes, timeline: Record) -> None:
-    """A row for each request that is worth one, a bar for each worker that had it, a mark where that ended."""
+    """Draws a row for each shown request, with a bar and an end mark for each engine that had it."""
     spans = timeline["spans"]
     requests = shown_requests(spans)
     spans = sorted(spans, key=lambda s: s["start_s"])
@@ -109,12 +117,12 @@ def draw_requests(ax: Axes, timeline: Record) -> None:
 
 
 def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
-    """Bars of workers that had the request at a time lie side by side."""
+    """Draws a request's bars. Bars of engines that had the request at the same time lie side by side."""
     tracks = _tracks(spans)
     height = 0.78 / (max(tracks) + 1)
     for track, span in zip(tracks, spans, strict=True):
         middle = row + 0.39 - height * (track + 0.5)
-        colour, seconds = worker_colour(span["worker"]), span["end_s"] - span["start_s"]
+        colour, seconds = engine_colour(span["worker"]), span["end_s"] - span["start_s"]
         ax.barh(middle, seconds, height * 0.9, span["start_s"], color=light(colour), edgecolor=colour, linewidth=0.8)
         mark = MARKS.get(span["outcome"], MARKS["abandoned"])
         ax.plot([span["end_s"]], [middle], linestyle="", zorder=4, clip_on=False, **mark)
@@ -123,7 +131,7 @@ def _draw_row(ax: Axes, row: int, spans: Sequence[Record]) -> None:
 
 
 def _tracks(spans: Sequence[Record]) -> list[int]:
-    """For each span, in the order in which they began, the first track that is free then."""
+    """Returns the first free track for each span. The spans are in the order in which they begin."""
     free_s: list[float] = []
     tracks = []
     for span in spans:
@@ -134,7 +142,7 @@ def _tracks(spans: Sequence[Record]) -> list[int]:
 
 
 def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """When the number of runs changes, seconds, and what it is from then on."""
+    """Returns the times at which the number of attempts changes, seconds, and the number from then on."""
     times = np.array([0.0, *(s["start_s"] for s in spans), *(s["end_s"] for s in spans)])
     changes = np.repeat([0, 1, -1], [1, len(spans), len(spans)])
     order = np.argsort(times, kind="stable")
@@ -142,7 +150,7 @@ def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frame(ax: Axes, timeline: Record) -> None:
-    """The end of the rollout, and where it would have been without moves and races."""
+    """Draws the end of the rollout, and its estimated end without moves and races."""
     end_s, saved_s = _end_s(timeline["spans"]), number(timeline, "saved_s")
     ax.set_xlim(0, 1.02 * max(end_s, end_s + np.nan_to_num(saved_s)))
     ax.axvline(end_s, color=GREY, linewidth=1)
@@ -168,17 +176,18 @@ def _end_s(spans: Sequence[Record]) -> float:
     return max((s["end_s"] for s in spans), default=0.0)
 
 
-def num_lanes(timeline: Record) -> int:
-    """Workers that get a lane."""
-    return min(int(timeline["num_workers"]), MOST_LANES)
+def num_shown_engines(timeline: Record) -> int:
+    """Returns the number of engines that the chart shows."""
+    return min(int(timeline["num_workers"]), MOST_ENGINES)
 
 
-def worker_names(timeline: Record) -> list[str]:
-    """Of each worker its number, and how it drafts if not all do so alike."""
+def engine_names(timeline: Record) -> list[str]:
+    """Returns the label of each engine: its number, and its draft method if not all engines have the same."""
     methods = list(timeline.get("methods") or ())
     tell = len(set(methods)) > 1
     return [f"worker {w}" + (f": {methods[w]}" if tell else "") for w in range(int(timeline["num_workers"]))]
 
 
-def worker_colour(worker: int) -> str:
-    return WORKER_COLOURS[worker % len(WORKER_COLOURS)]
+def engine_colour(engine: int) -> str:
+    """Returns the colour of an engine."""
+    return ENGINE_COLOURS[engine % len(ENGINE_COLOURS)]
