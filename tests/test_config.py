@@ -18,7 +18,7 @@ from nemo_specrollout.config.versions import unsupported_version
 
 pytestmark = pytest.mark.unit
 
-TAIL = f"{BLOCK_PATH}.fastest_of_n"
+FASTEST = f"{BLOCK_PATH}.fastest_of_n"
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -241,17 +241,17 @@ def test_the_sections_refuse_wrong_values(override: str, sentence: str) -> None:
     ],
 )
 def test_fastest_of_n_refuses_wrong_values(block: str, sentence: str) -> None:
-    assert_refused(f"{TAIL}{sentence}", f"{TAIL}={block}", "cluster.rollout_workers=2")
+    assert_refused(f"{FASTEST}{sentence}", f"{FASTEST}={block}", "cluster.rollout_workers=2")
 
 
 def test_racing_needs_engines_and_engines_need_requests() -> None:
-    assert_refused(f"{TAIL}: there is only one rollout worker, so requests cannot move", f"{TAIL}={{}}")
+    assert_refused(f"{FASTEST}: there is only one rollout worker, so requests cannot move", f"{FASTEST}={{}}")
     few = ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4")
     assert_refused(
         "cluster.rollout_workers: 5 workers for 4 requests of a step; lower it", *few, "cluster.rollout_workers=5"
     )
     assert_refused("cluster.rollout_workers: 0 is out of range", "cluster.rollout_workers=0")
-    assert quickstart(f"{TAIL}={{enabled: false}}").cluster.rollout_workers == 1, (
+    assert quickstart(f"{FASTEST}={{enabled: false}}").cluster.rollout_workers == 1, (
         "a disabled block needs no second engine"
     )
 
@@ -259,9 +259,9 @@ def test_racing_needs_engines_and_engines_need_requests() -> None:
 def test_each_engine_has_at_most_one_drafter_with_weights() -> None:
     heads = "drafters=[{type: eagle3, model: a}, {type: draft_model, model: b}]"
     together = ["cluster.rollout_workers=2", f"{BLOCK_PATH}.{heads}"]
-    apart = f"{TAIL}={{methods: [[eagle3], [draft_model]]}}"
+    apart = f"{FASTEST}={{methods: [[eagle3], [draft_model]]}}"
     assert_refused(f"{BLOCK_PATH}.drafters: eagle3 and draft_model; an engine of vLLM holds one", *together)
-    one_has_both = f"{TAIL}={{methods: [[eagle3, draft_model], []]}}"
+    one_has_both = f"{FASTEST}={{methods: [[eagle3, draft_model], []]}}"
     assert_refused(f"{BLOCK_PATH}.drafters: eagle3 and draft_model; an engine", *together, one_has_both)
     block = quickstart(*together, apart).policy.generation.specrollout
     assert [[d.type for d in kind] for kind in block.drafters_of_engines] == [["eagle3"], ["draft_model"]]

@@ -1,36 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of NeMo-RL: reading, findings, scripts, and the shipped recipes.
-
-Comparisons with NeMo-RL itself need NEMO_RL_SRC, a checkout, and NEMO_RL_PYTHON, an interpreter that can import it.
-"""
+"""Findings about NeMo-RL configs with the block `specrollout`."""
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QUICKSTART, ROOT, STEP_ADDER
+from conftest import QUICKSTART, STEP_ADDER
 from omegaconf import OmegaConf
 
-from nemo_specrollout.cli.check import explain_nemo_rl
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import nemo_rl_config, versions
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_block, prepare_nemo_rl
-from nemo_specrollout.config.nemo_rl_scripts import script_of
 from nemo_specrollout.config.nemo_rl_tree import SPECULATIVE_CONFIG as SPECULATIVE
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
-from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
 
-RECIPES = sorted((ROOT / "examples" / "configs").glob("*-specrollout.yaml"))
 EAGLE3 = "policy.generation.vllm_kwargs.speculative_config={method: eagle3, model: a/head, num_speculative_tokens: 3}"
 NATIVE = "policy.generation.vllm_kwargs.speculative_config={{{}, num_speculative_tokens: 3}}"
 ASYNC = (
@@ -95,41 +85,6 @@ def found(*overrides: str) -> dict[str, list[str]]:
     return kinds
 
 
-# Files, read as NeMo-RL reads them.
-
-
-def test_the_resolvers_of_nemo_rl_work(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("n: 6\na: ${add:${n}, 2}\nb: ${mul:${n}, 2}\nc: ${div:${n}, 4}\nd: ${max:${n}, 7}")
-    assert load_config(file) == {"n": 6, "a": 8, "b": 12, "c": 1.5, "d": 7}
-
-
-def test_a_block_marked_override_replaces_its_parents_block(tmp_path: Path) -> None:
-    (tmp_path / "parent.yaml").write_text("data: {train: a, shuffle: true}\nother: {x: 1}")
-    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {_override_: true, train: b}\nother: {y: 2}")
-    assert load_config(tmp_path / "child.yaml") == {"data": {"train": "b"}, "other": {"x": 1, "y": 2}}
-
-
-def test_a_child_may_set_mandatory_values(tmp_path: Path) -> None:
-    (tmp_path / "parent.yaml").write_text("data: ???\nn: ${data.n}")
-    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ndata: {n: 3}")
-    assert load_config(tmp_path / "child.yaml") == {"data": {"n": 3}, "n": 3}
-
-
-def test_parents_may_be_absolute_or_in_nemo_rl_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "base.yaml").write_text("a: 1")
-    child = tmp_path / "child.yaml"
-    child.write_text(f"defaults: {tmp_path}/examples/base.yaml")
-    assert load_config(child) == {"a": 1}
-    child.write_text("defaults: ${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/base.yaml")
-    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path))
-    assert load_config(child) == {"a": 1}
-    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"base\.yaml does not exist; set NEMO_RL_DIR to the folder"):
-        load_config(child)
-
-
 # The block for the vLLM workers.
 
 
@@ -178,56 +133,6 @@ def test_the_block_is_strict(override: str, sentence: str) -> None:
         effective_block(tree(f"{BLOCK_PATH}.{override}"))
     (error,) = found(f"{BLOCK_PATH}.{override}")["error"]
     assert error.startswith(f"{BLOCK_PATH}.") and sentence in error
-
-
-# Moving and racing.
-
-
-TAIL = f"{BLOCK_PATH}.fastest_of_n"
-TWO_GPUS = "cluster={num_nodes: 1, gpus_per_node: 2}"
-
-
-def test_fastest_of_n_with_two_engines_has_no_findings() -> None:
-    assert not any(found(f"{TAIL}={{max_racers: 2}}", TWO_GPUS).values())
-    recomputed = "in_flight_weight_updates: true, recompute_kv_cache_after_weight_updates: true"
-    in_flight = f"grpo.async_grpo={{enabled: true, {recomputed}}}"
-    resources = "policy.generation.colocated.resources.gpus_per_node=2"
-    assert not found(*ASYNC, in_flight, f"{TAIL}={{}}", "cluster={num_nodes: 1, gpus_per_node: 4}", resources)["error"]
-
-
-def test_check_explains_fastest_of_n() -> None:
-    def said(*overrides: str) -> dict[str, str]:
-        return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
-
-    assert "fastest_of_n" not in said()
-    assert "no engine races: all draft alike" in said(f"{TAIL}={{}}")["fastest_of_n"]
-    assert "raced by up to 2 engines" in said(f"{TAIL}={{methods: [[suffix],[ngram]]}}")["fastest_of_n"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "overrides", "sentence"),
-    [
-        ("warning", (TWO_GPUS.replace("2}", "1}"),), f"{TAIL}: without effect: by the sizes of the cluster there is one"),
-        ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.tensor_parallel_size=2"), f"{TAIL}: without effect"),
-        ("error", (TWO_GPUS, f"{TAIL}.max_racers=3"), f"{TAIL}.max_racers: 3 racers for 2 engines"),
-        ("error", (TWO_GPUS, f"{TAIL}.methods=[[suffix],[ngram],[]]"), f"{TAIL}.methods: 3 entries for 2 engines"),
-        ("error", (TWO_GPUS, "policy.generation.vllm_cfg.expert_parallel_size=2"),
-         "policy.generation.vllm_cfg.expert_parallel_size: 2 with tensor_parallel_size 1 and fastest_of_n"),
-        ("warning", (TWO_GPUS, "policy.generation.stop_strings=[x]"), 'policy.generation.stop_strings: ["x"] with'),
-        ("warning", (TWO_GPUS, "policy.generation.vllm_cfg.expose_http_server=true"),
-         "policy.generation.vllm_cfg.expose_http_server: true with fastest_of_n"),
-        ("error", (TWO_GPUS, *ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"),
-         "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with in-flight weight updates and fastest_of_n"),
-        ("error", (TWO_GPUS, *CONTROLLER), "async_rl.recompute_kv_cache_after_weight_updates: false with in-flight"),
-        ("warning", (TWO_GPUS, "env.sliding_puzzle_game.cfg={}"), "env.sliding_puzzle_game: its turns end at a string"),
-    ],
-    ids=["one engine", "one of two GPUs", "racers", "methods", "experts", "stop strings", "server", "in flight",
-         "controller", "turns"],
-)  # fmt: skip
-def test_fastest_of_n_that_cannot_work_has_a_finding(kind: str, overrides: tuple[str, ...], sentence: str) -> None:
-    assert any(s.startswith(sentence) for s in found(f"{TAIL}={{}}", *overrides)[kind])
-    off = found(f"{TAIL}={{}}", *overrides, f"{TAIL}.enabled=false")
-    assert not any("fastest_of_n" in s for s in (*off["error"], *off["warning"]))
 
 
 # Options that do not go together.
@@ -434,75 +339,6 @@ def test_check_refuses_a_head_that_does_not_fit_the_policy(tmp_path: Path, capsy
 # Commands.
 
 
-def test_the_key_runtime_names_the_runtime() -> None:
-    assert [runtime_of({}), runtime_of({"runtime": "local"}), runtime_of(tree())] == ["local", "local", "nemo_rl"]
-    with pytest.raises(ConfigError, match=r"^runtime: 'nemorl' is not available; did you mean 'nemo_rl'\?"):
-        runtime_of({"runtime": "nemorl"})
-
-
-def test_a_config_with_gpus_belongs_to_nemo_rl() -> None:
-    stock = {name: value for name, value in tree().items() if name != "runtime"}
-    assert runtime_of(stock) == "nemo_rl"
-    assert runtime_of({"cluster": {"gpus_per_node": 0, "rollout_workers": 2}}) == "local"
-    assert runtime_of(stock | {"runtime": "local"}) == "local"
-
-
-@pytest.mark.parametrize(
-    ("blocks", "script"),
-    [
-        ({"grpo": {"seed": 1}}, "examples/run_grpo.py"),
-        (
-            {"grpo": {"seed": 1}, "async_rl": {"sampler": {"name": "in_order"}}},
-            "examples/run_grpo_single_controller.py",
-        ),
-        ({"grpo": {"seed": 1}, "env": {"should_use_nemo_gym": True}}, "examples/nemo_gym/run_grpo_nemo_gym.py"),
-        ({"grpo": {"seed": 1}, "env": {"sliding_puzzle_game": {"cfg": {}}}}, "examples/run_grpo_sliding_puzzle.py"),
-        (
-            {"grpo": {"seed": 1}, "data": {"train": [{"processor": "vlm_hf_data_processor"}]}},
-            "examples/run_vlm_grpo.py",
-        ),
-        ({"ppo": {"seed": 1}}, "examples/run_ppo.py"),
-        ({"distillation": {"seed": 1}}, "examples/run_distillation.py"),
-    ],
-)
-def test_script_of_finds_the_script_by_the_blocks(blocks: dict[str, Any], script: str) -> None:
-    assert script_of(blocks) == script
-
-
-def test_a_config_without_rollouts_has_no_script() -> None:
-    with pytest.raises(ConfigError, match=r"^sft: a run of this kind makes no rollouts"):
-        script_of({"sft": {"seed": 1}})
-    with pytest.raises(ConfigError, match="name NeMo-RL's script with --script"):
-        script_of({"policy": {}})
-
-
-# NeMo-RL's test suites are shell scripts with the names of recipes, and start the script of the recipe.
-_STARTED = re.compile(r"examples/[a-z_/]*run_[a-z_]*\.py")
-_ROLLS_OUT = ("grpo", "ppo", "distillation")
-
-
-def test_scripts_equal_those_of_nemo_rls_test_suites(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkout = Path(os.environ.get("NEMO_RL_SRC") or pytest.skip("needs NEMO_RL_SRC"))
-    monkeypatch.setenv("HF_HOME", "/somewhere")  # in which some recipes have their data
-    num_compared = 0
-    for suite in sorted(checkout.glob("tests/test_suites/*/*.sh")):
-        started, recipes = _STARTED.search(suite.read_text()), list(checkout.glob(f"examples/**/{suite.stem}.yaml"))
-        if started is None or not recipes or "???" in _inherited(recipes[0]):  # a data set that the suite downloads
-            continue
-        recipe = load_config(recipes[0])
-        if any(name in recipe for name in _ROLLS_OUT) and "teachers" not in recipe:
-            assert script_of(recipe) == started[0], suite.name
-            num_compared += 1
-    assert num_compared > 100
-
-
-def _inherited(recipe: Path) -> str:
-    """Returns the text of a recipe and of all files that it inherits."""
-    text = recipe.read_text()
-    parent = re.search(r"^defaults: *(\S+)", text, re.MULTILINE)
-    return text if parent is None else text + _inherited(recipe.parent / parent[1].strip("'\""))
-
-
 def test_check_explains_and_lists_all_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CLEAN)
@@ -532,96 +368,6 @@ def test_check_loads_nothing_heavy(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-# Comparisons with NeMo-RL itself.
-
-SOURCE, PYTHON = os.environ.get("NEMO_RL_SRC"), os.environ.get("NEMO_RL_PYTHON")
-beside_nemo_rl = pytest.mark.skipif(
-    SOURCE is None or PYTHON is None,
-    reason="set NEMO_RL_SRC to a checkout of NeMo-RL and NEMO_RL_PYTHON to an interpreter that can import it",
-)
-LOADER = """
-import json, sys
-from omegaconf import OmegaConf
-from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
-register_omegaconf_resolvers()
-trees = {}
-for path in json.load(sys.stdin):
-    try:
-        trees[path] = OmegaConf.to_container(load_config(path), resolve=True)
-    except Exception:
-        trees[path] = None
-"""
-MASTER_CONFIG = """
-from nemo_rl.algorithms.grpo import MasterConfig
-for tree in trees.values():
-    config = MasterConfig(**tree)
-    assert config.policy["generation"]["specrollout"] == tree["policy"]["generation"]["specrollout"]
-"""
-ANSWER = "print('ANSWER' + json.dumps(trees, sort_keys=True))"
-
-
-def ask_nemo_rl(code: str, paths: list[Path]) -> "subprocess.Popen[str]":
-    host = ROOT / "tests" / "nemo_rl" / "cpu_host"  # NeMo-RL is written for Python 3.13
-    path = os.pathsep.join([str(host), str(SOURCE)])
-    environment = {**os.environ, "PYTHONPATH": path, "NEMO_RL_DIR": str(SOURCE)}
-    asked = subprocess.Popen(
-        [str(PYTHON), "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert asked.stdin is not None
-    asked.stdin.write(json.dumps([str(p) for p in paths]))
-    asked.stdin.close()
-    asked.stdin = None
-    return asked
-
-
-def answer(asked: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, _ = asked.communicate()
-    assert asked.returncode == 0
-    answered: dict[str, Any] = json.loads(out.rpartition("ANSWER")[2])
-    return answered
-
-
-def ours(path: Path) -> dict[str, Any] | None:
-    try:
-        return load_config(path)
-    except ConfigError:
-        return None
-
-
-@pytest.mark.slow
-@beside_nemo_rl
-def test_configs_of_nemo_rl_are_read_as_nemo_rl_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", "some/folder")  # a few configs demand it
-    paths = sorted((Path(str(SOURCE)) / "examples" / "configs").rglob("*.yaml"))
-    asked = ask_nemo_rl(LOADER + ANSWER, paths)
-    trees = {str(path): ours(path) for path in paths}
-    theirs = answer(asked)
-    different = [p for p in trees if json.dumps(trees[p], sort_keys=True) != json.dumps(theirs[p], sort_keys=True)]
-    assert different == []
-    assert sum(tree is not None for tree in theirs.values()) > 200
-
-
-@beside_nemo_rl
-def test_recipes_are_valid_configs_of_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ask_nemo_rl(LOADER + MASTER_CONFIG + ANSWER, RECIPES)
-    monkeypatch.setenv("NEMO_RL_DIR", str(SOURCE))
-    trees = {str(path): load_config(path) for path in RECIPES}
-    for path, recipe in trees.items():
-        assert runtime_of(recipe) == "nemo_rl" and effective_block(recipe) is not None
-        assert [f for f in check_nemo_rl(recipe) if f.kind != "note" and f.subject != "vllm"] == [], path
-    assert answer(asked) == trees
-
-
-def test_recipes_are_named_like_their_output() -> None:
-    assert len(RECIPES) == 11
-    for path in RECIPES:
-        recipe = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        assert isinstance(recipe, dict)
-        assert recipe["defaults"].startswith("${oc.env:NEMO_RL_DIR,/opt/nemo-rl}/examples/")
-        assert recipe["logger"]["log_dir"] == f"logs/{path.stem}"
-        assert recipe["checkpointing"]["checkpoint_dir"] == f"results/{path.stem}"
 
 
 @pytest.mark.parametrize("temperature", ["0", "2.5", "-1", "warm", "true"])
