@@ -121,7 +121,7 @@ class Drafting:
 
     def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
-        if options.get("dummy_run"):
+        if options.get("dummy_run"):  # only then does vLLM pass its inputs as keywords
             return self._native_propose(*inputs, **options)
         started = time.perf_counter()
         batch, _, _, final_hidden, aux_hidden, num_sampled_B, num_rejected_B, *_ = inputs

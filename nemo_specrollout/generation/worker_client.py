@@ -60,11 +60,11 @@ class WorkerClient:
         """Replaces the model's weights by Hugging Face names. Only for engines in this process."""
         self._call("reload", tensors)
 
-    def policy_is(self, version: int) -> None:
+    def set_policy_version(self, version: int) -> None:
         """Sets the version of the engines' weights."""
         self._call("policy_is", version)
 
-    def drafters_at(self, addresses: Sequence[str], secret: str) -> None:
+    def set_drafter_addresses(self, addresses: Sequence[str], secret: str) -> None:
         """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
         self._call("drafters_at", list(addresses), secret)
 

@@ -200,7 +200,7 @@ class RemoteDrafters:
 
     def _send(self, workers: WorkerClient, addresses: list[str]) -> None:
         try:
-            workers.drafters_at(addresses, self._secret)
+            workers.set_drafter_addresses(addresses, self._secret)
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 

@@ -124,7 +124,7 @@ class Supervisor:
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
-        self._workers.policy_is(version)
+        self._workers.set_policy_version(version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:
