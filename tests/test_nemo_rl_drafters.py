@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from nemo_rl_records import watching_logger
 
-from nemo_specrollout.cli.check import explain_nemo_rl
+from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, build_drafter
@@ -212,5 +212,5 @@ def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:
 def test_check_says_that_ray_places_them() -> None:
     drafter = {"type": "remote", "model": "DRAFT", "workers": 2, "gpus": 0.5}
     tree = {"grpo": {}, "policy": {"generation": {"specrollout": {"drafters": [drafter]}}}}
-    said = [text for name, text in explain_nemo_rl(tree) if name == "placement"]
+    said = [text for name, text in describe_nemo_rl(tree) if name == "placement"]
     assert "2 in Ray actors of 1 CPU and 0.5 GPU each" in said[0]

@@ -4,7 +4,7 @@
 import pytest
 from test_nemo_rl_config import ASYNC, CONTROLLER, found, tree
 
-from nemo_specrollout.cli.check import explain_nemo_rl
+from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config.block import BLOCK_PATH
 
 pytestmark = pytest.mark.unit
@@ -25,7 +25,7 @@ def test_fastest_of_n_with_two_engines_has_no_findings() -> None:
 
 def test_check_explains_fastest_of_n() -> None:
     def said(*overrides: str) -> dict[str, str]:
-        return dict(explain_nemo_rl(tree(TWO_GPUS, *overrides)))
+        return dict(describe_nemo_rl(tree(TWO_GPUS, *overrides)))
 
     assert "fastest_of_n" not in said()
     assert "no engine races: all draft alike" in said(f"{FASTEST}={{}}")["fastest_of_n"]

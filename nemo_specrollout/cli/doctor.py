@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrollout.cli.check import explain_local, explain_nemo_rl, nemo_rl_findings
+from nemo_specrollout.cli.check import nemo_rl_findings
 from nemo_specrollout.cli.consoles import log_console
+from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.files import write_atomically
@@ -102,13 +103,13 @@ def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
 def _of_local(tree: Tree) -> Iterator[Diagnosis]:
     prepared = prepare_local(dict(tree))
     check_trains(prepared)
-    for name, text in explain_local(place_drafter(prepared)):
+    for name, text in describe_local(place_drafter(prepared)):
         yield CONFIG.ok(name, text)
 
 
 def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
     findings = nemo_rl_findings(tree)
-    for name, text in explain_nemo_rl(tree):
+    for name, text in describe_nemo_rl(tree):
         yield CONFIG.ok(name, text)
     for finding in sorted(findings, key=lambda found: found.kind == "error"):
         state = _STATES.get(finding.kind, State.OK)

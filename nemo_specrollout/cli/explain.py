@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.check import explain_local, explain_nemo_rl, nemo_rl_findings
+from nemo_specrollout.cli.check import nemo_rl_findings
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
 from nemo_specrollout.cli.consoles import complain, log_console, new_table
+from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.plan import show_plan
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
 from nemo_specrollout.cli.simulate import comparison_table, of_run
@@ -74,11 +75,11 @@ def explain(parsed: argparse.Namespace) -> int:
 def _subject(tree: dict[str, Any]) -> Subject:
     if runtime_of(tree) == "local":
         prepared = place_drafter(prepare_local(tree))
-        return Subject(tree, explain_local(prepared), prepared.config.policy.generation.specrollout, [])
+        return Subject(tree, describe_local(prepared), prepared.config.policy.generation.specrollout, [])
     findings = nemo_rl_findings(tree)
     is_valid = not any(finding.kind == "error" for finding in findings)
     block = (effective_config(tree) if is_valid else None) or OFF
-    return Subject(tree, explain_nemo_rl(tree), block, findings)
+    return Subject(tree, describe_nemo_rl(tree), block, findings)
 
 
 def _section(console: Console, title: str, lines: Any) -> None:

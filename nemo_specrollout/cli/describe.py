@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences that describe what a config runs, for `check`, `explain` and `doctor`; without torch."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_specrollout.cli.prepare import Prepared
+from nemo_specrollout.config.addresses import is_loopback
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import (
+    DrafterConfig,
+    FolderDrafterConfig,
+    LookupDrafterConfig,
+    ModelDrafterConfig,
+    RemoteDrafterConfig,
+)
+from nemo_specrollout.config.engine_words import engine_in_words
+from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed
+from nemo_specrollout.config.nemo_rl_scripts import script_of
+from nemo_specrollout.config.nemo_rl_tree import (
+    GENERATION,
+    SPECULATIVE_CONFIG,
+    VLLM_CFG,
+    VLLM_KWARGS,
+    Tree,
+    asynchronous_block,
+    at,
+    model_config,
+    native_drafts,
+    num_engines,
+    size_at,
+)
+from nemo_specrollout.config.run_sections import DataConfig
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
+
+
+def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
+    """Returns names and sentences that describe a local run."""
+    config, model = prepared.config, prepared.model_config
+    grpo, generation = config.grpo, config.policy.generation
+    samples = grpo.samples_per_step
+    lines = [
+        ("runtime", f"{config.runtime}: one machine's CPU, {_describe_processes(config.cluster.rollout_workers)}"),
+        ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
+        ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
+        ("task", _describe_task(config.data)),
+        ("step", f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples = {samples} requests, "
+                 f"{samples // config.policy.train_global_batch_size} optimizer steps; {grpo.max_num_steps} steps in all"),
+        ("sampling", f"temperature {generation.temperature}, top_p {generation.top_p}, top_k {generation.top_k or 'off'}, "
+                     f"up to {generation.max_new_tokens} tokens"),
+        *_describe_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
+        ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
+        *_describe_workers(generation.specrollout, config.cluster.rollout_workers),
+        ("output", config.logger.log_dir),
+    ]  # fmt: skip
+    if prepared.placement:
+        lines.append(("placement", prepared.placement))
+    if prepared.ignored:
+        lines.append(("ignored", f"keys without effect in the local runner: {', '.join(prepared.ignored)}"))
+    return lines
+
+
+def _describe_task(data: DataConfig) -> str:
+    if data.dataset_name == "reasoning_gym":
+        total = sum(task.weight for task in data.tasks)
+        shares = ", ".join(f"{task.name} {task.weight / total:.0%}" for task in data.tasks)
+        return f"{data.dataset_name}: {shares}; answers scored by its own rules"
+    if data.dataset_name == "free_text":
+        return f"{data.dataset_name}: stories, letters, explanations; no reward, so for `bench` only"
+    return f"{data.dataset_name}: additions of 2 to {data.max_terms} terms, answers checked by a rule"
+
+
+def _describe_processes(num_workers: int) -> str:
+    if num_workers == 1:
+        return "vLLM and Megatron-Core in one process"
+    return f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
+
+
+def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
+    """Returns lines on the rollout workers and on their stragglers; none if there is one worker."""
+    if num_workers == 1:
+        return []
+    kinds = block.drafters_of_engines
+    methods = ["+".join(d.type for d in kinds[w % len(kinds)]) or "no drafter" for w in range(num_workers)]
+    alike = len(set(methods)) == 1
+    who = f"each with {methods[0]}" if alike else ", ".join(f"{w} with {name}" for w, name in enumerate(methods))
+    cores = os.cpu_count() or 1
+    few = f"; this machine has {cores}: they take turns" if cores < num_workers else ""
+    return [
+        ("workers", f"{num_workers} rollout workers, a core each{few}; {who}"),
+        ("fastest_of_n", _describe_racing(block.fastest_of_n, alike=alike)),
+    ]
+
+
+def _describe_racing(racing: FastestOfNConfig | None, *, alike: bool) -> str:
+    if racing is None or not racing.enabled:
+        return "off: each engine does its own share of the requests, as NeMo-RL deals them out"
+    ways = ["move to another engine"] if racing.moving else []
+    ways += [f"are raced by up to {racing.max_racers} engines"] if racing.max_racers > 1 and not alike else []
+    speeds = f"decode speeds start from {racing.ladder}" if racing.ladder else "decode speeds are learned while running"
+    no_race = "; no engine races: all draft alike" if racing.max_racers > 1 and alike else ""
+    return (
+        f"stragglers {' or '.join(ways)}, where that is expected to end the slower of two engines {racing.min_gain:.0%} "
+        f"sooner; {speeds}{no_race}"
+    )
+
+
+def _sizes(model: Mapping[str, Any]) -> str:
+    names = {"num_hidden_layers": "{} layers", "hidden_size": "hidden {}", "vocab_size": "vocabulary {}"}
+    return ", ".join(text.format(model[name]) for name, text in names.items() if name in model)
+
+
+def _in_words(drafter: DrafterConfig) -> str:
+    if isinstance(drafter, LookupDrafterConfig):
+        return f"{drafter.type} (contexts to {drafter.max_order} tokens)"
+    if isinstance(drafter, RemoteDrafterConfig):
+        return f"remote ({drafter.model}, up to {drafter.most_ahead} tokens ahead)"
+    if isinstance(drafter, ModelDrafterConfig):
+        model = drafter.model if isinstance(drafter, FolderDrafterConfig) else "part of the policy"
+        return f"{drafter.type} ({model}, {drafter.sampling})"
+    return drafter.type
+
+
+def _describe_speculation(block: SpecrolloutConfig, native: Any, *, by_ray: bool = False) -> list[tuple[str, str]]:
+    if not block.enabled:
+        return [("speculation", "off: exactly vLLM's own sampler and no drafts")]
+    if native is not None:
+        return [("speculation", f"vLLM's own {native}, under the drafter-invariant sampler")]
+    if not block.drafters:
+        return [("speculation", "none: no drafters; the drafter-invariant sampler alone")]
+    names = ", ".join(_in_words(d) for d in block.drafters)
+    budget = {
+        "auto": "as many draft tokens as pay by the measured step times, per request, none where none pays",
+        "fixed": f"{block.budget.k} draft tokens for every request, always",
+        "random": "a random number of draft tokens: a test setting",
+    }[block.budget.policy]
+    verify = block.verify.requests_per_step
+    return [
+        ("drafters", names),
+        *_describe_remote(block.remote, by_ray),
+        ("budget", f"{block.budget.policy}: {budget}; at most {block.num_speculative_tokens}"),
+        ("exactness", "a draft is accepted only if it equals the policy's own sample: tokens do not depend on drafters; "
+                      + (f"{verify} requests a step are decoded again plainly to show it" if verify else "not re-checked")),
+    ]  # fmt: skip
+
+
+def _describe_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[tuple[str, str]]:
+    """Returns a line on the place of remote drafters and on who starts them; none without such a drafter."""
+    if drafter is None:
+        return []
+    if drafter.workers and by_ray:
+        device = f"{drafter.gpus:g} GPU" if drafter.gpus else "no GPU"
+        where = f"{drafter.workers} in Ray actors of 1 CPU and {device} each, which Ray places and the run watches"
+    elif drafter.workers:
+        where = f"{drafter.workers} on this machine, one thread each, started and watched by the run"
+    else:
+        reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
+        where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
+    return [
+        (
+            "placement",
+            f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded",
+        )
+    ]
+
+
+def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
+    """Returns names and sentences that describe a run in NeMo-RL, valid or not; none if the config is malformed."""
+    if any(malformed(tree)):
+        return []
+    algorithm = next(name for name in ALGORITHMS if at(tree, name) is not None)
+    sizes = (f"{algorithm}.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt"))
+    prompts, samples = ("?" if at(tree, size) is None else size_at(tree, size) for size in sizes)
+    temperature, top_p, top_k, longest = (at(tree, f"{GENERATION}.{key}", "off") for key in _SAMPLING_KEYS)
+    return [
+        ("runtime", f"nemo_rl: {ALGORITHMS[algorithm]} in NeMo-RL, {_describe_asynchrony(tree)}"),
+        ("script", _script_in_words(tree)),
+        ("versions", _describe_versions()),
+        ("policy", f"{at(tree, 'policy.model_name')}: {_sizes(model_config(tree) or {}) or 'not a folder here'}, "
+                   f"{at(tree, 'policy.precision')}; trained by {_describe_trainer(tree)}"),
+        ("step", f"{prompts} prompts x {samples} samples, {at(tree, 'policy.train_global_batch_size')} of them an optimizer "
+                 f"step; at most {at(tree, f'{algorithm}.max_num_steps', '?')} steps in all"),
+        ("sampling", f"temperature {temperature}, top_p {top_p}, top_k {top_k}, up to {longest} tokens"),
+        *_describe_nemo_rl_speculation(tree),
+        ("placement", _describe_placement(tree)),
+        ("output", str(at(tree, "logger.log_dir"))),
+    ]  # fmt: skip
+
+
+def _script_in_words(tree: Tree) -> str:
+    try:
+        return f"{script_of(tree)}, of NeMo-RL's checkout"
+    except ConfigError as error:
+        return str(error)
+
+
+def _describe_asynchrony(tree: Tree) -> str:
+    if at(tree, "async_rl") is not None:
+        return f"asynchronous: SingleController, sampler {at(tree, 'async_rl.sampler.name', 'of its default')}"
+    if at(tree, "data_plane.enabled"):
+        return "synchronous, by the TransferQueue trainer"
+    block = asynchronous_block(tree)
+    if block is None:
+        return "synchronous"
+    age = at(tree, f"{block}.max_trajectory_age_steps", 1)
+    in_flight = at(tree, f"{block}.in_flight_weight_updates")
+    return f"asynchronous: samples at most {age} steps old" + (", weights updated under way" if in_flight else "")
+
+
+def _describe_versions() -> str:
+    """Returns the installed versions of packages that a run in NeMo-RL uses. The run may take place on another machine."""
+    names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray")
+    found = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
+    here = [f"{name} {found[name]}" for name in (*names, "nemo-rl", "vllm") if found.get(name)]
+    missing = [name for name in (*names, "nemo-rl", "vllm") if not found.get(name)]
+    return ", ".join(here) + (f"; not installed here: {', '.join(missing)}" if missing else "")
+
+
+def _describe_trainer(tree: Tree) -> str:
+    if not at(tree, "policy.megatron_cfg.enabled"):
+        return f"DTensor, tensor parallel {size_at(tree, 'policy.dtensor_cfg.tensor_parallel_size')}"
+    kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
+    sizes = {kind: size_at(tree, f"policy.megatron_cfg.{kind}_parallel_size") for kind in kinds}
+    parallel = ", ".join(f"{kind.removesuffix('_model')} parallel {n}" for kind, n in sizes.items() if n > 1)
+    draft = ", with an EAGLE-3 head beside it" if at(tree, "policy.draft.enabled") else ""
+    return f"Megatron{', ' if parallel else ''}{parallel}{draft}"
+
+
+def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
+    try:
+        config = effective_config(tree)
+    except ConfigError:  # reported among the errors
+        return []
+    if config is None:
+        return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
+    native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
+    is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
+    engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
+    return [*_describe_speculation(config, native, by_ray=True), ("engine", engine), *_describe_engines(config, tree)]
+
+
+def _describe_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, str]]:
+    """Returns a line on stragglers, if the block has `fastest_of_n` and there are several engines."""
+    if block.fastest_of_n is None or num_engines(tree) < 2:
+        return []
+    kinds = {types for d in block.drafters_of_engines[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
+    return [("fastest_of_n", _describe_racing(block.fastest_of_n, alike=len(kinds) == 1))]
+
+
+def _describe_placement(tree: Tree) -> str:
+    nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
+    per_engine = size_at(tree, f"{VLLM_CFG}.tensor_parallel_size") * size_at(tree, f"{VLLM_CFG}.pipeline_parallel_size")
+    resources = f"{GENERATION}.colocated.resources"
+    if at(tree, f"{GENERATION}.colocated.enabled"):
+        where, generating = f"generation and training share {nodes} x {gpus} GPUs", nodes * gpus
+    elif nodes == 1:
+        generating = size_at(tree, f"{resources}.gpus_per_node", 0, low=0)
+        where = f"{generating} GPUs generate, {gpus - generating} train"
+    else:
+        apart = size_at(tree, f"{resources}.num_nodes", 0, low=0)
+        where, generating = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train", apart * gpus
+    return f"{where}; {generating // per_engine} engines of {per_engine} GPU{'s' if per_engine > 1 else ''}"
