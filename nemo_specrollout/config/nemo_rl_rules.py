@@ -32,30 +32,21 @@ from nemo_specrollout.config.nemo_rl_tree import (
 
 def combination_findings(tree: Tree) -> Iterator[Finding]:
     """Yields the findings about options that do not go together, or whose effect the user should know."""
-    for rules in (_ASYNCHRONOUS, _CONTROLLER, _DRAFTING, _OTHERS):
-        yield from broken(rules, tree)
-    for function in (
-        _batches,
-        _data_plane,
-        _sampling,
-        _context,
-        _trainer_batches,
-        _draft_training,
-        _stale_kv,
-        _prompt_file,
-    ):
+    if asynchronous_block(tree) is not None:
+        yield from broken(_ASYNCHRONOUS, tree)
+    if _is_controlled(tree):
+        yield from broken(_CONTROLLER, tree)
+        yield from _controller_batch(tree)
+    if at(tree, "policy.draft.enabled"):
+        yield from broken(_DRAFT_TRAINING, tree)
+        yield from _draft_training(tree)
+    yield from broken(_OTHERS, tree)
+    for function in (_data_plane, _sampling, _context, _trainer_batches, _stale_kv, _prompt_file):
         yield from function(tree)
-
-
-_draft_is_trained = is_on("policy.draft.enabled")
 
 
 def _is_controlled(tree: Tree) -> bool:
     return at(tree, "async_rl") is not None
-
-
-def _is_checkpointed(tree: Tree) -> bool:
-    return _is_controlled(tree) and bool(at(tree, "checkpointing.enabled"))
 
 
 def _has_unseeded_clients(tree: Tree) -> bool:
@@ -83,38 +74,37 @@ _REFUSED = (
 )  # fmt: skip
 """Options that NeMo-RL refuses in asynchronous training."""
 _ASYNCHRONOUS = (
-    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous training needs it: set it to true", when=asynchronous_block),
+    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous training needs it: set it to true"),
     Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on its own GPUs: set it to false and "
-         "list them in colocated.resources", when=asynchronous_block),
+         "list them in colocated.resources"),
     Rule("loss_fn.use_importance_sampling_correction", is_off, "asynchronous training has samples of an older policy: "
-         "set it to true", when=asynchronous_block),
-    *(Rule(path, bool, "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false",
-           when=asynchronous_block) for path in _REFUSED),
+         "set it to true"),
+    *(Rule(path, bool, "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false")
+      for path in _REFUSED),
 )  # fmt: skip
 _NO_VALIDATION = "the SingleController has no validation"
 _CONTROLLER = (
-    Rule("grpo.async_grpo", is_set, "the SingleController reads only async_rl: set it to null", when=_is_controlled),
-    Rule("data_plane.enabled", is_off, "the SingleController keeps rollouts in the data plane: set it to true",
-         when=_is_controlled),
-    Rule(f"{VLLM_CFG}.async_engine", is_off, "the SingleController requests rollouts one at a time: set it to true",
-         when=_is_controlled),
+    Rule("grpo.async_grpo", is_set, "the SingleController reads only async_rl: set it to null"),
+    Rule("data_plane.enabled", is_off, "the SingleController keeps rollouts in the data plane: set it to true"),
+    Rule(f"{VLLM_CFG}.async_engine", is_off, "the SingleController requests rollouts one at a time: set it to true"),
     Rule(f"{GENERATION}.colocated.enabled", lambda v: v is None or v, "the SingleController generates while it trains: "
-         "set it to false and list GPUs in colocated.resources", when=_is_controlled),
-    *(Rule(path, bool, f"{_NO_VALIDATION}: set it to 0 or false", when=_is_controlled)
+         "set it to false and list GPUs in colocated.resources"),
+    *(Rule(path, bool, f"{_NO_VALIDATION}: set it to 0 or false")
       for path in ("grpo.val_period", "grpo.val_at_start", "grpo.val_at_end")),
-    Rule("checkpointing.metric_name", lambda v: is_set(v) and not str(v).startswith("train:"),
-         f"{_NO_VALIDATION}: name a metric of training, e.g. train:loss, or set it to null", when=_is_checkpointed),
+    Rule("checkpointing.metric_name", lambda v: is_set(v) and not str(v).startswith("train:"), f"{_NO_VALIDATION}: name a "
+         "metric of training, e.g. train:loss, or set it to null", when=is_on("checkpointing.enabled")),
 )  # fmt: skip
-_DRAFTING = (
+_DRAFT_TRAINING = (
     Rule("policy.megatron_cfg.enabled", is_off, "NeMo-RL trains a draft head only beside a Megatron policy: set it to true, "
-         "or policy.draft.enabled to false", when=_draft_is_trained),
-    Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false",
-         when=_draft_is_trained),
+         "or policy.draft.enabled to false"),
+    Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false"),
     Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it, and then captures its default layers: set "
-         "it to null", "warning", _draft_is_trained),
+         "it to null", "warning"),
     Rule("policy.draft.enabled", bool, "NeMo-RL trains a draft head of its own, and each refit overwrites the head that "
          f"{BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block",
          when=is_on(f"{BLOCK_PATH}.draft_refresh")),
+)  # fmt: skip
+_OTHERS = (
     Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to those of `cluster`: no head is trained until "
          "Ray has one free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _places_itself, "placement: auto works only in the local runner; run "
@@ -123,8 +113,6 @@ _DRAFTING = (
          "`cluster`: nothing is drafted until they are free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which only vLLM's "
          "CPU build can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
-)  # fmt: skip
-_OTHERS = (
     Rule(f"{BLOCK_PATH}.verify.requests_per_step", bool, "without effect: only the local runner decodes requests again",
          "warning"),
     Rule("policy.router_replay.enabled", bool, "not tested with drafts: vLLM must return the experts of accepted tokens "
@@ -137,11 +125,11 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def _batches(tree: Tree) -> Iterator[Finding]:
+def _controller_batch(tree: Tree) -> Iterator[Finding]:
     """Checks that a step of the SingleController is one optimizer step."""
     rows = size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt")
     text = f"a step has {rows} rows (num_prompts_per_step times num_generations_per_prompt): set it to {rows}"
-    yield from broken([Rule("policy.train_global_batch_size", lambda v: v != rows, text, when=_is_controlled)], tree)
+    yield from broken([Rule("policy.train_global_batch_size", lambda v: v != rows, text)], tree)
 
 
 def _data_plane(tree: Tree) -> Iterator[Finding]:
@@ -195,8 +183,6 @@ def _trainer_batches(tree: Tree) -> Iterator[Finding]:
 
 
 def _draft_training(tree: Tree) -> Iterator[Finding]:
-    if not _draft_is_trained(tree):
-        return
     if not native_drafts(tree) or at(tree, f"{SPECULATIVE_CONFIG}.method") not in {"eagle", "eagle3"}:
         text = f"a head is trained, but no engine drafts with it: set {SPECULATIVE_CONFIG} with method eagle3"
         yield Finding("policy.draft.enabled", f"{text}, or policy.draft.enabled to false", "warning")

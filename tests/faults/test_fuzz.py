@@ -31,13 +31,13 @@ HEAD_TREE = load_config(QUICKSTART.with_name("quickstart_head_cpu.yaml"))
 TWO_WORKERS_TREE = load_config(QUICKSTART.with_name("quickstart_two_workers_cpu.yaml"))
 ASYNC_TREE = load_config(QUICKSTART.with_name("quickstart_async_cpu.yaml"))
 NEMO_RL_TREE = yaml.safe_load(CLEAN)
-# The keys that a run may be given; every one is tried with every kind of value.
 KEYS = [
     ".".join(map(str, path))
     for tree in (QUICKSTART_TREE, HEAD_TREE, ASYNC_TREE)
     for path in paths_of(tree)
     if all(isinstance(key, str) for key in path)
 ]
+"""Keys of the shipped configs, which overrides set to values of every kind."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,21 +46,17 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def few(number: int) -> Callable[[Any], Any]:
-    """Returns settings with `number` cases and without a deadline."""
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=number, deadline=None, suppress_health_check=checks)
-
-
 def fuzz(number: int) -> Callable[[Any], Any]:
     """Makes two tests of one body: `number` cases by default, and thirty times as many, marked slow."""
 
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     cases = [pytest.param(number, id="few"), pytest.param(30 * number, id="many", marks=pytest.mark.slow)]
 
     def decorate(body: Any) -> Any:
         @pytest.mark.parametrize("num_cases", cases)
         def test(num_cases: int) -> None:
-            few(num_cases)(given(st.data())(body))()
+            limited = settings(max_examples=num_cases, deadline=None, suppress_health_check=checks)
+            limited(given(st.data())(body))()
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test
