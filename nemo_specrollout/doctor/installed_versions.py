@@ -19,10 +19,15 @@ from nemo_specrollout.config.versions import (
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
 
 VERSIONS = Section("versions")
-OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
+OURS = "nemo_specrollout"
+PYTHON = "python"
+VLLM = "vllm"
+NEMO_RL = "nemo-rl"
 OLDEST_PYTHON = (3, 11)
+"""Oldest supported version of Python."""
 _ENGINE = "an engine"
 _ENGINE_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+"""NeMo-RL's class whose name is also the name of its environment."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
 """Seconds for starting two engines and for decoding."""
 _CHILD = "nemo_specrollout.doctor.self_test_child"
-PLUGIN_GROUP, PLUGIN = "vllm.platform_plugins", "nemo_specrollout_cpu"
+PLUGIN_GROUP = "vllm.platform_plugins"
+"""Group of entry points in which vLLM looks for platforms."""
+PLUGIN = "nemo_specrollout_cpu"
+"""Our platform, with the V2 model runner on a CPU."""
 _SEND = "Send us the file of --json FILE"
 CAUSES = {
     "no locator available": "Set NUMBA_CACHE_DIR to a writable folder.",
