@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads policies out of training checkpoints, and maps weights between Megatron-Core and Hugging Face."""
+"""Policies in training checkpoints, and the mapping of weights between Megatron-Core and Hugging Face."""

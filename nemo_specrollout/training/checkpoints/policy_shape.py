@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hugging Face config.json says about a Qwen3 or a Llama, checked, in Megatron-Core's words."""
+"""Shape of a Qwen3 or a Llama, from its Hugging Face config.json, in Megatron-Core's terms."""
 
 import math
 from collections.abc import Mapping
@@ -9,36 +9,45 @@ from typing import Any
 from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD, size_in
 
 MODEL_TYPES = ("qwen3", "llama")
+"""Values of `model_type` that are supported."""
 _FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """What the config.json of a Qwen3 or a Llama says about the network, checked."""
+    """Shape of the network, checked."""
 
     num_layers: int
+    """Number of decoder layers."""
     hidden_size: int
+    """Width of the hidden states."""
     ffn_hidden_size: int
+    """Inner width of the feed-forward network."""
     num_heads: int
+    """Number of query heads."""
     num_query_groups: int
+    """Number of key and value heads."""
     head_dim: int
+    """Width of an attention head."""
     vocab_size: int
+    """Number of token ids."""
     max_positions: int
+    """Longest context, tokens."""
     norm_eps: float
+    """Epsilon of the RMS norms."""
     rotary_base: float
+    """Base of the rotary embedding's frequencies."""
     tied: bool
-    """The LM head is the embedding."""
+    """Whether the LM head is the embedding."""
     has_qk_norm: bool
-    """Queries and keys are normed in each head: True of Qwen3, False of Llama."""
+    """Whether queries and keys are normed in each head, as in Qwen3."""
 
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, Any]) -> "PolicyShape":
-        """Read config.json's keys. Raises ValueError for a model that this trainer would silently get wrong."""
+        """Reads the keys of a config.json. Raises ValueError for a model that is not supported."""
         _refuse_unsupported(hf_config)
-        hidden_size, num_heads = (
-            size_in(hf_config, "hidden_size", _FILE),
-            size_in(hf_config, "num_attention_heads", _FILE),
-        )
+        hidden_size = size_in(hf_config, "hidden_size", _FILE)
+        num_heads = size_in(hf_config, "num_attention_heads", _FILE)
         num_query_groups = size_in(hf_config, "num_key_value_heads", _FILE)
         if num_heads % num_query_groups:
             raise ValueError(
@@ -60,7 +69,7 @@ class PolicyShape:
         )
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every Hugging Face tensor, by name."""
+        """Returns the shape of every Hugging Face tensor, by name."""
         hidden, ffn, dim = self.hidden_size, self.ffn_hidden_size, self.head_dim
         queries, keys = self.num_heads * dim, self.num_query_groups * dim
         layer: dict[str, tuple[int, ...]] = {
@@ -79,7 +88,7 @@ class PolicyShape:
         }
 
     def check_divides(self, tensor_model_parallel_size: int) -> None:
-        """Raise ValueError unless every split dimension divides by the number of tensor-parallel ranks."""
+        """Raises ValueError unless every split dimension divides by the number of tensor-parallel ranks."""
         for field in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
             if (value := getattr(self, field)) % tensor_model_parallel_size:
                 raise ValueError(
@@ -96,7 +105,7 @@ def _positive(config: Mapping[str, Any], name: str) -> float:
 
 
 def _rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, from either spelling: `rope_parameters` (transformers 5) or the older flat keys."""
+    """Returns the rotary settings, from `rope_parameters` (transformers 5) or from the older keys."""
     blocks = [hf_config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     for block in blocks:
         if not isinstance(block, Mapping):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy as a Hugging Face folder, from whatever folder a training run left: recognised by its files, then converted."""
+"""Finds the policy in a folder that a training run left, and converts it into a Hugging Face folder."""
 
 import json
 import os
@@ -20,36 +20,45 @@ ACCEPTED = (
     "a NeMo-RL step folder of a Megatron policy, or a checkpoint of a local run"
 )
 _TRACKER = "latest_checkpointed_iteration.txt"
+"""File of a Megatron-Core checkpoint that names its latest iteration."""
 
 
 @dataclass(frozen=True)
 class PolicySource:
-    """A policy that was found. `weights`: the folder of its files. `model_name`: the Hugging Face folder or hub name it
-    was trained from, None if nothing tells. `tokenizer`: a folder of the run's own tokenizer, None if there is none."""
+    """Policy that was found."""
 
     kind: Kind
+    """Format of the files."""
     weights: Path
+    """Folder of the files."""
     model_name: str | None = None
+    """Hugging Face folder or hub name of the model that was trained; None if unknown."""
     tokenizer: Path | None = None
+    """Folder of the run's own tokenizer; None if there is none."""
 
 
 def policy_folder(checkpoint: Path, out: Path, hf_config: str | None = None) -> Path:
-    """A Hugging Face folder of the policy in `checkpoint`: that folder itself, or `out`, written whole or not at all.
+    """Returns a Hugging Face folder of the policy in `checkpoint`, which is converted if necessary.
 
-    `hf_config`: a folder, or a hub name in the local cache, with config.json and the tokenizer; None: what the run's
-    config.yaml or run_config.yaml names. Raises ValueError, in a sentence, for what cannot be read or converted.
+    Args:
+        checkpoint: Folder that a training run left.
+        out: Folder for a converted policy, written completely or not at all.
+        hf_config: Folder, or hub name in the local cache, with config.json and tokenizer. By default the model that the
+            run's config.yaml or run_config.yaml names.
+
+    Raises ValueError for a checkpoint that cannot be read or converted.
     """
     source = find_policy(checkpoint)
     if source.kind == "hugging_face":
         if hf_config is not None:
             raise ValueError(f"{source.weights} has a config.json of its own: leave out --hf-config {hf_config}")
         return source.weights
-    export_policy(source, out, hf_config)
+    _export(source, out, hf_config)
     return out
 
 
 def find_policy(folder: Path) -> PolicySource:
-    """What policy a folder holds, by its files alone. Raises ValueError saying what was found and what is accepted."""
+    """Returns the policy in a folder, by its files alone. Raises ValueError with what was found and what is accepted."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give {ACCEPTED}")
     if folder.name.startswith("tmp_step_"):
@@ -104,7 +113,7 @@ def _what_is_wrong(folder: Path, has_safetensors: bool) -> str:
 
 
 def _with_run_config(source: PolicySource) -> PolicySource:
-    """Add what the run's own config tells: `policy.model_name`, some folders up, or Megatron Bridge's record."""
+    """Adds the model's name from the run's config, some folders up, or from Megatron Bridge's record."""
     for folder in (source.weights, *source.weights.absolute().parents[:3]):
         for name, keys in (("config.yaml", ("policy", "model_name")), ("run_config.yaml", ("model", "hf_model_id"))):
             if model_name := _value(folder / name, keys):
@@ -126,9 +135,11 @@ def _value(file: Path, keys: tuple[str, ...]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def export_policy(source: PolicySource, out: Path, hf_config: str | None = None) -> None:
-    """Write a Megatron or local checkpoint as the Hugging Face folder `out`, whole or not at all; host memory twice the
-    weights. Raises ValueError where `out` exists, and for weights that are damaged or do not fit the config."""
+def _export(source: PolicySource, out: Path, hf_config: str | None) -> None:
+    """Converts a Megatron or local checkpoint into the Hugging Face folder `out`, completely or not at all.
+
+    Takes twice the memory of the weights. Raises ValueError if `out` exists, and for damaged or unsuitable weights.
+    """
     from safetensors.torch import save_file
 
     from nemo_specrollout.training.checkpoints import megatron_checkpoint as checkpoint
@@ -151,7 +162,7 @@ def export_policy(source: PolicySource, out: Path, hf_config: str | None = None)
 
 
 def _config_folder(source: PolicySource, hf_config: str | None) -> Path:
-    """The folder of config.json and tokenizer: the one given, else the one that the run was started from."""
+    """Returns the folder of config.json and tokenizer: the given one, else the one that the run started from."""
     name = hf_config or source.model_name
     if name is None:
         raise ValueError(f"{source.weights} does not say which model it is of: give --hf-config FOLDER")
@@ -165,7 +176,7 @@ def _config_folder(source: PolicySource, hf_config: str | None) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """A hub model's folder in the local cache; the network is not asked."""
+    """Returns the folder of a hub model in the local cache, without using the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -176,7 +187,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _companion_files(*folders: Path | None) -> Iterator[Path]:
-    """Config and tokenizer files; a later folder's replace an earlier one's."""
+    """Yields config and tokenizer files. Files of a later folder replace files of an earlier one."""
     for folder in folders:
         for pattern in ("*.json", "*.txt", "*.jinja"):
             files = folder.glob(pattern) if folder is not None else ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and layouts of a Qwen3's or a Llama's weights: Hugging Face <-> Megatron-Core, bit-exact both ways. Torch only.
+"""Names and layouts of the weights of a Qwen3 or a Llama, in Hugging Face and in Megatron-Core.
 
-A `Weight` pairs one Megatron parameter with the Hugging Face tensors it is made of; its layout cuts them into
-tensor-parallel shards and puts shards together again. Layouts only slice, concatenate and reshape.
+A `Weight` pairs one Megatron parameter with the Hugging Face tensors that it consists of. Its layout cuts the tensors into
+tensor-parallel shards and joins shards again. Layouts only slice, concatenate and reshape, so both ways are bit-exact.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ MEGATRON_EMBEDDING, MEGATRON_LM_HEAD = "embedding.word_embeddings.weight", "outp
 
 
 class Layout(Protocol):
-    """How full Hugging Face tensors lie in one Megatron parameter that is split over ranks."""
+    """Arrangement of full Hugging Face tensors in one Megatron parameter that is split over ranks."""
 
     def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
-        """Rank `rank`'s part of the parameter, of `size` ranks."""
+        """Returns the part of the parameter that rank `rank` of `size` ranks has."""
         ...
 
     def unshard(self, shards: list[Tensor]) -> list[Tensor]:
-        """The full Hugging Face tensors from all ranks' parts, in rank order."""
+        """Returns the full Hugging Face tensors from the parts of all ranks, in their order."""
         ...
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """One tensor, the same on every rank: the norms."""
+    """One tensor that is the same on every rank, such as a norm."""
 
     def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
         return full[0]
@@ -42,9 +42,10 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor cut along `dim`: 0 for column-parallel layers and the vocabulary, 1 for row-parallel layers."""
+    """One tensor that is cut along a dimension."""
 
     dim: int
+    """0 for column-parallel layers and the vocabulary, 1 for row-parallel layers."""
 
     def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
         return full[0].chunk(size, self.dim)[rank]
@@ -55,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True)
 class FusedGateUp:
-    """gate_proj and up_proj stacked *within each rank*: rank r holds [gate_r; up_r]."""
+    """gate_proj and up_proj, stacked within each rank: rank r has [gate_r; up_r]."""
 
     def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat([x.chunk(size)[rank] for x in full])
@@ -67,11 +68,14 @@ class FusedGateUp:
 
 @dataclass(frozen=True)
 class FusedQkv:
-    """q, k and v interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
+    """q, k and v, interleaved by query group: [q heads of group 0, k 0, v 0, q heads of group 1, ...]."""
 
     num_groups: int
+    """Number of key and value heads."""
     heads_per_group: int
+    """Query heads of a group."""
     head_dim: int
+    """Width of a head."""
 
     def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
         grouped = torch.cat([x.unflatten(0, (self.num_groups, -1)) for x in full], 1)
@@ -85,21 +89,31 @@ class FusedQkv:
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter and the Hugging Face tensors it holds."""
+    """One Megatron parameter with the Hugging Face tensors that it holds."""
 
     megatron: str
+    """Name in Megatron-Core."""
     hf: tuple[str, ...]
+    """Names in Hugging Face."""
     layout: Layout
+    """Arrangement of the tensors in the parameter."""
 
 
 def weights_of_shape(shape: PolicyShape) -> list[Weight]:
-    """Every weight of a policy of this shape, in Hugging Face's order of layers."""
+    """Returns every weight of a policy of this shape, in Hugging Face's order of layers."""
     qkv = FusedQkv(shape.num_query_groups, shape.num_heads // shape.num_query_groups, shape.head_dim)
     return weight_table(shape.num_layers, qkv, shape.tied, shape.has_qk_norm)
 
 
 def weight_table(num_layers: int, qkv: FusedQkv, tied: bool, has_qk_norm: bool) -> list[Weight]:
-    """Every weight of a policy whose attention lies as `qkv` says; with `tied` it has no LM head of its own."""
+    """Returns every weight of a policy.
+
+    Args:
+        num_layers: Number of decoder layers.
+        qkv: Layout of the attention's input weights.
+        tied: Whether the LM head is the embedding, so that it has no weight.
+        has_qk_norm: Whether queries and keys are normed.
+    """
     head = [] if tied else [Weight(MEGATRON_LM_HEAD, (LM_HEAD,), Split(0))]
     return [
         Weight(MEGATRON_EMBEDDING, (EMBEDDING,), Split(0)),

@@ -3,7 +3,7 @@
 
 All later passes attend to the keys of the first pass. Only the row that made a key of a later pass attends to it.
 
-Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to, D draft vocabulary, H hidden size,
+Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to. D draft vocabulary, H hidden size,
 F = auxiliary layers * H.
 """
 

@@ -40,7 +40,7 @@ class RefreshData:
 
     @property
     def lacking(self) -> str | None:
-        """What is still missing for a refresh, as text for the log; None if nothing is.
+        """Data that is still missing for a refresh, as text for the log; None if the data is complete.
 
         A refresh waits until there are as many held-out prompts as the gate needs.
         """
