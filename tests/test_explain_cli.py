@@ -21,8 +21,7 @@ from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import drafter_types
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.simulation.compare import RACING, compare
-from nemo_specrollout.simulation.configured import as_configured, drafted, onset
+from nemo_specrollout.simulation.compare import RACING, as_configured, compare, drafted, onset
 from nemo_specrollout.simulation.from_config import of_local
 from nemo_specrollout.simulation.scenario import read_scenario
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against closed forms and conservation laws, and how quick it is."""
+"""The simulator against closed forms and conservation laws."""
 
 import itertools
 from dataclasses import replace
@@ -18,12 +18,11 @@ from nemo_specrollout.simulation.costs import Costs, LinearCosts, RoundCosts
 from nemo_specrollout.simulation.devices import DEVICES
 from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN, Fleet
 from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
-from nemo_specrollout.simulation.gpu_usage import running_share
-from nemo_specrollout.simulation.lengths import LengthConfig, fitted
 from nemo_specrollout.simulation.rl import simulate_step
 from nemo_specrollout.simulation.roofline import Calibration, Parallel, RooflineCosts
 from nemo_specrollout.simulation.scenario import Scenario, read_scenario, scenario_of, shipped
 from nemo_specrollout.simulation.setting import Setting, Variant
+from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
 from nemo_specrollout.simulation.speculation import (
     CoupledSpeculation,
     DecoupledSpeculation,
@@ -31,8 +30,14 @@ from nemo_specrollout.simulation.speculation import (
     Speculation,
 )
 from nemo_specrollout.simulation.transformer import MODELS, eagle3_head, model_named
-from nemo_specrollout.simulation.worker import Worker
-from nemo_specrollout.simulation.workload import AcceptanceTerms, Workload, acceptance_for, workload
+from nemo_specrollout.simulation.workload import (
+    AcceptanceTerms,
+    LengthConfig,
+    Workload,
+    acceptance_for,
+    fitted,
+    workload,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -55,9 +60,9 @@ def work(lengths: list[int], p: float = 0.8) -> Workload:
     return Workload(np.arange(len(lengths)), np.array(lengths), np.full((len(lengths), 1), p), 10)
 
 
-def rolled(requests: Workload, speculation: Speculation, num_workers: int = 1, num_slots: int = 512) -> RolloutResult:
-    rollout = Rollout(requests, [Worker(i, speculation, 0, num_slots) for i in range(num_workers)])
-    rollout.start(np.arange(len(requests.length_R)), in_shards(len(requests.length_R), num_workers))
+def rolled(requests: Workload, speculation: Speculation, num_engines: int = 1, num_slots: int = 512) -> RolloutResult:
+    rollout = Rollout(requests, [SimulatedEngine(i, speculation, 0, num_slots) for i in range(num_engines)])
+    rollout.start(np.arange(len(requests.length_R)), in_shards(len(requests.length_R), num_engines))
     rollout.run()
     return rollout.result()
 
@@ -66,10 +71,10 @@ def small(**changes: object) -> Scenario:
     return scenario_of({**SMALL, **changes})
 
 
-# Closed forms.
+# Closed forms
 
 
-def test_one_worker_takes_its_longest_request_at_a_flat_pace_and_the_sum_with_one_slot() -> None:
+def test_one_engine_takes_as_long_as_its_slots_require() -> None:
     lengths = [100, 700, 300]
     assert rolled(work(lengths), NoSpeculation(FLAT)).seconds == pytest.approx(STEP_S + 700 * STEP_S)
     one_by_one = rolled(work(lengths), NoSpeculation(FLAT), num_slots=1)
@@ -77,7 +82,7 @@ def test_one_worker_takes_its_longest_request_at_a_flat_pace_and_the_sum_with_on
     assert one_by_one.end_R.tolist() == sorted(one_by_one.end_R)
 
 
-def test_a_worker_agrees_with_the_counterfactual_of_the_scheduling_room() -> None:
+def test_a_plain_engine_agrees_with_the_counterfactual() -> None:
     lengths = LengthConfig(500, 0.9, 4000).draw(12, 8, np.random.default_rng(3)).ravel().tolist()
     table = [0.0, *(float(SLOPED.step_s(b, float(b), 0.0)) for b in range(1, len(lengths) + 1))]
     exact_s = plain_estimate_s(lengths, len(lengths), table, 0.0)
@@ -87,34 +92,32 @@ def test_a_worker_agrees_with_the_counterfactual_of_the_scheduling_room() -> Non
 
 
 @pytest.mark.parametrize(("prompt_tokens", "computed"), [(16, 6 * 16), (17, 2 * 16 + 6 * 1), (40, 2 * 32 + 6 * 8)])
-def test_samples_share_the_full_blocks_of_their_prompt_and_the_last_token_is_everyones(
-    prompt_tokens: int, computed: int
-) -> None:
+def test_samples_share_the_full_blocks_of_their_prompt(prompt_tokens: int, computed: int) -> None:
     requests = workload(np.full((2, 3), 10), prompt_tokens, (AcceptanceTerms(0.7, 0.0),), 0.0, np.random.default_rng(0))
     assert requests.tokens_to_prefill(np.arange(6)) == computed
 
 
-def test_without_a_tail_nobody_is_idle_and_workers_share_the_work() -> None:
-    result = rolled(work([500] * 64), NoSpeculation(SLOPED), num_workers=8)
+def test_engines_with_equal_requests_are_never_idle() -> None:
+    result = rolled(work([500] * 64), NoSpeculation(SLOPED), num_engines=8)
     assert result.idle_share == pytest.approx(0.0, abs=1e-9)
     assert result.seconds == pytest.approx(500 * (STEP_S + 8e-4) + SLOPED.prefill_s(80))
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_a_fixed_number_of_drafts_brings_acceptance_length_over_round_cost(k: int) -> None:
+def test_fixed_drafts_speed_up_by_acceptance_over_round_cost(k: int) -> None:
     costs = RoundCosts(STEP_S, (3, 5), (1.9, 3.0))
     spoken = rolled(work([800] * 4), CoupledSpeculation(costs, BudgetConfig("fixed", k=k), k, has_weights=False))
     cost = {1: 1.3, 3: 1.9, 7: 4.1}[k]
     assert 800 * STEP_S / spoken.seconds == pytest.approx(coupled_tokens(0.8, k) / cost)
 
 
-def test_infinitely_fast_drafters_that_are_always_right_fill_every_step() -> None:
+def test_perfect_instant_drafters_fill_every_step() -> None:
     instant = LinearCosts(1e-12, 0.0)
     result = rolled(work([900] * 4, p=1 - 1e-9), DecoupledSpeculation(FLAT, instant, 8))
     assert 901 * STEP_S / result.seconds == pytest.approx(9.0, rel=0.02)
 
 
-def test_the_automatic_budget_is_never_slower_than_plain_nor_than_the_best_fixed_number() -> None:
+def test_the_auto_budget_matches_plain_and_the_best_fixed_budget() -> None:
     costs = LinearCosts(STEP_S, 2e-4, 3e-4, 1e-6)
     for batch, p in itertools.product((1, 4, 32, 200), (0.3, 0.6, 0.9)):
         p_B = np.full(batch, p)
@@ -123,14 +126,14 @@ def test_the_automatic_budget_is_never_slower_than_plain_nor_than_the_best_fixed
         ]
         auto = CoupledSpeculation(costs, BudgetConfig("auto"), 8, True).tokens_per_s(p_B, 100.0)
         plain = NoSpeculation(costs).tokens_per_s(p_B, 100.0)
-        # It wants a margin of 3 % before it drafts.
+        # The auto budget requires a margin of 3 % before it drafts.
         assert auto >= 0.999 * plain and auto >= 0.96 * max(fixed)
 
 
 @pytest.mark.parametrize("train_s", [1.0, 6.0, 40.0])
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_asynchronous_steps_take_what_is_longer_of_training_and_a_share_of_generation(lag: int, train_s: float) -> None:
-    """Batches of latency L, lag + 1 at a time: each step takes max(train, (L + train) / (lag + 1))."""
+def test_asynchronous_steps_take_the_longer_of_both_sides(lag: int, train_s: float) -> None:
+    """With lag + 1 batches of latency L at a time, each step takes max(train, (L + train) / (lag + 1))."""
     scenario = small(
         cluster={"device": "none", "num_gpus": 4, "train_gpus": 2},
         lengths={"median": 1000, "sigma": 0.0, "max_tokens": 1000}, batch={"num_prompts": 8, "num_samples": 2},
@@ -144,7 +147,7 @@ def test_asynchronous_steps_take_what_is_longer_of_training_and_a_share_of_gener
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8])
-def test_the_fewest_steps_that_settle_are_enough_for_a_step(lag: int) -> None:
+def test_the_minimum_number_of_steps_yields_a_valid_result(lag: int) -> None:
     scenario = small(
         cluster={"device": "none", "num_gpus": 4, "train_gpus": 2}, batch={"num_prompts": 8, "num_samples": 2},
         costs={"kind": "rounds", "rounds": {"plain_step_s": 0.01, "num_drafts": [3], "plain_steps": [1.5]}},
@@ -154,12 +157,12 @@ def test_the_fewest_steps_that_settle_are_enough_for_a_step(lag: int) -> None:
     assert 0.0 <= step.idle_share <= 1.0 and 6.0 <= step.step_s <= 6.0 + step.rollout_s
 
 
-# Conservation.
+# Conservation
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tail", [None, FastestOfNConfig(max_racers=1), FastestOfNConfig(min_gain=0.0)])
-def test_tokens_and_gpu_seconds_add_up(tail: FastestOfNConfig | None, seed: int) -> None:
+def test_tokens_and_gpu_seconds_are_conserved(tail: FastestOfNConfig | None, seed: int) -> None:
     scenario = small(seed=seed)
     for kind in (PLAIN, FIXED, AUTO):
         result = simulate_step(Setting(Fleet(scenario), Variant(kind, kind, tail))).rollout
@@ -168,13 +171,13 @@ def test_tokens_and_gpu_seconds_add_up(tail: FastestOfNConfig | None, seed: int)
         assert result.num_wasted_tokens == 0.0 or (result.num_races > 0 and tail is not None and tail.max_racers > 1)
         assert result.busy_s + result.idle_share * 8 * result.seconds == pytest.approx(8 * result.seconds)
         for _, spans in itertools.groupby(
-            sorted(result.spans, key=lambda s: (s.worker, s.begin_s)), lambda s: s.worker
+            sorted(result.spans, key=lambda s: (s.engine, s.begin_s)), lambda s: s.engine
         ):
             for one, other in itertools.pairwise(spans):
                 assert one.end_s <= other.begin_s + 1e-9
 
 
-def test_tails_are_tended() -> None:
+def test_the_comparison_moves_and_races_stragglers() -> None:
     linear = {"verify_fixed_s": 0.002, "verify_row_s": 0.0001, "draft_fixed_s": 0.0005}
     steps = compare(small(costs={"kind": "linear", "linear": linear})).steps
     moving, racing = steps[-2:]
@@ -185,10 +188,10 @@ def test_tails_are_tended() -> None:
 def test_no_request_runs_twice_unless_it_is_raced() -> None:
     lengths = LengthConfig(400, 1.0, 3000).draw(16, 8, np.random.default_rng(0))
     requests = workload(lengths, 10, (AcceptanceTerms(0.7, 0.5),), 0.5, np.random.default_rng(1))
-    rollout = Rollout(requests, [Worker(i, NoSpeculation(SLOPED), 0, 8) for i in range(4)])
+    rollout = Rollout(requests, [SimulatedEngine(i, NoSpeculation(SLOPED), 0, 8) for i in range(4)])
 
     def look(request: int, now_s: float) -> None:
-        running = np.concatenate([w.requests_B for w in rollout.workers])
+        running = np.concatenate([e.requests_B for e in rollout.engines])
         assert len(np.unique(running)) == len(running) and request not in running
 
     rollout.start(np.arange(128), in_shards(128, 4))
@@ -196,15 +199,15 @@ def test_no_request_runs_twice_unless_it_is_raced() -> None:
     assert np.isfinite(rollout.end_R).all()
 
 
-def test_use_over_time_holds_all_busy_seconds() -> None:
-    result = rolled(work([100, 900, 300, 500]), NoSpeculation(FLAT), num_workers=2)
-    at_s, share = running_share(result, 50)
+def test_the_running_share_integrates_to_all_busy_seconds() -> None:
+    result = rolled(work([100, 900, 300, 500]), NoSpeculation(FLAT), num_engines=2)
+    at_s, share = result.running_share(50)
     width_s = at_s[1] - at_s[0]
     assert share.sum() * width_s * 2 == pytest.approx(result.busy_s)
     assert share.max() == pytest.approx(1.0) and share[-1] == pytest.approx(0.5)
 
 
-# Parts.
+# Parts
 
 
 def test_shapes_have_the_published_numbers_of_parameters() -> None:
@@ -224,7 +227,7 @@ def test_a_shape_is_read_from_a_folder(tmp_path: Path) -> None:
     assert model_named(str(folder), "model").num_hidden_layers == 4
 
 
-def test_the_roofline_has_the_limits_that_it_must() -> None:
+def test_the_roofline_has_the_expected_limits() -> None:
     ideal = Calibration(1.0, 1.0, 0.0, 0.0)
     h100 = DEVICES["H100"]
     dense = RooflineCosts(MODELS["Qwen3-8B"], h100, Parallel(), "bf16", "bf16", ideal)
@@ -239,31 +242,31 @@ def test_the_roofline_has_the_limits_that_it_must() -> None:
     assert dense.step_s(1, rows, 50.0).tolist() == [dense.step_s(1, float(n), 50.0) for n in rows]  # type: ignore[union-attr]
 
 
-def test_a_fit_finds_the_distribution_again() -> None:
+def test_a_fit_recovers_the_distribution() -> None:
     drawn = LengthConfig(900, 0.7, 2500).draw(400, 10, np.random.default_rng(0)).ravel()
     found = fitted(drawn, 2500)
     assert found.median == pytest.approx(900, rel=0.05) and found.sigma == pytest.approx(0.7, rel=0.05)
     assert fitted([7] * 50, 100).sigma == 0.0
 
 
-def test_siblings_are_as_alike_as_asked() -> None:
+def test_siblings_have_the_configured_correlation() -> None:
     logs = np.log(LengthConfig(900, 0.7, 10**9, 0.6).draw(3000, 2, np.random.default_rng(0)))
     assert np.corrcoef(logs.T)[0, 1] == pytest.approx(0.6, abs=0.05)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.8])
-def test_an_acceptance_length_comes_out_as_it_went_in(spread: float) -> None:
+def test_a_given_acceptance_length_is_reproduced(spread: float) -> None:
     terms = AcceptanceTerms(acceptance_for(2.8, 3, spread), spread)
     requests = workload(np.full((3000, 1), 500), 10, (terms,), 0.5, np.random.default_rng(0))
     result = rolled(requests, CoupledSpeculation(FLAT, BudgetConfig("fixed", k=3), 3, False), num_slots=5000)
     assert result.num_tokens / result.num_request_steps == pytest.approx(2.8, rel=0.01)
 
 
-# Shipped scenarios.
+# Shipped scenarios
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_every_shipped_scenario_says_what_is_assumed_and_gains(name: str) -> None:
+def test_every_shipped_scenario_is_documented_and_gains(name: str) -> None:
     scenario = read_scenario(name, ["training.num_steps=6"])
     assert scenario.source and scenario.calibrated_from
     fleet = Fleet(scenario)
@@ -273,14 +276,14 @@ def test_every_shipped_scenario_says_what_is_assumed_and_gains(name: str) -> Non
 
 
 @pytest.mark.parametrize("tail", [None, FastestOfNConfig(max_racers=1)])
-def test_4096_long_requests_on_2048_gpus_come_to_an_end(tail: FastestOfNConfig | None) -> None:
+def test_4096_long_requests_on_2048_gpus_end(tail: FastestOfNConfig | None) -> None:
     overrides = ["cluster.num_gpus=2048", "cluster.train_gpus=0"]
     fleet = Fleet(read_scenario("nvidia-235b-512", overrides))
     step = simulate_step(Setting(fleet, Variant(AUTO, AUTO, tail)))
     assert len(step.rollout.length_R) == 4096 and step.rollout.length_R.max() == 20_000
 
 
-def test_costs_of_all_kinds_answer_alike() -> None:
+def test_all_cost_models_have_the_same_interface() -> None:
     kinds: list[Costs] = [FLAT, RoundCosts(STEP_S, (3,), (1.5,))]
     for costs in kinds:
         many = costs.step_s(4, np.array([4.0, 16.0]), 100.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account against both papers: how near each figure is, and the few that are out of reach (docs/concepts/simulator.md)."""
+"""Predictions against both papers: tolerances, and the few figures out of reach (docs/concepts/simulator.md)."""
 
 import pytest
 
@@ -16,9 +16,9 @@ from nemo_specrollout.simulation.papers import (
 
 pytestmark = pytest.mark.unit
 
-# Two runs of the paper on the same work differ by as much: these stages do not know of drafts.
+# These stages do not depend on drafts. Two runs of the paper on the same work differ by as much.
 NOISE = {"nvidia-8b-zero prepare", "nvidia-8b-think data", "nvidia-8b-think prepare"}
-# RL-Think's rounds cost 28 % and 17 % more plain steps than RL-Zero's where k is above 3, and as many at 3.
+# RL-Think's rounds cost 28 % and 17 % more plain steps than RL-Zero's if k is above 3, and equally many at 3.
 OUT_OF_REACH = {"nvidia-8b-think k=5 rollout": 0.35, "nvidia-8b-think k=7 rollout": 0.3}
 
 
@@ -28,35 +28,35 @@ def check(cell: Cell, tolerance: float) -> None:
     )
 
 
-def test_inputs_come_out_as_they_went_in() -> None:
+def test_inputs_are_reproduced() -> None:
     for cell in (*step_table(), *k_sweep(), *asynchronous()):
         if cell.role == INPUT:
             check(cell, 0.025)
 
 
-def test_the_step_table_of_paper_b() -> None:
+def test_the_step_table_of_paper_b_is_predicted() -> None:
     for cell in step_table():
         check(cell, 0.5 if cell.name in NOISE else 0.05)
 
 
-def test_the_k_sweep_of_paper_b() -> None:
+def test_the_k_sweep_of_paper_b_is_predicted() -> None:
     for cell in (*k_sweep(), *draft_table()):
         check(cell, OUT_OF_REACH.get(cell.name, 0.1))
 
 
-def test_the_asynchronous_8b_of_paper_b() -> None:
+def test_the_asynchronous_8b_of_paper_b_is_predicted() -> None:
     for cell in asynchronous():
-        if cell.name != "EAGLE-3 exposed":  # 0.6 s of jitter, which a fluid has not
+        if cell.name != "EAGLE-3 exposed":  # 0.6 s of jitter, which a fluid model lacks
             check(cell, 0.1)
 
 
 @pytest.mark.slow
-def test_the_projections_of_paper_b() -> None:
+def test_the_projections_of_paper_b_are_predicted() -> None:
     for cell in projections():
         check(cell, 0.15)
 
 
 @pytest.mark.slow
-def test_the_ranges_of_specactor() -> None:
+def test_the_ranges_of_specactor_are_predicted() -> None:
     for cell in specactor():
         check(cell, 0.1 if "rollout over plain" in cell.name else 0.02)

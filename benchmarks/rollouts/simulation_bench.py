@@ -41,11 +41,10 @@ from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN, Fleet
-from nemo_specrollout.simulation.lengths import fitted
 from nemo_specrollout.simulation.rl import simulate_step
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.setting import Setting, Variant
-from nemo_specrollout.simulation.workload import acceptance_for
+from nemo_specrollout.simulation.workload import acceptance_for, fitted
 from nemo_specrollout.telemetry.step_trace import StepRows
 
 # Drafts a step where the number is fixed.

@@ -20,12 +20,11 @@ from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
 from nemo_specrollout.simulation.devices import DEVICES, device_named
 from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
-from nemo_specrollout.simulation.gpu_usage import running_share
-from nemo_specrollout.simulation.lengths import fitted
 from nemo_specrollout.simulation.papers import account
 from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
 from nemo_specrollout.simulation.traces import read_trace
+from nemo_specrollout.simulation.workload import fitted
 
 LIST = "list"
 """Subject that lists the scenarios."""
@@ -97,7 +96,7 @@ def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[
     """Returns the scenario and the response lengths of a trace, to which the lengths that policies expect are fitted."""
     if trace is None:
         return scenario, []
-    lengths = [step.lengths_PS for step in read_trace(trace, "--trace")]
+    lengths = read_trace(trace, "--trace")
     every = np.concatenate([step.ravel() for step in lengths])
     return replace(scenario, lengths=fitted(every, int(every.max()))), lengths
 
@@ -179,7 +178,7 @@ def _record(comparison: Comparison) -> dict[str, object]:
 
 
 def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:
-    at_s, share = running_share(step.rollout, _NUM_POINTS)
+    at_s, share = step.rollout.running_share(_NUM_POINTS)
     return {
         "variant": step.variant,
         "step_s": step.step_s,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's work costs: one interface, and the two kinds that are figures of others; `roofline.py` has the third.
+"""Cost models of an engine: the interface, and the models with given numbers. `roofline.py` has the analytic model.
 
-`TabledCosts` were measured by `nemo-specrollout profile`. `RoundCosts` and `LinearCosts` are the forms in which the two papers
-give theirs.
+`nemo-specrollout profile` measures `TabledCosts`. `RoundCosts` and `LinearCosts` have the forms of the two papers.
 """
 
 from abc import ABC, abstractmethod
@@ -17,24 +16,24 @@ Rows = np.ndarray | float
 
 
 class Costs(ABC):
-    """Seconds of one engine's steps."""
+    """Seconds of an engine's work."""
 
     @abstractmethod
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
-        """Of a step of `num_requests` with `num_rows` in all, drafts included; `context`: a request's mean length."""
+        """Returns the seconds of a step with `num_rows` rows, including drafts, at a mean length of `context` tokens."""
 
     @abstractmethod
     def draft_s(self, num_requests: float, context: float) -> float:
-        """Of one draft token for each request, by this engine itself."""
+        """Returns the seconds in which this engine makes one draft token for each request."""
 
     @abstractmethod
     def prefill_s(self, num_tokens: float) -> float:
-        """Of computing a text of `num_tokens` tokens."""
+        """Returns the seconds of a prefill of `num_tokens` tokens."""
 
 
 @dataclass(frozen=True)
 class TabledCosts(Costs):
-    """Of measured tables; they know nothing of the context. A prefill is a step of as many rows."""
+    """Costs from measured tables, independent of the context. A prefill costs as much as a step of as many rows."""
 
     verify: CostCurve
     drafting: CostCurve | None = None
@@ -53,21 +52,21 @@ class TabledCosts(Costs):
 
 @dataclass(frozen=True)
 class RoundCosts(Costs):
-    """Paper B's figures (arXiv 2604.26779): what a round that drafts and verifies k tokens costs in plain steps, which is its
-    acceptance length over its speedup; on straight lines from 1 at no drafts through what is known, and on beyond it.
+    """Costs from the figures of Paper B (arXiv 2604.26779): the cost of a round of k drafts in plain steps.
 
-    A plain step takes the same whatever the batch: the paper gives no more.
+    It is the acceptance length over the speedup, interpolated linearly from 1 at no drafts and extrapolated beyond the last
+    figure. A plain step takes equally long for all batch sizes, because the paper gives no more.
     """
 
     plain_step_s: float = bounded(above=0.0)
     """Seconds of a plain decode step."""
     num_drafts: tuple[int, ...] = bounded(low=1)
-    """Of each request, rising."""
+    """Drafts of each request, ascending."""
     plain_steps: tuple[float, ...] = bounded(low=1.0)
-    """What a round of that number costs."""
+    """Cost of a round with each number of drafts, in plain steps."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless the lists go together."""
+        """Raises ConfigError if the lists differ in length, are empty or not ascending."""
         if not self.num_drafts or len(self.num_drafts) != len(self.plain_steps):
             raise ConfigError(
                 f"{path}.plain_steps: {len(self.plain_steps)} for {len(self.num_drafts)} num_drafts; give one for each"
@@ -90,17 +89,20 @@ class RoundCosts(Costs):
 
 @dataclass(frozen=True)
 class LinearCosts(Costs):
-    """SpecActor's form (arXiv 2511.16193): drafting one token is `b * D' + alpha`, verifying a window is `b * V' + beta`, here
-    with V' per row, so that windows of all lengths are on one line. The paper's coefficients are not public."""
+    """Costs in the form of SpecActor (arXiv 2511.16193): `b * D' + alpha` to draft a token, `b * V' + beta` to verify a
+    window.
+
+    Here V' counts for each row, so that windows of all lengths lie on one line. The paper's coefficients are not public.
+    """
 
     verify_fixed_s: float = bounded(above=0.0)
-    """Seconds of a step at no rows: beta."""
+    """Seconds of a step without rows: beta."""
     verify_row_s: float = bounded(low=0.0)
-    """Seconds of a row: V' of a window of one."""
+    """Seconds of each row: V' of a window of one."""
     draft_fixed_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token at no requests: alpha."""
+    """Seconds of a draft token without requests: alpha."""
     draft_request_s: float = bounded(0.0, low=0.0)
-    """Seconds of a draft token of one more request: D'."""
+    """Seconds of a draft token for each request: D'."""
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         return self.verify_fixed_s + self.verify_row_s * num_rows
@@ -113,9 +115,9 @@ class LinearCosts(Costs):
 
 
 def tabled(tables: CostTables, size: int, field: str) -> TabledCosts:
-    """The costs of an engine of `size` threads or GPUs. Raises ConfigError if it was not measured."""
+    """Returns the costs of an engine of `size` threads or GPUs. Raises ConfigError if the size was not measured."""
     verify = {curve.size: curve for curve in tables.verify_s}
     if size not in verify:
         raise ConfigError(f"{field}: {size}; measured were {sorted(sizes_of(tables.verify_s))}: take one of those")
-    drafting = {curve.size: curve for curve in (*tables.coupled_draft_s,)}
+    drafting = {curve.size: curve for curve in tables.coupled_draft_s}
     return TabledCosts(verify[size], drafting.get(size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by their public data sheets: dense peaks, never those "with sparsity", and link bandwidth in one direction."""
+"""GPUs by their public data sheets: dense peaks (never "with sparsity"), and link bandwidth in one direction."""
 
 from dataclasses import dataclass
 
@@ -8,26 +8,28 @@ from nemo_specrollout.config.strict import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Device:
-    """What the data sheet of a GPU says."""
+    """Figures of a GPU's data sheet."""
 
     name: str
     source: str
-    """The data sheet."""
+    """Name of the data sheet."""
     bf16_flops: float
-    """Dense, of a second."""
+    """Dense operations a second in bf16."""
     fp8_flops: float | None
-    """The same in 8 bits; None where the tensor cores have no such type."""
+    """Dense operations a second in fp8; None if the tensor cores do not support it."""
     hbm_bytes_per_s: float
+    """Memory bandwidth."""
     hbm_bytes: float
+    """Memory size."""
     nvlink_bytes_per_s: float
-    """To the GPUs of its NVLink domain, in one direction."""
+    """Bandwidth within the NVLink domain, in one direction."""
     nvlink_gpus: int
-    """GPUs of an NVLink domain."""
+    """GPUs in an NVLink domain."""
     network_bytes_per_s: float
-    """To all others: the network adapter of the system that the data sheet describes."""
+    """Bandwidth to other GPUs: the network adapter of the system in the data sheet."""
 
     def flops(self, precision: str) -> float:
-        """Dense operations a second in `bf16` or `fp8`. Raises ConfigError if it cannot compute in that."""
+        """Returns the dense operations a second in `bf16` or `fp8`. Raises ConfigError if the GPU lacks that precision."""
         peak = self.bf16_flops if precision == "bf16" else self.fp8_flops
         if peak is None:
             raise ConfigError(
@@ -36,7 +38,7 @@ class Device:
         return peak
 
     def link_bytes_per_s(self, num_gpus: int) -> float:
-        """Between the GPUs of a group of `num_gpus`."""
+        """Returns the bandwidth between the GPUs of a group of `num_gpus`."""
         return self.nvlink_bytes_per_s if num_gpus <= self.nvlink_gpus else self.network_bytes_per_s
 
 
@@ -59,7 +61,7 @@ DEVICES = {
 
 
 def device_named(name: str, field: str) -> Device:
-    """Raises ConfigError with the field, the value and the known ones."""
+    """Returns the GPU of that name. Raises ConfigError with the field, the value and the known names."""
     if name not in DEVICES:
         raise ConfigError(f"{field}: {name!r} is not known{nearest(name, DEVICES)}")
     return DEVICES[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines of a scenario: what they cost, how they draft, and how many there are.
+"""Engines of a scenario: their costs, drafting and number.
 
 Shapes: R requests, M draft methods.
 """
@@ -31,13 +31,13 @@ PLAIN, FIXED, AUTO, APART = "plain", "fixed", "auto", "apart"
 
 @dataclass(frozen=True)
 class Fleet:
-    """A scenario's engines, made as they are asked for."""
+    """Builds the engines of a scenario on demand."""
 
     scenario: Scenario
 
     @cached_property
     def policy(self) -> RooflineCosts | None:
-        """The roofline of the policy's engine, where its costs are of that kind."""
+        """Roofline of the policy's engine; None if the scenario has other costs."""
         s = self.scenario
         if s.costs.kind != "roofline":
             return None
@@ -49,35 +49,37 @@ class Fleet:
 
     @cached_property
     def terms_M(self) -> tuple[AcceptanceTerms, ...]:
-        """How well each method drafts."""
+        """Acceptance of each method."""
         return tuple(AcceptanceTerms(_typical(m), m.spread) for m in self.scenario.drafting.methods)
 
     @cached_property
     def num_slots(self) -> int:
-        """Requests that an engine decodes at a time: by its limit, and by its memory at the mean length. Raises ConfigError
-        if it has none for a single one."""
+        """Requests that an engine decodes at a time, limited by the config and by its memory at the mean length.
+
+        Raises ConfigError if a single request does not fit.
+        """
         most = self.scenario.batch.max_requests
         if self.policy is None:
             return most
         lengths = self.scenario.lengths
         tokens = self.scenario.batch.prompt_tokens + min(lengths.median * 1.5, lengths.max_tokens)
-        room = int(self.policy.kv_tokens)
-        if room < tokens:
+        capacity = int(self.policy.kv_tokens)
+        if capacity < tokens:
             raise ConfigError(
                 f"batch.prompt_tokens: {self.scenario.batch.prompt_tokens}; a request of {tokens:.0f} tokens with its "
-                f"response does not fit beside the weights, which leave room for {max(0, room)}: lower it, or "
+                f"response does not fit beside the weights, which leave space for {max(0, capacity)}: lower it, or "
                 "raise cluster.gpus_per_engine"
             )
-        return min(most, int(room / tokens))
+        return min(most, int(capacity / tokens))
 
-    def num_workers(self, kind: str) -> int:
-        """Engines, or pairs of a verifier and a drafter of its own."""
+    def num_engines(self, kind: str) -> int:
+        """Returns the number of engines, or of pairs of a verifier and a separate drafter."""
         if kind == APART and self.placement is not None:
             return self.placement.num_groups
         return self.scenario.cluster.generating_gpus // self.scenario.cluster.gpus_per_engine
 
     def costs(self, method: int) -> Costs:
-        """Of an engine that drafts by a method."""
+        """Returns the costs of an engine that drafts by a method."""
         s = self.scenario
         if s.costs.kind == "tables":
             tables = CostTables.read(Path(str(s.costs.profile)), "costs.profile")
@@ -90,7 +92,10 @@ class Fleet:
         return replace(self.policy, drafter=drafter)
 
     def speculation(self, kind: str, method: int) -> Speculation:
-        """How an engine drafts: `plain`, `fixed`, `auto`; `apart`, with the drafter that the planner places, if it can be."""
+        """Returns the speculation of an engine.
+
+        `kind` is `plain`, `fixed`, `auto`, or `apart` for a separate drafter, which becomes `auto` if none can be placed.
+        """
         drafting, costs = self.scenario.drafting, self.costs(method)
         if kind == PLAIN:
             return NoSpeculation(costs)
@@ -103,7 +108,8 @@ class Fleet:
 
     @cached_property
     def placement(self) -> Option | None:
-        """The best pairs of verifier and drafter, by the production planner; None if none may be, or none fits."""
+        """Best pairs of verifier and drafter by the production planner; None if separate drafters are disabled or do
+        not fit."""
         s = self.scenario
         if not s.drafting.drafter_gpus or self.policy is None:
             return None
@@ -112,7 +118,7 @@ class Fleet:
         return next((option for option in found.options if option.mode == DECOUPLED), None)
 
     def _tables(self) -> CostTables:
-        """The cost model as the file that the planner reads."""
+        """Returns the cost model as cost tables for the planner."""
         s, counts = self.scenario, tuple(2**i for i in range(12))
         context = s.batch.prompt_tokens + s.lengths.median / 2
         costs, size = self.costs(0), s.cluster.gpus_per_engine

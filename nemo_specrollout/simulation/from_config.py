@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's config as a scenario. What a config does not say is assumed, and `source` says so: response lengths, acceptance.
+"""Builds a scenario from a run's config. `source` lists the assumptions: response lengths and acceptances.
 
-A block `simulation` of the config, e.g. `simulation.lengths.median=900`, wins over what is found. What is wrong with a
-scenario is told by the keys of that block.
+A block `simulation` of the config, e.g. `simulation.lengths.median=900`, overrides derived values. Error messages name
+the keys of that block.
 """
 
 from collections.abc import Mapping
@@ -27,10 +27,9 @@ from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
 
 OWN_BLOCK = "simulation"
-"""The key of a config whose block is laid over the scenario."""
+"""Key of the config block that overrides the scenario."""
 _ASSUMED_LENGTHS = {"sigma": 0.8}
 _MEDIAN_SHARE = 0.25
-# P(right) that is assumed, by the type of a drafter.
 _ASSUMED_ACCEPTANCE = {
     "eagle3": 0.75,
     "mtp": 0.75,
@@ -41,13 +40,13 @@ _ASSUMED_ACCEPTANCE = {
     "random": 0.0,
 }
 _SPREAD = 0.4
-# The drafter that stands for none.
 USELESS = "random"
+"""Drafter type that represents an engine without drafters."""
 _SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, the calibration of the roofline"
 
 
 def of_nemo_rl(tree: Tree, device: str) -> Scenario:
-    """A run in NeMo-RL on GPUs of that name. Raises ConfigError."""
+    """Returns the scenario of a NeMo-RL run on the GPUs named `device`. Raises ConfigError."""
     block = effective_config(tree) or SpecrolloutConfig()
     generating, all_gpus = (
         generating_gpus(tree),
@@ -75,15 +74,17 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
 
 
 def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
-    """A run of the local runner: engines of the smallest size that was measured; of its step, the rollout alone. That engines
-    share the machine's memory and caches is not in it."""
+    """Returns the scenario of a local run: rollouts only, with engines of the smallest measured size.
+
+    Contention of engines for the machine's memory and caches is not modelled.
+    """
     size = min(sizes_of(CostTables.read(profile, "--profile").verify_s))
-    generation, num_workers = config.policy.generation, config.cluster.rollout_workers
+    generation, num_engines = config.policy.generation, config.cluster.rollout_workers
     found = {
         "title": f"{config.policy.model_name} on this machine, rollouts alone",
         "source": _SOURCE,
         "model": config.policy.model_name,
-        "cluster": {"device": "measured", "num_gpus": num_workers * size, "gpus_per_engine": size},
+        "cluster": {"device": "measured", "num_gpus": num_engines * size, "gpus_per_engine": size},
         "batch": {
             "num_prompts": config.grpo.num_prompts_per_step, "num_samples": config.grpo.num_generations_per_prompt,
             "prompt_tokens": 16, "max_requests": config.most_in_flight,
@@ -107,8 +108,11 @@ def _batch(tree: Tree) -> dict[str, Any]:
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
-    """The block's drafters, those with weights first. Where all workers have all of them the first stands for all: the board
-    takes the best. None at all, of a worker or of all, is a look-up that is always wrong."""
+    """Returns the drafting of a block, models before text drafters.
+
+    If all engines have all drafters, the first drafter represents all, because the draft board takes the best. An engine
+    without drafters is represented by a look-up that is always wrong.
+    """
     drafters = sorted(block.drafters, key=_is_look_up)
     if not all(block.drafters_of_engines) and USELESS not in [drafter.type for drafter in drafters]:
         drafters.append(RandomDrafterConfig())
@@ -127,7 +131,7 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
 
 
 def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]:
-    """Of a worker with several drafters, the one that is first in `types`: here a worker has one."""
+    """Returns one drafter type for each engine: the first in `types` of those that it has."""
     given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
     return [min(of_worker or (USELESS,), key=types.index) for of_worker in given]
 
@@ -139,8 +143,8 @@ def _is_look_up(drafter: DrafterConfig) -> bool:
 def _method(drafter: DrafterConfig) -> dict[str, Any]:
     if isinstance(drafter, BlockDrafterConfig):
         raise ConfigError(
-            f"{BLOCK_PATH}.drafters.type: {drafter.type!r} drafts all tokens in one pass, the simulator counts one for each: "
-            "name another drafter to simulate"
+            f"{BLOCK_PATH}.drafters.type: {drafter.type!r} drafts all tokens in one pass, but the simulator assumes "
+            "a pass for each token: choose another drafter to simulate"
         )
     draft = TEXT if _is_look_up(drafter) else HEAD
     if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig):

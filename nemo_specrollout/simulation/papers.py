@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account: what both papers report, what the simulator says of the same, and which figures were its inputs."""
+"""Comparison of the simulator with both papers: reported figures, predictions, and which figures were inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,27 +20,28 @@ _RACING = Variant("decoupled, racing", APART, FastestOfNConfig())
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of a paper."""
+    """One figure of a paper and its prediction."""
 
     table: str
     name: str
     role: str
-    """`input`, if the scenario was fitted to it, else `prediction`."""
+    """`input` if the scenario was fitted to the figure, else `prediction`."""
     low: float
-    """What the paper says, or the lower end of its range."""
+    """Figure of the paper, or the lower end of its range."""
     high: float
+    """Upper end of the range."""
     predicted: float
     unit: str = "x"
 
     @property
     def error(self) -> float:
-        """Relative, to the nearer end of the range; 0 within it."""
+        """Relative error to the nearer end of the range; 0 within it."""
         nearest = min(max(self.predicted, self.low), self.high)
         return self.predicted / nearest - 1.0 if nearest else float(self.predicted != 0.0)
 
 
 def account() -> Iterator[Cell]:
-    """Every figure of both papers that is compared."""
+    """Yields all compared figures of both papers."""
     yield from step_table()
     yield from k_sweep()
     yield from draft_table()
@@ -50,7 +51,7 @@ def account() -> Iterator[Cell]:
 
 
 def step_table() -> Iterator[Cell]:
-    """Paper B, seconds of a step of Qwen3-8B with and without speculation. What the plain column says is an input."""
+    """Yields Paper B's step times of Qwen3-8B with and without speculation. The plain column is an input."""
     plain_parts = {ZERO: (0.2, 1.9, 17.8, 31.3), THINK: (0.3, 2.1, 17.9, 31.4)}
     speculated = {ZERO: (0.2, 2.1, 56.6, 18.1, 30.5, 107.5), THINK: (0.2, 1.6, 87.0, 18.1, 30.5, 137.4)}
     plain_totals = {ZERO: (100.0, 151.2), THINK: (133.6, 185.3)}
@@ -69,7 +70,7 @@ def step_table() -> Iterator[Cell]:
 
 
 def k_sweep() -> Iterator[Cell]:
-    """Paper B, drafts a step: acceptance lengths follow from that at k=3, round costs from RL-Zero at k=3 and k=5."""
+    """Yields Paper B's figures by draft length. Inputs are the acceptance length at k=3 and RL-Zero's cost at k=3 and 5."""
     paper = {
         ZERO: {3: (3.32, 1.77), 5: (4.35, 1.44), 7: (5.06, 1.21)},
         THINK: {3: (2.77, 1.53), 5: (3.23, 0.84), 7: (3.48, 0.71)},
@@ -87,7 +88,7 @@ def k_sweep() -> Iterator[Cell]:
 
 
 def draft_table() -> Iterator[Cell]:
-    """Paper B, drafts of other training at k=3: acceptance length in, speedup out."""
+    """Yields Paper B's speedups of differently trained heads at k=3, from their acceptance lengths."""
     paper = {
         ZERO: {"chat, offline": (2.88, 1.51), "chat, online": (3.04, 1.63), "in-domain, online": (3.29, 1.78)},
         THINK: {"chat, offline": (2.40, 1.19), "chat, online": (2.55, 1.26), "in-domain, online": (2.74, 1.52)},
@@ -100,7 +101,7 @@ def draft_table() -> Iterator[Cell]:
 
 
 def asynchronous() -> Iterator[Cell]:
-    """Paper B, 8B with lag 1."""
+    """Yields Paper B's figures of asynchronous training of the 8B model with lag 1."""
     plain, step = _step(ASYNC, PLAIN), _step(ASYNC, FIXED)
     yield _cell("async 8B", "plain exposed", INPUT, 10.4, plain.exposed_s, "s")
     yield _cell("async 8B", "plain step", INPUT, 75.0, plain.step_s, "s")
@@ -110,7 +111,7 @@ def asynchronous() -> Iterator[Cell]:
 
 
 def projections() -> Iterator[Cell]:
-    """Paper B, 235B. The scale of k=7 is not stated; its figures imply the same share of generation as those of 512 GPUs."""
+    """Yields Paper B's projections for 235B. The scale of k=7 is not stated; 512 GPUs fit its share of generation."""
     longer = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 5.0, at_k: 7}]")
     surest = ("drafting.k=7", "drafting.methods=[{name: eagle3, acceptance_length: 8.0, at_k: 7}]")
     cells = (
@@ -126,7 +127,7 @@ def projections() -> Iterator[Cell]:
 
 
 def specactor() -> Iterator[Cell]:
-    """SpecActor's ranges over its traces, for the one that is like DAPO."""
+    """Yields SpecActor's ranges over its traces, compared with the trace that resembles DAPO."""
     plain, vanilla = _step(DAPO, PLAIN), _step(DAPO, FIXED)
     yield Cell("SpecActor", "plain: idle share of the rollout", INPUT, 0.45, 0.55, plain.rollout.idle_share, "")
     yield Cell("SpecActor", "plain: rollout's share of a step", INPUT, 0.7, 0.8, plain.rollout_s / plain.step_s, "")

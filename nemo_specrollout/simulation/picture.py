@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a comparison: GPUs at work over time, what a step consists of, how long the responses are.
+"""Picture of a comparison: GPU use over time, the parts of a step, and the response lengths.
 
-The only file of the room that draws. The palette is Okabe and Ito's, as in the reports of runs.
+The palette is Okabe and Ito's, as in the run reports.
 """
 
 import io
@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from nemo_specrollout.simulation.compare import Comparison
-from nemo_specrollout.simulation.gpu_usage import running_share
 from nemo_specrollout.simulation.rl import StepResult
 
 BLUE, SKY, ORANGE, PINK = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
@@ -32,7 +31,7 @@ _SIZE, _DPI, _POINTS, _BINS = (9.6, 5.6), 160, 300, 40
 
 
 def picture(comparison: Comparison) -> bytes:
-    """A PNG."""
+    """Returns the picture as PNG bytes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         FigureCanvasAgg(figure)
@@ -49,9 +48,9 @@ def picture(comparison: Comparison) -> bytes:
 
 
 def draw_use(ax: Axes, comparison: Comparison) -> None:
-    """Workers that are at work, over time, without our features and with the best of them."""
+    """Draws the share of busy engines over time, for the plain and the best variant."""
     for step, colour in ((comparison.plain, SILVER), (comparison.best, BLUE)):
-        at_s, busy = running_share(step.rollout, _POINTS)
+        at_s, busy = step.rollout.running_share(_POINTS)
         ax.fill_between(at_s, busy, color=colour, alpha=0.25, linewidth=0)
         ax.plot(at_s, busy, color=colour)
     ax.set(title="GPUs that decode or prefill, of those that generate", xlabel="seconds from the start")
@@ -64,7 +63,7 @@ def draw_use(ax: Axes, comparison: Comparison) -> None:
 
 
 def draw_parts(ax: Axes, comparison: Comparison) -> None:
-    """A step of each variant by what it went to, with its speedup."""
+    """Draws the parts of a step of each variant, with its speedup."""
     at = np.arange(len(comparison.steps))
     left = np.zeros(len(at))
     for part in _shown(comparison):
@@ -83,7 +82,7 @@ def draw_parts(ax: Axes, comparison: Comparison) -> None:
 
 
 def draw_lengths(ax: Axes, comparison: Comparison) -> None:
-    """How many responses have which length."""
+    """Draws a histogram of response lengths."""
     lengths = comparison.lengths
     ax.hist(lengths, _BINS, color=SKY, linewidth=0)
     for value, name in ((float(np.median(lengths)), "median"), (float(lengths.mean()), "mean")):
@@ -95,7 +94,7 @@ def draw_lengths(ax: Axes, comparison: Comparison) -> None:
 
 
 def _shown(comparison: Comparison) -> list[str]:
-    """Parts that take a visible share of any step."""
+    """Returns the parts that take a visible share of any step."""
 
     def share(part: str, step: StepResult) -> float:
         return step.parts_s[part] / step.step_s

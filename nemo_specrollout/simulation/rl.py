@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step around its rollout: synchronous, or asynchronous with a lag and GPUs of its own for each side."""
+"""Simulated RL step around a rollout: synchronous, or asynchronous with a lag and separate GPUs for each side."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from nemo_specrollout.simulation.setting import Setting
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step, in the steady state where steps overlap, and the rollout that it is taken from."""
+    """Result of an RL step, in steady state if steps overlap."""
 
     variant: str
     parts_s: dict[str, float]
-    """Seconds of a step by what they went to; in asynchronous training generation is only what is not hidden."""
+    """Seconds of a step by part. In asynchronous training, generation counts only as far as training waits for it."""
     rollout_s: float
-    """From the start of a batch until its last request ended."""
+    """Seconds from the start of a batch until its last request ended."""
     idle_share: float
-    """Of all GPUs, over a step."""
+    """Idle share of all GPUs over a step."""
     rollout: RolloutResult
 
     @property
     def step_s(self) -> float:
-        """Of all parts."""
+        """Seconds of the whole step."""
         return sum(self.parts_s.values())
 
     @property
     def exposed_s(self) -> float:
-        """Generation for which training waits."""
+        """Seconds of generation for which training waits."""
         return self.parts_s["generate"]
 
 
 def simulate_step(setting: Setting) -> StepResult:
-    """What a step of the setting takes."""
+    """Simulates a step of the setting."""
     if setting.fleet.scenario.training.mode == "sync":
         return _synchronous(setting)
     run = _AsynchronousRun(setting)
@@ -48,7 +48,7 @@ def _synchronous(setting: Setting) -> StepResult:
     requests = setting.requests(1)
     num_requests = len(requests.length_R)
     rollout = setting.rollout(requests)
-    rollout.start(np.arange(num_requests), in_shards(num_requests, len(rollout.workers)))
+    rollout.start(np.arange(num_requests), in_shards(num_requests, len(rollout.engines)))
     rollout.run()
     result = rollout.result()
     parts_s = _with_generation(setting.parts_s(requests.num_tokens, num_requests), result.seconds)
@@ -57,12 +57,12 @@ def _synchronous(setting: Setting) -> StepResult:
 
 
 def _with_generation(parts_s: Mapping[str, float], generate_s: float) -> dict[str, float]:
-    """In the order of a step."""
+    """Returns all parts in the order of a step."""
     return {"data": parts_s["data"], "prepare": parts_s["prepare"], "generate": generate_s, **parts_s}
 
 
 class _AsynchronousRun:
-    """Batch j may be generated once the weights are at most `lag` versions behind those that it will train: j - lag.
+    """Asynchronous run: batch j may start once the weights are at most `lag` versions old for it, i.e. version j - lag.
 
     Owns when each batch began, was complete, and was trained.
     """
@@ -81,7 +81,7 @@ class _AsynchronousRun:
         self.parts_s = [self._parts_s(batch) for batch in range(num)]
 
     def train_all(self) -> None:
-        """Trains batch after batch; after each, the next one that may is begun."""
+        """Trains batch after batch. After each, starts the next batch within the lag."""
         for batch in range(1 + self.ahead):
             self._begin(batch)
         free_s = 0.0
@@ -94,7 +94,7 @@ class _AsynchronousRun:
             self._begin(batch + 1 + self.ahead)
 
     def result(self) -> StepResult:
-        """Means over the steps that count."""
+        """Returns the means over the counted steps."""
         first, last = self._counted()
         counted = slice(first, last)
         parts_s = {name: float(np.mean([p[name] for p in self.parts_s[counted]])) for name in self.parts_s[0]}
@@ -107,8 +107,10 @@ class _AsynchronousRun:
         return StepResult(self.setting.variant.name, _with_generation(parts_s, waited_s), rollout_s, idle_share, result)
 
     def _counted(self) -> tuple[int, int]:
-        """The later half of the steps, less the last few, beside which no more is generated. Batches that began together come
-        together, so steps differ in a cycle as long as there are batches at a time: whole cycles are counted."""
+        """Returns the range of counted steps: the later half, without the last few that have no generation beside them.
+
+        Batches that began together end together, so steps differ in a cycle of that many batches. Whole cycles count.
+        """
         cycle = self.ahead + 1
         last = self.num_steps - self.ahead
         return last - max(1, last // 2 // cycle) * cycle, last
@@ -117,10 +119,10 @@ class _AsynchronousRun:
         if batch < self.num_steps:
             self.began_s[batch] = self.rollout.now_s
             requests = np.arange(batch * self.size, (batch + 1) * self.size)
-            self.rollout.start(requests, in_shards(self.size, len(self.rollout.workers)))
+            self.rollout.start(requests, in_shards(self.size, len(self.rollout.engines)))
 
     def _generate(self, batch: int) -> None:
-        """Until the last request of a batch has ended, which may be past already."""
+        """Runs until the last request of a batch has ended, which may be past already."""
         self.rollout.run(stop=lambda: self.left[batch] == 0, on_end=self._ended)
 
     def _ended(self, request: int, now_s: float) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer's steps cost on GPUs, from its shape and the data sheet: a roofline with few calibrated shares.
+"""Roofline cost model of a transformer on GPUs, from its shape, the data sheet and a few calibrated shares.
 
-A step reads the weights (of a mixture of experts, those that any row needs) and computes its rows, whichever takes longer; it
-reads the KV cache and computes attention, whichever takes longer; it exchanges activations; and it waits for launches and
-the host. Source of the form: Williams et al. 2009, "Roofline"; of the collectives, ring all-reduce.
+A step takes the maximum of reading the weights and computing its rows. For a mixture of experts, only the experts that
+get a row are read. It adds the maximum of reading the KV cache and computing attention, the exchange of activations,
+and the time for launches and the host. Sources: Williams et al. 2009 ("Roofline"); ring all-reduce for the collectives.
 """
 
 from dataclasses import dataclass, replace
@@ -21,38 +21,39 @@ _ACTIVATION_BYTES = 2.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What no data sheet says. Each is one figure for all batch sizes, contexts and draft lengths."""
+    """Calibrated figures, each for all batch sizes, contexts and draft lengths."""
 
     memory_share: float = bounded(0.75, above=0.0, high=1.0)
-    """Achieved share of the HBM bandwidth when decoding."""
+    """Achieved share of the HBM bandwidth in decoding."""
     compute_share: float = bounded(0.6, above=0.0, high=1.0)
     """Achieved share of the dense peak in matrix products."""
     layer_s: float = bounded(2e-5, low=0.0)
-    """Seconds of a layer at no rows: launches and the latency of its collectives."""
+    """Seconds of a layer without rows: launches and the latency of collectives."""
     host_s: float = bounded(1.5e-3, low=0.0)
-    """Seconds of a step that the host takes: scheduling, sampling, detokenising."""
+    """Seconds of the host in each step: scheduling, sampling, detokenising."""
     draft_host_s: float = bounded(2e-4, low=0.0)
-    """The same, of one draft token of a drafter in the policy's engine."""
+    """Seconds of the host for each draft token in the policy's engine."""
     speculation_s: float = bounded(0.0, low=0.0)
-    """Seconds that a step with drafts takes beyond its rows: rejection, bookkeeping, graphs that do not fit."""
+    """Constant seconds of a step with drafts: rejection, bookkeeping, unsuitable graphs."""
     train_share: float = bounded(0.35, above=0.0, high=1.0)
     """Achieved share of the dense bf16 peak in training."""
     logprob_share: float = bounded(0.35, above=0.0, high=1.0)
-    """The same in forward passes for log-probs."""
+    """Achieved share of the dense bf16 peak in forward passes for log-probs."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many GPUs share an engine, and how experts lie on them."""
+    """Parallelism of an engine."""
 
     num_gpus: int = 1
+    """GPUs of an engine."""
     expert_parallel: bool = False
-    """Experts whole on one GPU each, reached all-to-all, instead of cut across all."""
+    """Whether each expert lies whole on one GPU, reached all-to-all, instead of split across all GPUs."""
 
 
 @dataclass(frozen=True)
 class RooflineCosts(Costs):
-    """An engine of a model on some GPUs. `drafter` is what its own drafting costs."""
+    """Costs of a model's engine on some GPUs. `drafter` has the costs of its own drafting."""
 
     shape: ModelShape
     device: Device
@@ -79,12 +80,12 @@ class RooflineCosts(Costs):
         return float(self.step_s(1, num_tokens, num_tokens / 2))
 
     def ideal_s(self, num_tokens: float) -> float:
-        """Seconds of the arithmetic of `num_tokens` tokens at the data sheet's peak."""
+        """Returns the seconds of the arithmetic of `num_tokens` tokens at the data sheet's peak."""
         return 2.0 * self.shape.active_params * num_tokens / self._peak
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens for which the KV cache has room, in nine tenths of the memory that the weights leave."""
+        """Capacity of the KV cache in tokens, with 90 % of the memory in use."""
         weights = self.shape.params * _BYTES[self.precision] / self.parallel.num_gpus
         return (0.9 * self.device.hbm_bytes - weights) / self._kv_bytes
 
@@ -98,7 +99,7 @@ class RooflineCosts(Costs):
 
     @property
     def _kv_bytes(self) -> float:
-        """Of a token, on each GPU: where there are more GPUs than KV heads, heads are held several times."""
+        """KV cache bytes of a token on each GPU. With more GPUs than KV heads, heads are replicated."""
         copies = max(1.0, self.parallel.num_gpus / self.shape.num_key_value_heads)
         return self.shape.kv_values_per_token * _BYTES[self.kv_precision] * copies / self.parallel.num_gpus
 
@@ -113,7 +114,8 @@ class RooflineCosts(Costs):
         return np.maximum(read_s, self.shape.attention_flops(num_rows, context) / peak)
 
     def _exchange_s(self, num_rows: Rows) -> Rows:
-        """Two all-reduces a layer; with experts apart, one, and the tokens' way to the experts and back."""
+        """Returns the seconds of communication: two all-reduces a layer, or one and two all-to-alls with expert
+        parallelism."""
         n, shape = self.parallel.num_gpus, self.shape
         if n == 1:
             return 0.0 * num_rows
@@ -127,7 +129,7 @@ class RooflineCosts(Costs):
 
 
 def drafter_costs(engine: RooflineCosts, shape: ModelShape, num_gpus: int | None = None) -> RooflineCosts:
-    """A drafter of that shape: in the policy's engine, on its GPUs, or on `num_gpus` of its own; in bf16."""
+    """Returns the costs of a bf16 drafter on the policy's GPUs, or on `num_gpus` separate GPUs."""
     calibration = engine.calibration
     if num_gpus is None:
         calibration = replace(calibration, host_s=calibration.draft_host_s)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be simulated: a strict, frozen schema, and the scenarios that ship with it.
+"""Scenario: the strict, frozen schema of a simulation, and the scenarios that ship with the package.
 
-What is calibrated rather than known stands in `calibration` and `costs`; `calibrated_from` says by what.
+Calibrated figures are in `calibration` and `costs`; `calibrated_from` names their source.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,6 @@ from pathlib import Path
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
 from nemo_specrollout.simulation.devices import device_named
-from nemo_specrollout.simulation.lengths import LengthConfig
 from nemo_specrollout.simulation.roofline import Calibration
 from nemo_specrollout.simulation.scenario_blocks import (
     BatchConfig,
@@ -21,49 +20,50 @@ from nemo_specrollout.simulation.scenario_blocks import (
     TrainingConfig,
 )
 from nemo_specrollout.simulation.transformer import model_named
+from nemo_specrollout.simulation.workload import LengthConfig
 
-# Each takes about a kilobyte.
 MOST_REQUESTS = 2_000_000
+"""Maximum number of simulated requests, which take about a kilobyte each."""
 FOLDER = Path(__file__).parent / "scenarios"
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One setting. Example: `read_scenario("nvidia-8b-zero", ["drafting.k=5"])`."""
+    """A scenario. Example: `read_scenario("nvidia-8b-zero", ["drafting.k=5"])`."""
 
     title: str
     model: str
-    """A known model, or a folder with a config.json."""
+    """Name of a known model, or a folder with a config.json."""
 
     cluster: ClusterConfig
     batch: BatchConfig
     lengths: LengthConfig
     drafting: DraftingConfig
     source: str = ""
-    """Where the setting is from, and what of it was assumed."""
+    """Source of the setting, and its assumptions."""
 
     calibrated_from: str = ""
-    """Where the figures in `calibration`, or of the papers' cost models, come from."""
+    """Source of the calibrated figures."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     costs: CostConfig = field(default_factory=CostConfig)
     calibration: Calibration = field(default_factory=Calibration)
     precision: str = choice("bf16", "fp8", default="bf16")
-    """Of the engines' weights and products."""
+    """Precision of the engines' weights and products."""
 
     kv_precision: str = choice("bf16", "fp8", default="bf16")
-    """Of the KV cache."""
+    """Precision of the KV cache."""
 
     seed: int = bounded(0, low=0)
-    """Of the draws."""
+    """Seed of random draws."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for what cannot run."""
+        """Raises ConfigError if the scenario cannot run."""
         cluster, training = self.cluster, self.training
         if training.mode == "async" and not cluster.train_gpus:
             raise ConfigError(
-                f"{join(path, 'cluster.train_gpus')}: 0; asynchronous training needs GPUs of its own: name how "
-                "many, or mode: sync"
+                f"{join(path, 'cluster.train_gpus')}: 0; asynchronous training needs separate GPUs: set their "
+                "number, or mode: sync"
             )
         if training.mode == "sync" and cluster.train_gpus:
             raise ConfigError(
@@ -94,20 +94,20 @@ class Scenario:
 
 
 def shipped() -> list[str]:
-    """Names of the scenarios that ship with the package."""
+    """Returns the names of the scenarios that ship with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def read_scenario(name: str, overrides: list[str]) -> Scenario:
-    """A scenario that ships, by its name. Raises ConfigError."""
+    """Reads a scenario that ships with the package. Raises ConfigError."""
     return scenario_of(load_config(FOLDER / f"{name}.yaml", overrides))
 
 
 def scenario_of(tree: Mapping[str, object], path: str = "") -> Scenario:
-    """From a tree of plain values, which is at `path` of what the user wrote. Raises ConfigError."""
+    """Builds a scenario from plain values at `path` of the user's config. Raises ConfigError."""
     return build(Scenario, tree, path)
 
 
 def is_scenario(tree: Mapping[str, object]) -> bool:
-    """Whether a tree is meant as a scenario rather than as a run's config."""
+    """Returns whether a config is a scenario rather than a run's config."""
     return "policy" not in tree

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of a scenario, each checked by itself: strict, frozen, without torch."""
+"""Blocks of a scenario: strict, frozen config dataclasses, each with its own checks."""
 
 from dataclasses import dataclass
 
@@ -7,40 +7,40 @@ from nemo_specrollout.config.strict import ConfigError, bounded, choice, nearest
 from nemo_specrollout.simulation.costs import LinearCosts, RoundCosts
 
 HEAD, TEXT = "eagle3", "text"
-"""What may stand for a draft model: an EAGLE-3 head of the policy's width; a look-up in text, which costs no GPU time."""
+"""Special values of `draft`: an EAGLE-3 head of the policy's width, and a look-up in text, which costs no GPU time."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The GPUs."""
+    """GPUs of a run."""
 
     device: str
-    """A data sheet's name (`devices.py`); `measured` with costs of another kind than `roofline`."""
+    """Name of a data sheet (`devices.py`); `measured` if the costs are not of kind `roofline`."""
 
     num_gpus: int = bounded(low=1)
-    """All of them."""
+    """All GPUs."""
 
     gpus_per_engine: int = bounded(1, low=1)
-    """Tensor-parallel size of a rollout worker."""
+    """Tensor-parallel size of an engine."""
 
     train_gpus: int = bounded(0, low=0)
-    """Of those, how many train and never generate; 0: generation and training take turns on all."""
+    """GPUs that train and never generate; 0 if generation and training take turns on all GPUs."""
 
     expert_parallel: bool = False
-    """Whether experts lie whole on one GPU each."""
+    """Whether each expert lies whole on one GPU."""
 
     @property
     def generating_gpus(self) -> int:
-        """Those that generate."""
+        """GPUs that generate."""
         return self.num_gpus - self.train_gpus
 
     @property
     def training_gpus(self) -> int:
-        """Those that train."""
+        """GPUs that train."""
         return self.train_gpus or self.num_gpus
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if no engine fits."""
+        """Raises ConfigError if the engines do not fit the GPUs."""
         if self.generating_gpus < self.gpus_per_engine:
             raise ConfigError(
                 f"{path}.num_gpus: {self.num_gpus}, of which {self.train_gpus} train, leave {self.generating_gpus} to "
@@ -55,15 +55,15 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The requests of a step."""
+    """Requests of a step."""
 
     num_prompts: int = bounded(low=1)
     num_samples: int = bounded(low=1)
-    """Of each prompt."""
+    """Samples of each prompt."""
 
     prompt_tokens: int = bounded(256, low=1)
     max_requests: int = bounded(256, low=1)
-    """That an engine decodes at a time: vLLM's max_num_seqs."""
+    """Maximum number of requests in an engine: vLLM's max_num_seqs."""
 
     @property
     def num_requests(self) -> int:
@@ -72,24 +72,24 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """A way to draft."""
+    """Draft method."""
 
     name: str
     draft: str = HEAD
     """`eagle3`, `text`, or the name of a small model."""
 
     acceptance: float | None = bounded(None, low=0.0, below=1.0)
-    """P(a draft token is right | those before it were), of the typical request. Or:"""
+    """P(a draft token is right | all before it were) of the typical request. Alternative to `acceptance_length`."""
 
     acceptance_length: float | None = bounded(None, low=1.0)
-    """Tokens a step with `at_k` drafts, the verifier's own included."""
+    """Tokens of a step with `at_k` drafts, including the verifier's own."""
 
     at_k: int = bounded(3, low=1)
     spread: float = bounded(0.0, low=0.0, high=3.0)
     """Standard deviation of the acceptance's log-odds over requests."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless acceptance is given once, and can be."""
+        """Raises ConfigError unless exactly one acceptance is given and it is possible."""
         if (self.acceptance is None) == (self.acceptance_length is None):
             raise ConfigError(
                 f"{path}.acceptance: {self.acceptance}, with acceptance_length {self.acceptance_length}; give one of the two"
@@ -103,32 +103,32 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class DraftingConfig:
-    """Who drafts, and how much."""
+    """Draft methods and draft lengths."""
 
     methods: tuple[MethodConfig, ...]
-    """The first drafts in every variant; the others only where methods race."""
+    """Draft methods. The first drafts in every variant, the others only if methods race."""
 
     k: int = bounded(3, low=1, high=64)
-    """Draft tokens a step where the number is fixed."""
+    """Draft tokens of a step under a fixed budget."""
 
     max_k: int = bounded(8, low=1, high=64)
-    """The most where it is not."""
+    """Maximum draft tokens of a step under other budgets."""
 
     methods_of_workers: tuple[str, ...] = ()
-    """Where methods race: worker i has entry i, and begins again after the last. Empty: each method in turn."""
+    """Methods of engines 0, 1, ... if methods race, repeated cyclically. Empty: each method in turn."""
 
     freed_workers_switch: bool = True
-    """Where methods race: a worker has the first method until it runs dry, then its own, as in SpecActor. False: its own from
-    the start, as in `fastest_of_n.methods` of the block."""
+    """Whether a racing engine has the first method until it is idle, then its own, as in SpecActor. Otherwise it has its own
+    from the start, as in `fastest_of_n.methods` of the block."""
 
     method_correlation: float = bounded(0.5, low=0.0, high=1.0)
-    """Of the log-odds of two methods on the same request."""
+    """Correlation of the log-odds of two methods on the same request."""
 
     drafter_gpus: tuple[int, ...] = bounded((), low=1)
-    """Sizes that a drafter on GPUs of its own may have; empty: none is placed."""
+    """Possible sizes of a separate drafter in GPUs; empty to disable it."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError if a method is missing."""
+        """Raises ConfigError if methods are missing, repeated or unsuitable."""
         names = [method.name for method in self.methods]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"{path}.methods: {names}; name at least one, and each once")
@@ -144,18 +144,18 @@ class DraftingConfig:
 
 @dataclass(frozen=True)
 class CostConfig:
-    """The kind of cost model."""
+    """Cost model."""
 
     kind: str = choice("roofline", "rounds", "linear", "tables", default="roofline")
-    """`rounds` and `linear` are the forms of the two papers; `tables` are those of `nemo-specrollout profile`."""
+    """`rounds` and `linear` have the forms of the two papers; `tables` come from `nemo-specrollout profile`."""
 
     rounds: RoundCosts | None = None
     linear: LinearCosts | None = None
     profile: str | None = None
-    """Of `tables`: the file."""
+    """File of cost tables, for kind `tables`."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError unless the kind's own block, and no other, is there."""
+        """Raises ConfigError unless exactly the block of the kind is given."""
         given = {"rounds": self.rounds, "linear": self.linear, "tables": self.profile}
         for kind, block in given.items():
             key = "profile" if kind == "tables" else kind
@@ -168,47 +168,48 @@ class CostConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The rest of a step. Seconds that are not given follow from the model's arithmetic on the GPUs that train."""
+    """Training part of a step. Missing seconds are derived from the model's arithmetic on the training GPUs."""
 
     mode: str = choice("sync", "async", default="sync")
-    """`sync`: generate, then train. `async`: batches are generated while earlier ones train."""
+    """`sync`: generate, then train. `async`: generate batches while earlier ones train."""
 
     lag: int = bounded(0, low=0, high=64)
-    """Of `async`: policy versions by which a batch may be behind when its training begins."""
+    """Maximum policy versions by which a batch is behind when its training begins, for `async`."""
 
     max_age: int | None = bounded(None, low=0)
-    """`max_trajectory_age_steps`: samples that are older are thrown away; absent, it is the lag."""
+    """`max_trajectory_age_steps`: older samples are discarded. Default: the lag."""
 
     buffer_batches: int | None = bounded(None, low=1)
-    """Batches that the replay buffer holds, those being generated included; absent, one more than the lag."""
+    """Capacity of the replay buffer, including batches under generation. Default: one more than the lag."""
 
     data_s: float = bounded(0.0, low=0.0)
     prepare_s: float = bounded(0.0, low=0.0)
     refit_s: float = bounded(0.0, low=0.0)
-    """Of handing the weights to the engines."""
+    """Seconds to transfer the weights to the engines."""
     logprob_s: float | None = bounded(None, low=0.0)
     train_s: float | None = bounded(None, low=0.0)
     num_steps: int = bounded(12, low=2, high=1000)
-    """Steps that are simulated where they overlap; about the second half counts."""
+    """Simulated steps if they overlap. About the second half counts."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for a staleness that contradicts the lag."""
+        """Raises ConfigError if a value contradicts the lag."""
         if self.mode == "sync" and (self.lag or self.max_age):
             raise ConfigError(
                 f"{path}.lag: {self.lag}, max_age {self.max_age}; a synchronous step has no lag: set both to 0, or mode: async"
             )
         if self.mode == "async" and self.lag == 0:
             raise ConfigError(
-                f"{path}.lag: 0; asynchronous steps that may not lag wait for each other: raise it, or mode: sync"
+                f"{path}.lag: 0; asynchronous steps without a lag wait for each other: raise it, or set mode: sync"
             )
         if self.max_age is not None and self.max_age < self.lag:
             raise ConfigError(
-                f"{path}.max_age: {self.max_age} throws away what a lag of {self.lag} makes; raise it to the lag, or "
-                "lower that"
+                f"{path}.max_age: {self.max_age} discards the samples of a lag of {self.lag}; raise it to the lag, or "
+                "lower the lag"
             )
         if self.mode == "async" and self.num_steps < 2 * self.lag + 2:
             raise ConfigError(
-                f"{path}.num_steps: {self.num_steps} steps do not settle with a lag of {self.lag}; at least {2 * self.lag + 2}"
+                f"{path}.num_steps: {self.num_steps} steps do not reach a steady state with a lag of {self.lag}; "
+                f"raise it to at least {2 * self.lag + 2}"
             )
         if self.buffer_batches is not None and self.buffer_batches < self.lag:
             raise ConfigError(

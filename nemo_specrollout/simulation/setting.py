@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scenario with some features on: its requests, its workers, and what else than generation a step consists of.
+"""Setting of a simulation: a scenario with some features enabled, its requests, engines and other parts of a step.
 
 Shapes: P prompts, S samples of a prompt.
 """
@@ -12,52 +12,55 @@ from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.simulation.engine_setup import PLAIN, Fleet
 from nemo_specrollout.simulation.event_loop import Rollout
-from nemo_specrollout.simulation.stragglers import MethodPaces, Tail
-from nemo_specrollout.simulation.worker import Worker
+from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
+from nemo_specrollout.simulation.stragglers import SimulatedSpeeds, Tail
 from nemo_specrollout.simulation.workload import Workload, workload
 
-# The tail policy is asked at most so often in the time that the longest response would take.
 _ASKED = 50
-# The rollout that the length estimator has seen before is drawn by the scenario's seed and this.
+"""Maximum number of times that the tail policy is asked within the decoding time of the longest response."""
 _SEED_OF_PAST = 1_000_003
+"""Offset of the seed for the past rollout that the length estimator has seen."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which features are on."""
+    """Enabled features."""
 
     name: str
     speculation: str = PLAIN
-    """As `Fleet.speculation` has it."""
+    """Kind of drafting, as in `Fleet.speculation`."""
 
     tail: FastestOfNConfig | None = None
-    """What may be done with the tail; None: each worker does its own share."""
+    """Config of the straggler policy; None if each engine keeps its share."""
 
     is_split: bool = False
-    """Whether each worker drafts by its own method, though none races; otherwise all do by the first."""
+    """Whether each engine drafts by its own method even without races. Otherwise all use the first method."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fleet, a variant, and the lengths of a trace's steps, int64 [P, S] each; without any they are drawn."""
+    """A fleet and a variant. `traced` has the lengths of measured steps, int64 [P, S] each; if empty, lengths are drawn."""
 
     fleet: Fleet
     variant: Variant
     traced: tuple[np.ndarray, ...] = ()
 
     def requests(self, num_steps: int) -> Workload:
-        """Of `num_steps` steps, one after the other, as many of each."""
+        """Returns the requests of `num_steps` steps, one after the other, equally many of each."""
         scenario, rng = self.fleet.scenario, np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]
         correlation = scenario.drafting.method_correlation
         return workload(np.concatenate(lengths), scenario.batch.prompt_tokens, self.fleet.terms_M, correlation, rng)
 
     def rollout(self, requests: Workload) -> Rollout:
-        """Workers without requests."""
-        return Rollout(requests, self._workers(), self._tail())
+        """Returns a rollout whose engines have no requests yet."""
+        return Rollout(requests, self._engines(), self._tail())
 
     def parts_s(self, num_tokens: int, num_requests: int) -> dict[str, float]:
-        """Seconds of all but the generation; a token costs two operations a parameter forward, four more backward."""
+        """Returns the seconds of all parts except generation.
+
+        A token costs two operations for each parameter in a forward pass, and four more in a backward pass.
+        """
         scenario, training, policy = self.fleet.scenario, self.fleet.scenario.training, self.fleet.policy
         logprob_s, train_s = training.logprob_s, training.train_s
         if policy is not None:
@@ -76,30 +79,30 @@ class Setting:
         return self.fleet.scenario.lengths.draw(batch.num_prompts, batch.num_samples, rng)
 
     def _traced(self, num_steps: int) -> list[np.ndarray]:
-        """The last step, or those as large as it, over and over."""
+        """Returns the last step, or repeats the steps of the same shape."""
         alike = [lengths for lengths in self.traced if lengths.shape == self.traced[-1].shape]
         return [alike[i % len(alike)] for i in range(num_steps)] if num_steps > 1 else [alike[-1]]
 
-    def _workers(self) -> list[Worker]:
-        """One for each engine, or for each pair of verifier and drafter."""
+    def _engines(self) -> list[SimulatedEngine]:
+        """Returns an engine for each policy engine, or for each pair of verifier and drafter."""
         fleet, methods = self.fleet, self._methods()
         kinds = [fleet.speculation(self.variant.speculation, m) for m in range(len(fleet.terms_M))]
         if not fleet.scenario.drafting.freed_workers_switch:
-            return [Worker(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
-        workers = [Worker(i, kinds[0], 0, fleet.num_slots) for i in range(len(methods))]
-        for worker, method in zip(workers, methods, strict=True):
-            worker.after_dry = (kinds[method], method)
-        return workers
+            return [SimulatedEngine(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
+        engines = [SimulatedEngine(i, kinds[0], 0, fleet.num_slots) for i in range(len(methods))]
+        for engine, method in zip(engines, methods, strict=True):
+            engine.after_idle = (kinds[method], method)
+        return engines
 
     def _methods(self) -> list[int]:
-        """Of each worker; they have several where methods race, or where they are split."""
-        drafting, num_workers = self.fleet.scenario.drafting, self.fleet.num_workers(self.variant.speculation)
+        """Returns the method of each engine. Methods differ only if they race or are split."""
+        drafting, num_engines = self.fleet.scenario.drafting, self.fleet.num_engines(self.variant.speculation)
         tail = self.variant.tail
         if not self.variant.is_split and (tail is None or tail.max_racers == 1):
-            return [0] * num_workers
+            return [0] * num_engines
         names = [method.name for method in drafting.methods]
         pattern = [names.index(name) for name in drafting.methods_of_workers] or list(range(len(names)))
-        return [pattern[i % len(pattern)] for i in range(num_workers)]
+        return [pattern[i % len(pattern)] for i in range(num_engines)]
 
     def _tail(self) -> Tail | None:
         if self.variant.tail is None:
@@ -107,12 +110,12 @@ class Setting:
         fleet, scenario = self.fleet, self.fleet.scenario
         methods = tuple(fleet.speculation(self.variant.speculation, m) for m in range(len(fleet.terms_M)))
         context = scenario.batch.prompt_tokens + scenario.lengths.max_tokens / 2
-        paces = MethodPaces(methods, tuple(terms.centre for terms in fleet.terms_M), context)
-        every_s = scenario.lengths.max_tokens / paces.tokens_per_s(0, 1) / _ASKED
-        return Tail(self.variant.tail, paces, self._estimator(), every_s)
+        speeds = SimulatedSpeeds(methods, tuple(terms.centre for terms in fleet.terms_M), context)
+        every_s = scenario.lengths.max_tokens / speeds.tokens_per_s(0, 1) / _ASKED
+        return Tail(self.variant.tail, speeds, self._estimator(), every_s)
 
     def _estimator(self) -> LengthEstimator:
-        """One that has seen a rollout of other prompts."""
+        """Returns an estimator that has seen a rollout of other prompts."""
         estimator = LengthEstimator(self.fleet.scenario.lengths.max_tokens)
         past_PS = self._drawn(np.random.default_rng(self.fleet.scenario.seed + _SEED_OF_PAST))
         for prompt, lengths_S in enumerate(past_PS.tolist()):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At what pace an engine decodes: how many drafts its requests get is decided by the production policies, at a cost model's
-seconds.
+"""Simulated speculation: production policies decide the drafts of an engine, with the seconds of a cost model.
 
 Shapes: B requests of an engine, K draft positions.
 """
@@ -19,54 +18,62 @@ from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 from nemo_specrollout.simulation.costs import Costs
 
-# Decisions are remembered by size of batch, context and acceptance: exact up to the first number, then in such steps.
-_EXACT_BATCH, _BATCH_STEP, _CONTEXT_STEP, _ACCEPTANCE_STEP = 8, 1.1, 1.25, 0.02
-# Draft lengths that a decoupled pair tries.
+_EXACT_BATCH = 8
+"""Largest batch size for which each size has its own cached decision."""
+_BATCH_STEP = 1.1
+"""Ratio of larger batch sizes that share a decision."""
+_CONTEXT_STEP = 1.25
+"""Ratio of context lengths that share a decision."""
+_ACCEPTANCE_STEP = 0.02
+"""Difference of acceptances that share a decision."""
 _KS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Draft lengths that a decoupled pair tries."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Of one engine step: `tokens_B` that each request emits on average; `num_rows` of the verifier; `depth`, draft tokens
-    that the engine itself makes for each request before it."""
+class DecodeStep:
+    """One engine step."""
 
     tokens_B: np.ndarray
+    """Mean tokens that each request emits, float64."""
     num_rows: float
+    """Rows of the verifier."""
     depth: float = 0.0
+    """Draft tokens that the engine itself makes for each request before the step."""
 
 
 class Speculation(ABC):
-    """How one kind of engine drafts."""
+    """Drafting of one kind of engine."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     @abstractmethod
-    def pace(self, p_B: np.ndarray, context: float) -> Pace:
-        """With requests of these acceptances, whose mean length is `context`."""
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        """Returns the step for requests with acceptances `p_B` and a mean length of `context` tokens."""
 
-    def step_s(self, pace: Pace, num_requests: int, context: float) -> float:
-        """Seconds of a step at that pace."""
-        seconds = float(self.costs.step_s(num_requests, pace.num_rows, context))
-        return seconds + pace.depth * self.costs.draft_s(num_requests, context) if pace.depth else seconds
+    def step_s(self, step: DecodeStep, num_requests: int, context: float) -> float:
+        """Returns the seconds of a step."""
+        seconds = float(self.costs.step_s(num_requests, step.num_rows, context))
+        return seconds + step.depth * self.costs.draft_s(num_requests, context) if step.depth else seconds
 
     def tokens_per_s(self, p_B: np.ndarray, context: float) -> float:
-        """Of each request, on average."""
-        pace = self.pace(p_B, context)
-        return float(pace.tokens_B.mean()) / self.step_s(pace, len(p_B), context)
+        """Returns the mean tokens a second of a request."""
+        step = self.decode_step(p_B, context)
+        return float(step.tokens_B.mean()) / self.step_s(step, len(p_B), context)
 
 
 class NoSpeculation(Speculation):
-    """One token a step."""
+    """Emits one token in each step."""
 
-    def pace(self, p_B: np.ndarray, context: float) -> Pace:
-        return Pace(np.ones(len(p_B)), float(len(p_B)))
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
+        return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
 
 
 class CoupledSpeculation(Speculation):
-    """The policy's engine drafts, or looks drafts up, then verifies: `budget` says how much, as in an engine.
+    """The policy's engine drafts with a model or looks drafts up in text, as `budget` says.
 
-    Under `auto`, a drafter with weights is planned by `AutoPlanner`, what is then verified by `AutoBudget`.
+    Under `auto`, `AutoPlanner` plans the depth of a draft model, and `AutoBudget` decides how many drafts are verified.
     """
 
     def __init__(self, costs: Costs, budget: BudgetConfig, max_k: int, has_weights: bool) -> None:
@@ -75,16 +82,16 @@ class CoupledSpeculation(Speculation):
         self.budget = build_budget(budget)
         self._known: dict[tuple[int, int, int], tuple[int, float]] = {}
 
-    def pace(self, p_B: np.ndarray, context: float) -> Pace:
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
         depth, least_survival = self._decision(p_B, context)
         counts_B = _counts(p_B, depth, least_survival)
         if not counts_B.any():
-            return Pace(np.ones(len(p_B)), float(len(p_B)))
+            return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
         tokens_B = (1.0 - p_B ** (counts_B + 1)) / (1.0 - p_B)
-        return Pace(tokens_B, float(len(p_B) + counts_B.sum()), float(depth) if self.has_weights else 0.0)
+        return DecodeStep(tokens_B, float(len(p_B) + counts_B.sum()), float(depth) if self.has_weights else 0.0)
 
     def _decision(self, p_B: np.ndarray, context: float) -> tuple[int, float]:
-        """How deep to draft, and the survival below which a draft token is not verified."""
+        """Returns the draft depth, and the survival below which a draft token is not verified."""
         key = _key(p_B, context)
         if key not in self._known:
             self._known[key] = self._decide(p_B, context)
@@ -114,7 +121,8 @@ class CoupledSpeculation(Speculation):
         return StepCosts(np.asarray(self.costs.step_s(num_requests, np.maximum(rows, num_requests), context), float))
 
     def _draft_costs(self, num_requests: int, context: float) -> DraftCosts:
-        """As a line through this batch size and twice that. A drafter that does not pay lies dormant and reads nothing."""
+        """Returns the line through this batch size and twice that. A drafter that does not pay is dormant and reads
+        nothing."""
         once_s, twice_s = (self.costs.draft_s(n, context) for n in (num_requests, 2 * num_requests))
         token_s = max(0.0, min(twice_s - once_s, once_s)) / num_requests
         pass_s = once_s - num_requests * token_s
@@ -122,10 +130,10 @@ class CoupledSpeculation(Speculation):
 
 
 class DecoupledSpeculation(Speculation):
-    """Drafters on GPUs of their own run ahead: `settle` says how fast both are, at the draft length that promises most; where
-    none promises more than no drafts, there are none.
+    """A drafter on separate GPUs runs ahead, in steady state at the draft length with the highest speed.
 
-    A request of another acceptance than the batch's mean gains as it would by as many drafts in its own engine.
+    If no draft length is faster than plain decoding, there are no drafts. A request whose acceptance differs from the batch
+    mean gains as much as it would by as many drafts in its own engine.
     """
 
     def __init__(self, costs: Costs, drafter: Costs, max_k: int) -> None:
@@ -133,32 +141,32 @@ class DecoupledSpeculation(Speculation):
         self.drafter, self.ks = drafter, tuple(k for k in _KS if k <= max_k)
         self._known: dict[tuple[int, int, int], tuple[int, SteadyState]] = {}
 
-    def pace(self, p_B: np.ndarray, context: float) -> Pace:
+    def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
         key = _key(p_B, context)
         if key not in self._known:
-            self._known[key] = self._settle(float(p_B.mean()), len(p_B), context)
-        k, settled = self._known[key]
+            self._known[key] = self._find_steady(float(p_B.mean()), len(p_B), context)
+        k, steady = self._known[key]
         if k == 0:
-            return Pace(np.ones(len(p_B)), float(len(p_B)))
+            return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
         gain_B = (1.0 - p_B ** (k + 1)) / (1.0 - p_B)
-        tokens_B = settled.rates.num_tokens * gain_B / coupled_tokens(float(p_B.mean()), k)
-        return Pace(np.maximum(tokens_B, 1.0), len(p_B) * (1.0 + settled.rates.num_submitted))
+        tokens_B = steady.rates.num_tokens * gain_B / coupled_tokens(float(p_B.mean()), k)
+        return DecodeStep(np.maximum(tokens_B, 1.0), len(p_B) * (1.0 + steady.rates.num_submitted))
 
-    def _settle(self, p: float, num_requests: int, context: float) -> tuple[int, SteadyState]:
+    def _find_steady(self, p: float, num_requests: int, context: float) -> tuple[int, SteadyState]:
         def step_s(num_rows: float) -> float:
             return float(self.costs.step_s(num_requests, num_rows, context))
 
-        # A drafter makes one token for each request in a step of its own, of as many rows.
+        # A drafter step has one row for each request and makes one token for it.
         draft_s = float(self.drafter.step_s(num_requests, float(num_requests), context))
-        # While k and the token after them are being verified, k more are drafted.
+        # While k drafts and the token after them are verified, k more are drafted.
         options = [(k, steady_state(p, k, 2 * k + 1, draft_s, step_s, num_requests)) for k in self.ks]
-        best = max(options, key=lambda option: option[1].rates.num_tokens / option[1].step_s)
-        gains = best[1].rates.num_tokens / best[1].step_s > 1.0 / step_s(num_requests)
+        best = max(options, key=lambda option: option[1].tokens_per_s)
+        gains = best[1].tokens_per_s > 1.0 / step_s(num_requests)
         return best if gains else (0, best[1])
 
 
 def _counts(p_B: np.ndarray, depth: int, least_survival: float) -> np.ndarray:
-    """Draft tokens of each request: as many as are no less likely than that, `depth` at most; int64."""
+    """Returns the draft tokens of each request whose survival is at least `least_survival`, at most `depth`; int64."""
     if depth == 0 or least_survival <= 0.0:
         return np.full(len(p_B), depth, np.int64)
     most_B = np.log(least_survival) / np.log(np.clip(p_B, 1e-12, 1 - 1e-12))

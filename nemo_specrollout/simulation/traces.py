@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths as they were: a run's `samples.jsonl`, or JSON lines of {prompt, sample, tokens}."""
+"""Reader of measured response lengths: a run's `samples.jsonl`, or JSON lines of {prompt, sample, tokens}."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _FIX = "give each prompt the same samples, from 0, as in a run's samples.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a plain trace, or one sample of a run's."""
+    """One line of a trace, or one sample of a line."""
 
     prompt: int = bounded(low=0)
     sample: int = bounded(low=0)
@@ -25,16 +25,9 @@ class Sample:
     step: int = bounded(0, low=0)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """The lengths of one step, of all its prompts alike."""
-
-    lengths_PS: np.ndarray
-    """Tokens, int64 [P prompts, S samples]."""
-
-
-def read_trace(path: Path, field: str) -> list[Trace]:
-    """The steps of a trace, in order. Raises ConfigError with the field, the value and the fix."""
+def read_trace(path: Path, field: str) -> list[np.ndarray]:
+    """Returns the lengths of each step in order, int64 [P prompts, S samples]. Raises ConfigError with field, value and
+    fix."""
     try:
         lines = read_regular(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,28 +59,23 @@ def _samples(line: str, where: str) -> Iterator[Sample]:
 
 
 def _sample(record: Any, where: str) -> Sample:
-    known = (
-        {k: record[k] for k in ("prompt", "sample", "tokens", "step") if k in record} if _is_block(record) else record
-    )
-    return build(Sample, known, where)
-
-
-def _is_block(record: Any) -> bool:
-    return isinstance(record, Mapping)
+    if isinstance(record, Mapping):
+        record = {key: record[key] for key in ("prompt", "sample", "tokens", "step") if key in record}
+    return build(Sample, record, where)
 
 
 def _add(step: dict[tuple[int, int], int], sample: Sample, where: str) -> None:
     key = sample.prompt, sample.sample
     if key in step:
-        raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} is there twice; {_FIX}")
+        raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
     step[key] = sample.tokens
 
 
-def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> Trace:
+def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> np.ndarray:
     prompts = sorted({prompt for prompt, _ in tokens})
     num_samples = 1 + max(sample for _, sample in tokens)
     for prompt in prompts:
         for sample in range(num_samples):
             if (prompt, sample) not in tokens:
                 raise ConfigError(f"{where}: prompt {prompt} has no sample {sample}, others have {num_samples}; {_FIX}")
-    return Trace(np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64))
+    return np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a transformer, dense or a mixture of experts, and what of it a step reads and computes."""
+"""Shape of a transformer, dense or a mixture of experts: its parameters, memory reads and arithmetic."""
 
 import dataclasses
 import json
@@ -12,13 +12,13 @@ import numpy as np
 from nemo_specrollout.config.files import read_regular
 from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
 
-# EAGLE-3 (arXiv 2503.01840): one decoder layer, drafting over the most frequent tokens only.
 _HEAD_VOCABULARY = 32_000
+"""Vocabulary of an EAGLE-3 head (arXiv 2503.01840), which drafts only the most frequent tokens."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """By the names of a Hugging Face config.json. Grouped-query attention, gated MLP."""
+    """Shape with the names of a Hugging Face config.json. Grouped-query attention and gated MLP."""
 
     num_hidden_layers: int = bounded(low=1)
     hidden_size: int = bounded(low=1)
@@ -26,22 +26,22 @@ class ModelShape:
     num_key_value_heads: int = bounded(low=1)
     head_dim: int = bounded(low=1)
     intermediate_size: int = bounded(low=1)
-    """Of a dense layer's MLP."""
+    """Width of a dense layer's MLP."""
     vocab_size: int = bounded(low=1)
     num_experts: int = bounded(0, low=0)
-    """0 is dense."""
+    """Experts in each layer; 0 for a dense model."""
     num_experts_per_tok: int = bounded(0, low=0)
     moe_intermediate_size: int = bounded(0, low=0)
-    """Of one expert."""
+    """Width of one expert."""
 
     @property
     def expert_params(self) -> int:
-        """Of one expert of one layer."""
+        """Parameters of one expert of one layer."""
         return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def shared_params(self) -> int:
-        """What every token passes: attention, dense MLPs, the output layer. The input embedding is a look-up."""
+        """Parameters that every token uses: attention, dense MLPs and the output layer. The input embedding is a look-up."""
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         layer = self.hidden_size * self.head_dim * heads
         layer += 0 if self.num_experts else 3 * self.hidden_size * self.intermediate_size
@@ -49,24 +49,24 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Those that one token passes."""
+        """Parameters that one token uses."""
         return self.shared_params + self.num_hidden_layers * self.num_experts_per_tok * self.expert_params
 
     @property
     def params(self) -> int:
-        """All that lie in memory, the input embedding too."""
+        """All parameters in memory, including the input embedding."""
         experts = self.num_hidden_layers * self.num_experts * self.expert_params
         return self.shared_params + experts + self.hidden_size * self.vocab_size
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that the KV cache holds of one token."""
+        """Numbers in the KV cache for each token."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def params_read(self, num_rows: np.ndarray | float) -> np.ndarray | float:
-        """Parameters that a step of `num_rows` rows reads: of the experts, those to which any row is sent.
+        """Returns the parameters that a step of `num_rows` rows reads, including each expert that gets a row.
 
-        Routing is taken as uniform and independent, so an expert is left alone with (1 - k/E)^rows.
+        Routing is modelled as uniform and independent, so an expert gets no row with probability (1 - k/E)^rows.
         """
         if not self.num_experts:
             return self.shared_params + 0.0 * num_rows
@@ -74,19 +74,19 @@ class ModelShape:
         return self.shared_params + self.num_hidden_layers * self.num_experts * self.expert_params * share
 
     def attention_flops(self, num_rows: np.ndarray | float, context: float) -> np.ndarray | float:
-        """Of `num_rows` rows that each look back on `context` tokens: products with the keys and with the values."""
+        """Returns the operations of `num_rows` rows that attend to `context` tokens each: products with keys and values."""
         return 4.0 * self.num_hidden_layers * self.num_attention_heads * self.head_dim * context * num_rows
 
 
 def eagle3_head(policy: ModelShape) -> ModelShape:
-    """The shape of an EAGLE-3 head for a policy: one dense layer of its width."""
+    """Returns the shape of an EAGLE-3 head for a policy: one dense layer of the same width."""
     return dataclasses.replace(
         policy, num_hidden_layers=1, vocab_size=_HEAD_VOCABULARY, num_experts=0, num_experts_per_tok=0,
         moe_intermediate_size=0,
     )  # fmt: skip
 
 
-# From the config.json of each on Hugging Face.
+# From the config.json files on Hugging Face
 MODELS = {
     "Qwen2.5-0.5B": ModelShape(24, 896, 14, 2, 64, 4864, 151_936),
     "Qwen2.5-1.5B": ModelShape(28, 1536, 12, 2, 128, 8960, 151_936),
@@ -102,7 +102,7 @@ MODELS = {
 
 
 def model_named(name: str, field: str) -> ModelShape:
-    """A known model by its name, with or without its organisation, or that of a folder with a config.json.
+    """Returns the shape of a known model, with or without its organisation, or of a folder with a config.json.
 
     Raises ConfigError with the field, the value and the fix.
     """
@@ -121,7 +121,7 @@ def _from_config(path: Path, field: str) -> ModelShape:
         return build(ModelShape, _shape_keys(tree), field)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{field}: {path} gives no shape ({error}); name a folder of a Qwen3, or a known model"
+            f"{field}: {path} does not describe a known shape ({error}); give a folder with a Qwen3 model, or a known model"
         ) from error
 
 

@@ -1,20 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a rollout: how long each will be, and how well each method drafts for it. The core alone may
-look ahead.
+"""Workload of a rollout: response lengths, and the acceptance of each draft method.
 
-Shapes: R requests, P prompts, S samples of a prompt, M draft methods.
+Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
+from nemo_specrollout.config.strict import ConfigError, bounded
 from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
 
 _SURE = 1.0 - 1e-6
-# Tokens of a block of vLLM's KV cache, by default; samples of a prompt share blocks that are full of it.
+"""Maximum acceptance."""
 _KV_BLOCK = 16
+"""Default tokens of a block of vLLM's KV cache. Samples of a prompt share its full blocks."""
+_LOW_QUANTILE = 0.02
+_HIGH_QUANTILE = 0.98
+"""Range of quantiles by which a length distribution is fitted, because the ends of a sample are unreliable."""
+
+
+@dataclass(frozen=True)
+class LengthConfig:
+    """Capped log-normal distribution of response lengths in tokens."""
+
+    median: float = bounded(above=0.0)
+    """Median before the cap."""
+
+    sigma: float = bounded(low=0.0, high=3.0)
+    """Standard deviation of the logarithm before the cap."""
+
+    max_tokens: int = bounded(low=1)
+    """Maximum length, like `max_new_tokens`."""
+
+    group_share: float = bounded(0.5, low=0.0, high=1.0)
+    """Share of the variance between prompts; the rest is between samples of a prompt."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the median is above the cap."""
+        if self.median > self.max_tokens:
+            raise ConfigError(
+                f"{path}.median: {self.median:g} is above max_tokens {self.max_tokens}; lower it, or raise that"
+            )
+
+    def draw(self, num_prompts: int, num_samples: int, rng: np.random.Generator) -> np.ndarray:
+        """Draws lengths, int64 [P, S]."""
+        of_prompt_P1 = rng.standard_normal((num_prompts, 1))
+        own_PS = rng.standard_normal((num_prompts, num_samples))
+        score_PS = np.sqrt(self.group_share) * of_prompt_P1 + np.sqrt(1.0 - self.group_share) * own_PS
+        tokens_PS = np.round(self.median * np.exp(self.sigma * score_PS))
+        return np.clip(tokens_PS, 1, self.max_tokens).astype(np.int64)
+
+
+def fitted(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> LengthConfig:
+    """Fits a distribution to observed lengths. Lengths of `max_tokens` count as at least that long.
+
+    Fits a line through the quantiles below the cap, against the same quantiles of the normal distribution.
+    """
+    known_N = np.sort(np.asarray(lengths, float))
+    ranks_N = (np.arange(len(known_N)) + 0.5) / len(known_N)
+    use_N = (known_N < max_tokens) & (ranks_N > _LOW_QUANTILE) & (ranks_N < _HIGH_QUANTILE)
+    if len(np.unique(known_N[use_N])) < 2:
+        return LengthConfig(float(np.median(known_N)), 0.0, max_tokens)
+    scores = np.array([NormalDist().inv_cdf(rank) for rank in ranks_N[use_N]])
+    sigma, log_median = np.polyfit(scores, np.log(known_N[use_N]), 1)
+    return LengthConfig(float(np.exp(log_median)), float(sigma), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -22,22 +74,24 @@ class Workload:
     """Requests in the order of their prompts."""
 
     prompt_R: np.ndarray
-    """Which prompt, int64."""
+    """Prompt of each request, int64."""
     length_R: np.ndarray
-    """Tokens of the response, int64."""
+    """Response tokens, int64."""
     acceptance_RM: np.ndarray
     """P(a draft token is right | those before it were), float64."""
     prompt_tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
+        """Tokens of all responses."""
         return int(self.length_R.sum())
 
     def tokens_to_prefill(self, requests_b: np.ndarray) -> int:
-        """Prompt tokens that an engine computes when these requests begin in it: what samples of a prompt share once for all
-        of them, the rest for each, and so the last token in any case."""
+        """Returns the prompt tokens that an engine computes when these requests begin.
+
+        The shared full blocks of a prompt count once, the rest for each request. Each request computes its last token.
+        """
         shared = (self.prompt_tokens - 1) // _KV_BLOCK * _KV_BLOCK
         num_prompts = len(np.unique(self.prompt_R[requests_b]))
         return num_prompts * shared + len(requests_b) * (self.prompt_tokens - shared)
@@ -45,10 +99,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class AcceptanceTerms:
-    """How one method's acceptance is distributed over requests: normal in log-odds."""
+    """Distribution of a method's acceptance over requests: normal in log-odds."""
 
     centre: float
-    """P(right) of the typical request."""
+    """P(a draft token is right) of the typical request."""
     spread: float
     """Standard deviation of the log-odds."""
 
@@ -57,7 +111,7 @@ def workload(
     lengths_PS: np.ndarray, prompt_tokens: int, methods: tuple[AcceptanceTerms, ...], shared: float,
     rng: np.random.Generator,
 ) -> Workload:  # fmt: skip
-    """Requests of those lengths; `shared` is the correlation of two methods' log-odds on the same request."""
+    """Returns requests of these lengths. `shared` is the correlation of two methods' log-odds on the same request."""
     num_prompts, num_samples = lengths_PS.shape
     num = lengths_PS.size
     common_R1, own_RM = rng.standard_normal((num, 1)), rng.standard_normal((num, len(methods)))
@@ -68,11 +122,11 @@ def workload(
 
 
 def acceptance_for(length: float, k: int, spread: float = 0.0) -> float:
-    """The typical P(right) at which k drafts a step emit `length` tokens, the verifier's own included, over all requests.
+    """Returns the typical acceptance at which k drafts a step emit `length` tokens over all requests.
 
-    An acceptance length is tokens over rounds, and a request has as many rounds as it needs: the harmonic mean over requests.
+    The length includes the verifier's own token. It is tokens over rounds, so over requests it is a harmonic mean.
     """
-    # Midpoints of equal shares of the normal distribution.
+    # Midpoints of equal shares of the normal distribution
     scores = np.array([NormalDist().inv_cdf((i + 0.5) / 64) for i in range(64)]) if spread else np.zeros(1)
     low, high = 1e-9, _SURE
     for _ in range(60):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine between two events: all its requests go at a constant pace, until one of them ends, comes, or is taken away.
+"""Simulated engine: between two events, all its requests advance at constant decode speed.
 
 Shapes: B requests of an engine.
 """
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.simulation.speculation import Pace, Speculation
+from nemo_specrollout.simulation.speculation import DecodeStep, Speculation
 
-# A request is at its end when so little of a token is missing: sums of many paces are not exact.
 _CLOSE = 1e-6
-_NO_PACE = Pace(np.ones(0), 0.0)
+"""Missing tokens at which a request counts as ended, because sums of many steps are inexact."""
+_NO_STEP = DecodeStep(np.ones(0), 0.0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """What an engine did for a while. `num_requests` 0: it computed prompts."""
+    """Work of an engine over a stretch of time. `num_requests` is 0 for a prefill."""
 
     begin_s: float
     end_s: float
-    worker: int
+    engine: int
     num_requests: int
     num_tokens: float
     num_steps: float = 0.0
 
 
-class Worker:
-    """Owns the requests that an engine decodes and those that wait for a place in it, and how far each of the first is.
+class SimulatedEngine:
+    """Owns the requests of an engine, those that wait for a slot, and the progress of each.
 
-    `advance` brings it to a moment; what changes its requests comes after that, and `plan` after all such changes.
-    Invariant: a request is in `requests_B` once at most, and its tokens never exceed its length.
+    `advance` brings the engine to a moment. Changes of its requests follow, and `plan` after all changes.
+    Invariant: a request is in `requests_B` at most once, and its tokens never exceed its length.
     """
 
     def __init__(self, index: int, speculation: Speculation, method: int, num_slots: int) -> None:
@@ -43,28 +43,25 @@ class Worker:
         self.lengths_B = np.zeros(0)
         self.p_B = np.zeros(0)
         self.spans: list[Span] = []
-        self.after_dry: tuple[Speculation, int] | None = None
-        """How it drafts, and by which method, once it has run dry; None: as before."""
-        self._pace, self._num_steps = _NO_PACE, 0.0
+        self.after_idle: tuple[Speculation, int] | None = None
+        """Speculation and method once the engine has been idle; None if they stay the same."""
+        self._step, self._num_steps = _NO_STEP, 0.0
         self.begin_s = self.end_s = 0.0
-        self.stamp = 0
+        self.plan_number = 0
+        """Number of plans so far. An event of an earlier plan is outdated."""
 
     @property
     def load(self) -> int:
-        """Requests that it has, waiting ones too."""
+        """Number of requests, including waiting ones."""
         return len(self.requests_B) + len(self.waiting)
 
-    @property
-    def has_room(self) -> bool:
-        return len(self.requests_B) < self.num_slots
-
     def tokens_at(self, now_s: float) -> np.ndarray:
-        """How far each request is, float64 [B], at a moment of the present plan."""
-        done_B = self.tokens_B + self._pace.tokens_B * self._num_steps * self._share(now_s)
+        """Returns the tokens of each request, float64 [B], at a moment of the current plan."""
+        done_B = self.tokens_B + self._step.tokens_B * self._num_steps * self._share(now_s)
         return np.minimum(done_B, self.lengths_B)
 
     def advance(self, now_s: float) -> None:
-        """Brings all requests to `now_s`, which lies within the present plan."""
+        """Brings all requests to `now_s`, which lies within the current plan."""
         if now_s <= self.begin_s or not len(self.requests_B):
             return
         before, share = self.tokens_B, self._share(now_s)
@@ -76,45 +73,45 @@ class Worker:
         self.begin_s = now_s
 
     def plan(self, now_s: float, prompt_tokens: int) -> float:
-        """Sets the pace from now on; the moment at which the next request ends, infinite if there is none."""
-        self.stamp += 1
+        """Plans the decode steps from now on. Returns when the next request ends; infinity if there is none."""
+        self.plan_number += 1
         self.begin_s = max(self.begin_s, now_s)
         if not len(self.requests_B):
-            self._pace, self.end_s = _NO_PACE, np.inf
+            self._step, self.end_s = _NO_STEP, np.inf
             return self.end_s
         context = prompt_tokens + float(self.tokens_B.mean())
-        self._pace = self.speculation.pace(self.p_B, context)
-        self._num_steps = max(float(((self.lengths_B - self.tokens_B) / self._pace.tokens_B).min()), 0.0)
-        # Costs are nearly linear in the context, so those in the middle stand for all.
-        middle = context + 0.5 * self._num_steps * float(self._pace.tokens_B.mean())
-        self.end_s = self.begin_s + self._num_steps * self.speculation.step_s(self._pace, len(self.requests_B), middle)
+        self._step = self.speculation.decode_step(self.p_B, context)
+        self._num_steps = max(float(((self.lengths_B - self.tokens_B) / self._step.tokens_B).min()), 0.0)
+        # Costs are nearly linear in the context, so the middle represents all steps.
+        middle = context + 0.5 * self._num_steps * float(self._step.tokens_B.mean())
+        self.end_s = self.begin_s + self._num_steps * self.speculation.step_s(self._step, len(self.requests_B), middle)
         return self.end_s
 
     def prefill(self, now_s: float, num_tokens: float) -> None:
-        """Texts of `num_tokens` tokens are computed first; its other requests wait."""
+        """Computes texts of `num_tokens` tokens first; other requests wait."""
         begin_s = max(self.begin_s, now_s)
         self.begin_s = begin_s + self.speculation.costs.prefill_s(num_tokens)
         if self.begin_s > begin_s:
             self.spans.append(Span(begin_s, self.begin_s, self.index, 0, 0.0))
 
     def take(self, requests_b: np.ndarray, tokens_b: np.ndarray, lengths_b: np.ndarray, p_b: np.ndarray) -> None:
-        """Requests that begin, or go on, here."""
+        """Adds requests that begin or continue here."""
         self.requests_B = np.concatenate([self.requests_B, requests_b])
         self.tokens_B = np.concatenate([self.tokens_B, tokens_b])
         self.lengths_B = np.concatenate([self.lengths_B, lengths_b])
         self.p_B = np.concatenate([self.p_B, p_b])
 
-    def run_dry(self) -> None:
-        """It has nothing to do: GPUs that are free host another method."""
-        if self.after_dry is not None:
-            (self.speculation, self.method), self.after_dry = self.after_dry, None
+    def became_idle(self) -> None:
+        """Switches to the method for engines that have been idle, if there is one."""
+        if self.after_idle is not None:
+            (self.speculation, self.method), self.after_idle = self.after_idle, None
 
     def ended(self) -> np.ndarray:
-        """Requests that have all their tokens, int64."""
+        """Returns the requests that have all their tokens, int64."""
         return self.requests_B[self.tokens_B >= self.lengths_B - _CLOSE]
 
     def drop(self, requests_b: np.ndarray) -> float:
-        """Takes requests out; the tokens that they had."""
+        """Removes requests. Returns the sum of their tokens."""
         stays_B = (self.requests_B[:, None] != requests_b).all(axis=1)
         num_tokens = float(self.tokens_B[~stays_B].sum())
         self.requests_B, self.tokens_B = self.requests_B[stays_B], self.tokens_B[stays_B]
