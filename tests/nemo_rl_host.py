@@ -56,9 +56,9 @@ class Host:
         may_fail: bool = False,
         more: Mapping[str, str] | None = None,
     ) -> str:
-        """What the interpreter prints; fails the test with its last lines if it fails, unless it may.
+        """Runs NeMo-RL's interpreter and returns its output. `more` is added to its environment.
 
-        `more` is added to its environment.
+        Fails the test with the last lines if the interpreter fails, unless `may_fail`.
         """
         command = [self.environment["NEMO_RL_PYTHON"], *map(str, arguments)]
         done = subprocess.run(

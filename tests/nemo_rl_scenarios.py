@@ -32,7 +32,7 @@ REMOTE = [
 FIVE_STEPS, SIX_STEPS = ["grpo.max_num_steps=5"], ["grpo.max_num_steps=6"]
 # Until a drafter that was killed is up again.
 TWELVE_STEPS, MANY_STEPS = ["grpo.max_num_steps=12"], ["grpo.max_num_steps=24"]
-# Both runs of a run that is resumed have one folder of checkpoints, beside those of their logs.
+# An interrupted run and its resumption share a folder of checkpoints, beside the folders of their logs.
 CHECKPOINTED = [
     "checkpointing={enabled: true, checkpoint_dir: '${logger.log_dir}/../checkpoints', metric_name: null, save_period: 2, "
     "model_save_format: null}",
@@ -71,7 +71,7 @@ ASYNC = [
     "policy.generation.vllm_cfg.async_engine=true",
     "grpo.async_grpo.enabled=true",
     "loss_fn.use_importance_sampling_correction=true",
-    # The lag of one step is in the log-prob gap; a small step keeps the gap that of the engine.
+    # The lag of one step is in the log-prob gap; a small learning rate keeps that part small.
     "policy.megatron_cfg.optimizer.lr=1e-6",
 ]
 # Each engine drafts in its own way. `WILD` has requests move and race at random: whatever a policy does, no token may change.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of remote drafters in NeMo-RL, their figures, fields and secret; without Ray and engines."""
+"""The driver's part of remote drafters in NeMo-RL, their metrics, fields and secret, without Ray and engines."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class ScriptedLink(DrafterLink):
 
 
 class Driver:
-    """`RemoteDrafters` of two drafters, their links, and what the engines were told."""
+    """`RemoteDrafters` with two drafters, their links, and the calls of the engines."""
 
     def __init__(self, *, starts_later: bool = False) -> None:
         self.links: list[ScriptedLink] = []
@@ -57,7 +57,7 @@ class Driver:
         self.drafters = RemoteDrafters(self._start, "known to few", self.log, starts_later=starts_later)
 
     def look(self, *news: DrafterStatus | None) -> list[list[str]]:
-        """The addresses that the engines were told, when each drafter has said its news."""
+        """Sets the status of each drafter, and returns the addresses that the engines then get."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
         self.drafters.update(WorkerClient(self._call))
@@ -78,7 +78,7 @@ class Driver:
         return [None]
 
 
-def test_engines_are_told_where_drafters_listen_when_it_changes_and_never_wait() -> None:
+def test_engines_get_new_addresses_of_drafters_without_waiting() -> None:
     driver = Driver()
     assert driver.look(None, None) == []
     assert driver.look(DrafterStatus(HERE, actor=1), None) == [[HERE, ""]]
@@ -106,7 +106,7 @@ def test_an_actor_that_was_started_again_has_another_address() -> None:
     assert driver.num_restarts == 4 and len(driver.log.alarms) == 1
 
 
-def test_drafters_on_gpus_start_when_all_workers_have_theirs_and_all_end() -> None:
+def test_drafters_on_gpus_start_after_all_workers_and_all_end() -> None:
     driver = Driver(starts_later=True)
     assert driver.links == [] and driver.num_restarts == 0
     assert driver.look() == []
@@ -133,7 +133,7 @@ AFTER = DrafterStats(
 )  # fmt: skip
 
 
-def test_supply_of_engines_is_added_first_and_divided_last() -> None:
+def test_drafter_stats_are_summed_before_they_are_divided() -> None:
     replies = [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]]
 
     def call(method: str, arguments: Sequence[Any]) -> list[Any]:
@@ -162,7 +162,7 @@ def test_a_step_without_wanted_drafts_has_no_ratios() -> None:
     assert "specrollout/draft_occupancy" not in names and names["specrollout/drafters_ready"] == 0
 
 
-def test_supply_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drafter_stats_reach_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stats = stats_between([BEFORE], [AFTER])
     logger = watching_logger(tmp_path, log=StepLog(entries={"draft_supply": stats}))
     logger.log_metrics({"token_mult_prob_error": 1.0, "loss": 0.1, **drafter_metrics(stats)}, 1, prefix="train")
@@ -172,7 +172,7 @@ def test_supply_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pyte
     assert "2 of 2 drafters; drafts in time for 50% of request steps" in capsys.readouterr().out
 
 
-def test_a_run_has_the_secret_of_its_environment_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_the_secret_of_its_environment_or_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     first, second = secret_of_run(), secret_of_run()
     assert first != second and len(as_key(first)) == 64

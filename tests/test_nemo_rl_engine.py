@@ -36,14 +36,14 @@ def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
     return engine_arguments(native, {"specrollout": {"drafters": drafters}, "vllm_cfg": {}, **known})
 
 
-def test_a_drafter_without_weights_leaves_the_policy_s_to_the_first_refit() -> None:
+def test_with_text_drafters_the_first_refit_brings_all_weights() -> None:
     made = arguments([{"type": "ngram"}])
     assert made["load_format"] == "dummy" and MTP_FROM_FOLDER not in made["additional_config"]
     assert made["worker_cls"] == "nemo_specrollout.nemo_rl.cpu_engine_worker.NemoRlCPUWorker"
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_native_heads_come_from_the_policy_s_folder_and_by_refit_only_where_they_are_trained(is_trained: bool) -> None:
+def test_native_heads_come_by_refit_only_if_they_are_trained(is_trained: bool) -> None:
     made = arguments([{"type": "mtp"}], _mtp_weights_from_refit=is_trained)
     assert made["load_format"] == "auto" and made["additional_config"][MTP_FROM_FOLDER] is not is_trained
 
@@ -51,7 +51,7 @@ def test_native_heads_come_from_the_policy_s_folder_and_by_refit_only_where_they
 def test_samples_of_one_request_differ_and_min_p_is_taken(
     tiny_model: Path, start_engine: Callable[..., RolloutEngine]
 ) -> None:
-    """As a request over HTTP comes: vLLM's own parameters, without a row, with options that vLLM refuses beside drafts."""
+    """Sends requests as over HTTP: without rows, and with options that vLLM refuses beside drafts."""
     engine, seeds = start_engine(tiny_model, SpecrolloutConfig()), RequestSeeds()
     prompts = [{"prompt_token_ids": [5, 6, 7, 8, 5, 6, 7, 8]}]
 
@@ -64,8 +64,8 @@ def test_samples_of_one_request_differ_and_min_p_is_taken(
     assert samples(77) == samples(77) and len(set(samples(77))) == 4
 
 
-def test_what_a_native_engine_shares_its_process_with_loads_no_numba() -> None:
-    """vLLM's registration of kernels for a CPU looks at all modules, and fails on those of llvmlite."""
+def test_engine_arguments_load_no_numba() -> None:
+    """vLLM's registration of kernels for a CPU inspects all loaded modules, and fails on llvmlite's."""
     code = "import sys; import nemo_specrollout.nemo_rl.engine_arguments; sys.exit('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's part of the online refresh in NeMo-RL, its figures, and the folder of heads; without Ray and engines."""
+"""The driver's part of the online refresh in NeMo-RL, its metrics, and the folder of heads, without Ray and engines."""
 
 import json
 import os
@@ -65,7 +65,7 @@ class ScriptedTrainer(TrainerLink):
 
 
 class Driver:
-    """A `HeadRefresh` of two engines in `folder`, its trainers, and what its engines were told."""
+    """A `HeadRefresh` of two engines in `folder`, its trainers, and the calls of its engines."""
 
     def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK, has_head: Sequence[bool] = (True, True)) -> None:
         self.folder, self.log = HeadFolder(folder), StepLog()
@@ -83,12 +83,12 @@ class Driver:
         return self.replies[: len(arguments)]
 
     def methods(self) -> list[str]:
-        """What the engines were asked since last asked here."""
+        """Returns the methods that were called in the engines since the previous call."""
         told, self.told = [method for method, _ in self.told], []
         return told
 
     def publish(self, step: int) -> RefreshRecord:
-        """As the trainer does it, before it answers."""
+        """Publishes a head as the trainer does before it answers."""
         head = self.folder.candidate(step, True)
         head.mkdir(parents=True)
         self.folder.publish(PublishedHead(head, step, 2.5))
@@ -100,7 +100,7 @@ def driver(tmp_path: Path) -> Driver:
     return Driver(tmp_path / "heads")
 
 
-def test_a_step_is_told_as_soon_as_the_trainer_is_ready_and_never_waited_for(driver: Driver) -> None:
+def test_steps_reach_an_idle_trainer_and_never_wait_for_it(driver: Driver) -> None:
     (trainer,) = driver.trainers
     trainer.next = None  # it still loads the head
     driver.refresh.policy_updated(0)
@@ -123,7 +123,7 @@ def test_a_step_is_told_as_soon_as_the_trainer_is_ready_and_never_waited_for(dri
     assert (figures["heads_published"], figures["heads_refused"]) == (0.0, 0.0)
 
 
-def test_each_engine_keeps_features_of_its_own_and_the_first_writes_the_teacher(driver: Driver) -> None:
+def test_each_engine_stores_features_and_the_first_the_teacher(driver: Driver) -> None:
     driver.refresh.policy_updated(7)
     driver.refresh.after_step(7, FACTS)
     told = dict(driver.told)
@@ -133,7 +133,7 @@ def test_each_engine_keeps_features_of_its_own_and_the_first_writes_the_teacher(
     assert first["max_bytes"] == 2 << 20 and first["source"] == SOURCE
 
 
-def test_a_published_head_is_loaded_once_after_a_refit_and_facts_on_the_way_tell_only_their_time(
+def test_a_published_head_is_loaded_once_after_the_next_refit(
     driver: Driver,
 ) -> None:
     (trainer,) = driver.trainers
@@ -192,7 +192,7 @@ def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
     assert driver.methods() == [] and len(driver.log.alarms) == 2
 
 
-def test_a_trainer_with_a_gpu_starts_when_all_workers_have_theirs(tmp_path: Path) -> None:
+def test_a_trainer_with_a_gpu_starts_after_all_workers(tmp_path: Path) -> None:
     assert BLOCK.draft_refresh is not None
     driver = Driver(tmp_path, replace(BLOCK, draft_refresh=replace(BLOCK.draft_refresh, trainer_gpus=1)))
     assert driver.trainers == []
@@ -201,7 +201,7 @@ def test_a_trainer_with_a_gpu_starts_when_all_workers_have_theirs(tmp_path: Path
     assert len(driver.trainers) == 1
 
 
-def test_an_engine_without_disk_space_ends_the_refreshing_and_not_the_run(driver: Driver) -> None:
+def test_a_full_disk_ends_the_refreshes_and_not_the_run(driver: Driver) -> None:
     driver.replies = ["OSError: no space left", None]
     driver.refresh.policy_updated(0)
     driver.refresh.after_step(0, FACTS)
@@ -209,7 +209,7 @@ def test_an_engine_without_disk_space_ends_the_refreshing_and_not_the_run(driver
     assert "refreshed no more" in sentence and "no space left" in sentence and driver.trainers[0].is_closed
 
 
-def test_a_refresh_that_nobody_waits_for_may_take_a_step_and_costs_nothing() -> None:
+def test_a_refresh_in_the_background_costs_the_run_nothing() -> None:
     config = DraftRefreshConfig(max_time_share=0.5, min_gap=1)
     waiting, beside = RefreshSchedule(config), RefreshSchedule(config, in_background=True)
     slow = replace(FACTS, seconds=60.0, steps_to_come=1)  # what is left to gain is less than eight seconds
@@ -234,7 +234,7 @@ def test_old_heads_and_teachers_make_room(tmp_path: Path) -> None:
     assert {p.stem for p in (tmp_path / "teachers").iterdir()} == {"policy_2", "policy_3"}
 
 
-def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> None:
+def test_the_trigger_gets_totals_of_engines_and_their_mean_time() -> None:
     done = EngineTotals(
         num_steps=4, num_request_steps=50, other_s=1.0, decode_s=3.0, estimated_s=3.0, plain_s=5.0,
         proposed=(("suffix", (20, 9)), ("eagle3", (20, 10))), accepted=(("suffix", (10, 0)), ("eagle3", (10, 5))),
@@ -244,7 +244,7 @@ def test_the_trigger_is_told_of_all_engines_and_of_the_time_of_their_mean() -> N
     assert step_facts([done], [done], 12.0, 4) is None
 
 
-def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told() -> None:
+def test_samples_keep_their_order_and_the_oldest_head_counts() -> None:
     sample = {"policy_spans": [[3, 7]], "head_versions": [1, 1], "num_drafted": 4, "num_accepted": 2}
     replies: list[dict[str, Any]] = [
         {
@@ -272,7 +272,7 @@ def test_samples_are_in_the_order_asked_and_of_the_oldest_head_the_age_is_told()
     assert "specrollout/head_age" not in head_metrics(plain) and sample_lines(plain, [1]) == []
 
 
-def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
+def test_a_sample_of_several_engines_has_merged_stats() -> None:
     first = {"policy_spans": [[3, 7], [4, 20]], "head_versions": [1, 2], "num_drafted": 4, "num_accepted": 2}
     second = {"policy_spans": [[4, 25], [5, 40]], "head_versions": [2, 3], "num_drafted": 10, "num_accepted": 5}
     expected = SampleStats(((3, 7), (4, 20), (5, 40)), (1, 3), 14, 7)
@@ -281,9 +281,7 @@ def test_a_sample_that_several_engines_made_has_one_stamp() -> None:
         assert sample_lines(ends, [11]) == [{"seed": 11, **expected.wire()}]
 
 
-def test_words_alarms_and_samples_reach_the_record_and_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_step_log_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = StepLog()
     logger = watching_logger(tmp_path, log=log)
     log.entries["draft_refresh"] = REFUSED.known()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the `nemo_rl` room that need no NeMo-RL: identities, seeds, shared tensors, figures, the run's record."""
+"""Parts of the package `nemo_rl` that need no NeMo-RL: seeds, shared tensors, metrics, the logger and its record."""
 
 import json
 import pickle
@@ -60,7 +60,7 @@ def test_run_seed_version_and_stream_change_every_seed() -> None:
     assert not seeds & set(RowSeeds(42).seeds(PROMPTS, Stream.VALIDATION))
 
 
-def test_a_resumed_run_goes_on_with_the_seeds_of_an_uninterrupted_one() -> None:
+def test_a_resumed_run_has_the_seeds_of_an_uninterrupted_one() -> None:
     whole = RowSeeds(42)
     whole.seeds(PROMPTS)
     whole.begin_version(7)
@@ -95,7 +95,7 @@ def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
     assert point.name.rpartition(".")[2] in page
 
 
-def test_each_request_gets_the_seed_of_its_row_and_the_length_of_its_first_prompt() -> None:
+def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:
     seeds, shared = RequestSeeds(), SamplingParams(extra_args={"other": 1}, max_tokens=7)
     first, second = seeds.of_rows(shared, RowArgs([11, 22], [3, 4]))
     assert first.extra_args == {"other": 1, "specrollout": {"seed": 11, "prompt_length": 3}} and first.max_tokens == 7
@@ -111,7 +111,7 @@ def seed_of(seeds: RequestSeeds, tokens: list[int], **params: Any) -> int:
     return resolve_identity("r", made, tokens, engine_seed=3).seed
 
 
-def test_the_seed_of_a_request_without_one_follows_from_its_prompt() -> None:
+def test_a_missing_seed_is_derived_from_the_prompt() -> None:
     """Equal runs give equal seeds; repeated prompts, engines, policy versions and runs give others."""
     one, again = RequestSeeds(5), RequestSeeds(5)
     in_order = [seed_of(one, tokens) for tokens in ([1, 2], [1, 2], [3])]
@@ -133,7 +133,7 @@ def test_a_request_keeps_the_seed_that_it_brings_on_every_engine() -> None:
         header_seed.reset(token)
 
 
-def test_a_request_without_a_seed_is_refused_where_seeds_are_required() -> None:
+def test_a_request_without_a_required_seed_is_refused() -> None:
     with pytest.raises(REFUSAL, match=r"http_seeds: required.*X-Specrollout-Seed"):
         seed_of(RequestSeeds(required=True), [1, 2])
 
@@ -149,7 +149,7 @@ def test_the_samples_of_one_request_have_seeds_of_their_own(given: int | None) -
     assert seeds == {resolve_identity("r", child, [1, 2], engine_seed=4).seed for child in children}
 
 
-def test_a_later_turn_of_a_conversation_has_the_group_of_its_first() -> None:
+def test_later_turns_of_a_conversation_keep_its_group() -> None:
     told = Conversations()
     first, other = [5, 6, 7], [5, 6, 8]
     assert told.root_lengths([first, first, other]) == [3, 3, 3]
@@ -159,7 +159,7 @@ def test_a_later_turn_of_a_conversation_has_the_group_of_its_first() -> None:
     assert told.root_lengths([[5, 6], [6, 7, 5], []]) == [2, 3, 0]
 
 
-def test_a_rollout_keeps_its_seeds_when_it_is_tried_again_by_other_weights() -> None:
+def test_a_rollout_that_is_tried_again_keeps_its_seeds() -> None:
     identities, row = RowSeeds(1), [1, 2, 3]
 
     def seeds(sample: Sample | None) -> list[int]:
@@ -318,7 +318,7 @@ def test_a_step_in_a_line_says_what_there_is() -> None:
     assert in_a_line({"specrollout/logprob_gap": 0.5}) == "log-prob gap 5.0e-01"
 
 
-def test_gap_is_zero_where_log_probs_agree_and_absent_where_not_logged() -> None:
+def test_gap_is_zero_for_equal_log_probs_and_absent_if_unlogged() -> None:
     assert logprob_gap({"token_mult_prob_error": 1.0}) == 0.0
     assert logprob_gap({"token_mult_prob_error": float(np.exp(0.08))}) == pytest.approx(0.08)
     assert logprob_gap({"loss": 1.0}) is None

@@ -129,7 +129,7 @@ def test_no_step_at_all(tmp_path: Path) -> None:
     assert imread(tmp_path / "specrollout/picture.png").shape[:2] == (420, 1200)
 
 
-def test_a_resumed_run_goes_on_at_its_step_and_replaces_what_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path) -> None:
     folder = written(tmp_path, 2, first=51)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(52, random.Random(1), speedup_estimate=9.0)) + "\n")
@@ -209,7 +209,7 @@ def test_a_quick_write_still_has_a_least_distance() -> None:
 
 
 class Clock:
-    """Moves by a second each time that it is read, and as it is told."""
+    """Advances by a second with each reading, and by what a test adds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -219,7 +219,7 @@ class Clock:
         return self.now_s
 
 
-def test_pages_are_written_when_due_after_the_last_step_and_at_the_end(tmp_path: Path) -> None:
+def test_pages_are_written_when_due_and_at_the_end(tmp_path: Path) -> None:
     folder, clock, logged = write_run(tmp_path, [{"step": 1}]), Clock(), []
     report = LiveReport(folder, last_step=9, clock=clock)
     page = folder / "report.html"
@@ -264,7 +264,7 @@ def test_without_matplotlib_the_run_goes_on_with_a_warning(tmp_path: Path) -> No
     assert "install matplotlib" in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
 
 
-def test_the_logger_keeps_timers_and_writes_the_report_before_the_step_is_finished(tmp_path: Path) -> None:
+def test_the_logger_writes_the_report_before_a_step_is_finished(tmp_path: Path) -> None:
     log = StepLog(samples=[{"seed": 1, "policy_spans": [[0, 0]]}])
     logger = watching_logger(tmp_path, log=log, last_step=1)
     logger.log_metrics({"total_validation_time": 9.0}, 0, prefix="timing/validation")
@@ -294,7 +294,7 @@ def test_a_logger_that_is_given_up_leaves_a_whole_report(tmp_path: Path) -> None
 
 
 def test_an_event_loop_does_not_wait_for_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the single controller's actor; the last pages are of all steps."""
+    """The SingleController's actor has an event loop. The last pages cover all steps."""
     writers = list[bool]()
     write_pages = nemo_rl_page.write_pages
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """loop_times.py OUT_DIR [LOOP ...]: seconds of a step of NeMo-RL's loops, without the block and with it, as a table.
 
-Each run is a process of its own. Our own seconds are those of the driver by cProfile: seeds, figures, records and report.
+Each run is a process of its own. cProfile measures our own seconds in the driver: seeds, figures, records and report.
 Under the SingleController they are spent in its actor and are not seen here. Nothing else should run on the machine.
 """
 

@@ -20,7 +20,7 @@ OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow")}
 
 
 def log_step(logger: Any, log: StepLog, step: int) -> None:
-    """What NeMo-RL's synchronous GRPO logs of a step, in its order."""
+    """Logs a step as NeMo-RL's synchronous GRPO does, in the same order."""
     log.samples = [{"seed": 1, "policy_spans": [[step - 1, 0]], "num_drafted": 9, "num_accepted": 4}]
     log.entries = {"acceptance": {"suffix": {"proposed": [6, 3], "accepted": [3, 1]}}}
     ours = {"tokens_per_request_step": 1.5, "speedup_estimate": 1.25, "suffix/acceptance": 4 / 9}

@@ -30,7 +30,7 @@ from nemo_specrollout.cli.main import main
 
 @dataclass(frozen=True)
 class Killing:
-    """A process to kill, and when: after so many steps, or after so many prompt groups if the scenario records them."""
+    """A process to kill after a number of steps, or of prompt groups if the scenario records them."""
 
     after: int
     actor: str
@@ -104,7 +104,7 @@ def _alive(name: str) -> list[dict[str, Any]]:
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
-    """Whether it does, and is of this test."""
+    """Returns whether the process runs `module` and belongs to this test."""
     try:
         return module in process.cmdline()[1:3] and process.environ().get("TINY") == os.environ["TINY"]
     except psutil.Error:  # it ended meanwhile

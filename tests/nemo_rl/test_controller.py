@@ -24,9 +24,7 @@ def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], na
 
 
 @pytest.mark.parametrize("name", OURS[1:])
-def test_groups_depend_neither_on_drafts_nor_on_sampler_nor_on_engines(
-    controller_runs: dict[str, Run], name: str
-) -> None:
+def test_groups_do_not_depend_on_drafts_sampler_or_engines(controller_runs: dict[str, Run], name: str) -> None:
     plain = groups(controller_runs["long" if name in NUM_STEPS else "plain"])
     other = groups(controller_runs[name])
     common = plain.keys() & other.keys()
@@ -52,7 +50,7 @@ def test_each_step_has_figures_and_a_sound_policy(controller_runs: dict[str, Run
 
 
 @pytest.mark.parametrize("name", OURS[1:])
-def test_drafts_are_verified_and_samples_stamped(controller_runs: dict[str, Run], name: str) -> None:
+def test_drafts_are_verified_and_samples_have_stats(controller_runs: dict[str, Run], name: str) -> None:
     run = controller_runs[name]
     assert sum(step["specrollout/draft_tokens_per_request_step"] for step in run.metrics) > 0
     stamped = [sample for line in run.lines("samples.jsonl") for sample in line["samples"]]
@@ -87,7 +85,7 @@ def test_remote_drafters_draft_and_end(controller_runs: dict[str, Run]) -> None:
     assert sum(step.get("specrollout/remote/draft_tokens", 0) for step in steps) > 0
 
 
-def test_a_group_that_lost_its_engine_is_tried_again_with_the_same_tokens(controller_runs: dict[str, Run]) -> None:
+def test_a_group_that_lost_its_engine_gets_the_same_tokens_again(controller_runs: dict[str, Run]) -> None:
     """The run ends in the next refit: NeMo-RL cannot go on without the engine yet."""
     plain, lost = groups(controller_runs["plain"]), groups(controller_runs["engine_lost"])
     common = plain.keys() & lost.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor` in NeMo-RL's environment: every hold is present, and the engine there makes equal tokens."""
+"""`nemo-specrollout doctor` in NeMo-RL's environment: every patch point is present, and the engine there makes equal tokens."""
 
 import json
 from pathlib import Path
@@ -19,4 +19,4 @@ def test_all_patch_points_are_present(host: Host, tmp_path: Path) -> None:
     assert "768 of 768 tokens equal" in output
     found = {d["name"]: d["found"] for d in json.loads(file.read_text())["diagnoses"]}
     assert found["nemo-rl"].endswith("is newer than v0.7.0")
-    assert {found[name_of(hold)] for hold in (*PATCH_POINTS, *EXTENSION_PATCH_POINTS)} == {"present"}
+    assert {found[name_of(point)] for point in (*PATCH_POINTS, *EXTENSION_PATCH_POINTS)} == {"present"}

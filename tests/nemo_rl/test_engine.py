@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def answers(host: Host) -> dict[str, Any]:
-    """What `engine_cases.py` found."""
+    """Returns the findings of `engine_cases.py`."""
     found: dict[str, Any] = {}
     for which in ("native", "ours"):
         output = host.run(HERE / "engine_cases.py", which, HERE / "base.yaml")

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def found(host: Host) -> dict[str, Any]:
-    """What `install_cases.py` found."""
+    """Returns the findings of `install_cases.py`."""
     return answer_in(host.run(HERE / "install_cases.py", HERE / "base.yaml"), "FOUND")
 
 
@@ -20,7 +20,7 @@ def test_off_touches_nothing(found: dict[str, Any]) -> None:
     assert found["off_config_same"] and found["off_names_same"]
 
 
-def test_on_replaces_every_name_and_lets_the_v2_model_runner_run_on_a_cpu(found: dict[str, Any]) -> None:
+def test_on_replaces_every_name_and_sets_the_environment(found: dict[str, Any]) -> None:
     assert found["on_returns"] is True
     assert all(found["on_replaced"])
     assert found["on_environment"] == {"NEMO_SPECROLLOUT_V2_ON_CPU": "1", "NEMO_SPECROLLOUT_RUN_SEED": "42"}

@@ -10,7 +10,7 @@ from nemo_rl_host import HERE, Host, answer_in
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
 
-def test_the_real_logger_gets_pictures_and_its_end_leaves_a_whole_report(host: Host, tmp_path: Path) -> None:
+def test_the_real_logger_gets_pictures_and_a_complete_report(host: Host, tmp_path: Path) -> None:
     output = host.run(HERE / "report_cases.py", tmp_path)
     found = answer_in(output, "FOUND")
     assert found["images"] == {"train/specrollout/picture": [[1, 1200, 840], [2, 1200, 840]]}

@@ -97,7 +97,7 @@ def test_synchronous_and_asynchronous_engines_sample_alike(runs: dict[str, Run],
     assert equal == total == 16
 
 
-def test_rollouts_depend_neither_on_the_number_of_engines_nor_on_the_trainer(runs: dict[str, Run]) -> None:
+def test_rollouts_do_not_depend_on_engines_or_trainer(runs: dict[str, Run]) -> None:
     """The first step's weights are the same everywhere; a validation before it draws from a stream of its own."""
     equal, total = count_equal(runs["sync_plain"], runs["dtensor_two_engines"], 1)
     assert equal == total == 16
@@ -105,9 +105,7 @@ def test_rollouts_depend_neither_on_the_number_of_engines_nor_on_the_trainer(run
 
 @pytest.mark.parametrize("name", ["sync_moving", "sync_moving_streams"])
 @pytest.mark.parametrize("step", STEPS)
-def test_rollouts_do_not_depend_on_who_moves_who_races_and_who_is_gone(
-    runs: dict[str, Run], name: str, step: int
-) -> None:
+def test_rollouts_do_not_depend_on_moves_races_and_deaths(runs: dict[str, Run], name: str, step: int) -> None:
     """In the third step of one of them the exchange is dead."""
     assert count_equal(runs["dtensor_two_engines"], runs[name], step) == (16, 16)
 
@@ -141,7 +139,7 @@ def test_each_engine_drafts_in_its_own_way(runs: dict[str, Run]) -> None:
 
 
 def test_siblings_and_steps_differ(runs: dict[str, Run]) -> None:
-    """Of a policy that does not learn to write one token alone within three steps."""
+    """The policy must not learn to write a single token within three steps."""
     rows = [str(tokens) for step in STEPS for tokens, _ in runs["dtensor_two_engines"].samples(step)]
     assert len(set(rows)) == len(rows) == 48
 
@@ -191,7 +189,7 @@ def test_the_gap_is_what_it_is_without_speculation(runs: dict[str, Run]) -> None
             assert a["specrollout/logprob_gap"] == pytest.approx(b["specrollout/logprob_gap"], abs=1e-5)
 
 
-def test_native_draft_refit_shows_the_fault_that_the_guard_prevents(runs: dict[str, Run]) -> None:
+def test_native_draft_refit_has_the_fault_that_ours_prevents(runs: dict[str, Run]) -> None:
     """If this fails because the gap is gone, NeMo-RL or vLLM has mended it: see docs/upstream/nemo-rl-draft-refit.md."""
     log = (runs["sync_eagle3_native"].folder.parent / "log.txt").read_text()
     section = log.split("=== scenario sync_eagle3_native\n")[1].split("=== sync_eagle3_native:")[0]
@@ -213,9 +211,7 @@ def test_drafts_are_verified_and_logged(runs: dict[str, Run], name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["sync_remote", "async_remote"])
-def test_drafts_of_drafters_that_ray_placed_are_accepted_and_their_supply_is_logged(
-    runs: dict[str, Run], name: str
-) -> None:
+def test_remote_drafts_are_accepted_and_drafter_stats_logged(runs: dict[str, Run], name: str) -> None:
     steps = runs[name].metrics
     drafted = [step for step in steps if step.get("specrollout/remote/draft_tokens")]
     assert sum(step["specrollout/remote/draft_tokens"] * step["specrollout/remote/acceptance"] for step in drafted) > 0
@@ -240,14 +236,14 @@ def test_a_drafter_that_was_killed_is_started_again_and_drafts(runs: dict[str, R
 
 
 def test_the_secret_of_drafters_is_written_nowhere(runs: dict[str, Run]) -> None:
-    """It is 64 characters that nobody else knows: no such string, but ids of Ray's, is in what a run leaves and prints."""
+    """The secret has 64 characters. No file or output of a run has such a string, except for Ray's ids."""
     folder = runs["sync_remote"].folder
     files = [path for path in folder.rglob("*") if path.suffix in {".json", ".jsonl", ".yaml"}]
     for path in [*files, folder.parent / "log.txt"]:
         assert not re.search(r"(?<!ID: )\b[0-9a-f]{64}\b", path.read_text()), path
 
 
-def test_a_head_is_refreshed_beside_the_run_judged_and_taken_into_service(runs: dict[str, Run]) -> None:
+def test_a_head_is_refreshed_judged_and_taken_into_service(runs: dict[str, Run]) -> None:
     run = runs["sync_refreshed_head"]
     records = [step["specrollout/draft_refresh"] for step in run.metrics if "specrollout/draft_refresh" in step]
     assert all(record["decision"].startswith(("refreshed: ", "skipped: ")) for record in records)
@@ -264,8 +260,8 @@ def test_a_head_is_refreshed_beside_the_run_judged_and_taken_into_service(runs: 
     assert all(step["specrollout/refresh_failures"] == 0 for step in run.metrics)
 
 
-def test_a_resumed_run_goes_on_with_its_policy_and_the_head_published_last(runs: dict[str, Run]) -> None:
-    """The trainer was killed after step 5, before its checkpoint: steps 5 and 6 are those of a run that goes through."""
+def test_a_resumed_run_has_its_policy_and_the_published_head(runs: dict[str, Run]) -> None:
+    """The trainer was killed after step 5, before its checkpoint: steps 5 and 6 equal those steps of an uninterrupted run."""
     killed, resumed = runs["sync_head_interrupted"], runs["sync_head_resumed"]
     assert killed.result["error"] is not None and resumed.result["error"] is None
     records = [s["specrollout/draft_refresh"] for s in killed.metrics if s.get("specrollout/heads_published")]
@@ -277,7 +273,7 @@ def test_a_resumed_run_goes_on_with_its_policy_and_the_head_published_last(runs:
     assert all(step["specrollout/refresh_failures"] == 0 for step in resumed.metrics)
 
 
-def test_samples_are_stamped(runs: dict[str, Run]) -> None:
+def test_samples_have_stats(runs: dict[str, Run]) -> None:
     lines = runs["sync_refreshed_head"].lines("samples.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line in lines:
@@ -288,7 +284,7 @@ def test_samples_are_stamped(runs: dict[str, Run]) -> None:
     assert any(sample["num_accepted"] for line in lines for sample in line["samples"])
 
 
-def test_a_trainer_that_is_killed_is_started_again_and_the_run_goes_on(runs: dict[str, Run]) -> None:
+def test_a_killed_trainer_is_started_again_and_the_run_goes_on(runs: dict[str, Run]) -> None:
     steps = runs["async_refreshed_head"].metrics
     assert [step["specrollout/refresh_failures"] for step in steps][-1] == 1
     alarms = [sentence for step in steps for sentence in step.get("specrollout/alarms", [])]

@@ -9,7 +9,7 @@ from nemo_rl_host import Host
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(1800)]
 
-# Those of generation, draft, loss and config that need no GPU.
+# Tests of generation, drafts, losses and config that need no GPU.
 FILES = [
     "algorithms/test_draft_loss_wrapper.py",
     "algorithms/test_loss_functions.py",
@@ -39,7 +39,7 @@ CONTROLLER_FILES = [
 
 
 def outcomes(host: Host, files: list[str], *plugin: str, config: str = "base.yaml") -> tuple[int, set[str]]:
-    """How many of NeMo-RL's tests pass, and the names of the others."""
+    """Returns the number of NeMo-RL's tests that pass, and the names of the others."""
     tests = Path(host.environment["NEMO_RL_SRC"]) / "tests" / "unit"
     paths = [str(tests / name) for name in files]
     command = [

@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(600)]
 
 
 def refitted(host: Host, which: str) -> tuple[dict[str, bool], str]:
-    """What `refit_cases.py` found, and all that was printed."""
+    """Returns the findings of `refit_cases.py`, and all that it printed."""
     output = host.run(HERE / "refit_cases.py", which, HERE / "base.yaml")
     return answer_in(output, "FOUND"), output
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiny_policy.py OUT_DIR: a random Qwen3 of 8 layers, a byte tokenizer, a draft model, a random EAGLE-3 head, tasks with
-answers 1 to 3, as NeMo-RL's rows and as NeMo-Gym's."""
+"""tiny_policy.py OUT_DIR: writes a random Qwen3 of 8 layers with a byte tokenizer, a draft model and a random EAGLE-3 head.
+
+It also writes tasks with answers 1 to 3, as NeMo-RL's rows and as NeMo-Gym's.
+"""
 
 import json
 import sys
