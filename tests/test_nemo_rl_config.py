@@ -231,7 +231,7 @@ def test_an_environment_with_the_v1_model_runner_is_refused(monkeypatch: pytest.
         ("warning", ("policy.megatron_cfg.tensor_model_parallel_size=4",), "NRL_IGNORE_TP_ACCURACY_CHECK"),
         ("warning", ("policy.router_replay.enabled=true",), "not tested with drafts"),
         ("note", (REMOTE + "}]",), "only vLLM's CPU build can use"),
-        ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs in addition to those of `cluster`"),
+        ("note", (REMOTE + ", gpus: 0.5}]",), "Ray places the drafters on GPUs in addition to the GPUs of `cluster`"),
         ("note", (EAGLE3,), "4 tokens before max_model_len"),
         ("note", ("policy.generation.vllm_kwargs.async_scheduling=false",), "an estimated 3 to 5 ms at 256 requests"),
         ("note", (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true"), "KV of older weights"),
@@ -379,7 +379,10 @@ def test_a_temperature_unfit_for_training_is_refused(temperature: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("temperature=0.7",), "null with temperature 0.7; the engine's log-probs are not those of NeMo-RL's trainer"),
+        (
+            ("temperature=0.7",),
+            "null with temperature 0.7; the engine's log-probs differ from the trainer's",
+        ),
         (
             ("temperature=0.7", "top_k=5", "vllm_cfg.logprobs_mode=raw_logprobs"),
             "raw_logprobs with temperature 0.7 and top_k 5",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A NeMo-RL config with the block `specrollout`: its block for the workers, and its findings."""
+"""A NeMo-RL config with the block `specrollout`: its block for the vLLM workers, and its findings."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -105,11 +105,11 @@ _DRAFT_TRAINING = (
          when=is_on(f"{BLOCK_PATH}.draft_refresh")),
 )  # fmt: skip
 _OTHERS = (
-    Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to those of `cluster`: no head is trained until "
-         "Ray has one free", "note"),
+    Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to the GPUs of `cluster`: no head is trained "
+         "until Ray has one free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _places_itself, "placement: auto works only in the local runner; run "
          "`nemo-specrollout plan` and write its answer into the config"),
-    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs in addition to those of "
+    Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=True), "Ray places the drafters on GPUs in addition to the GPUs of "
          "`cluster`: nothing is drafted until they are free", "note"),
     Rule(f"{BLOCK_PATH}.drafters", _placed_by_ray(on_gpu=False), "Ray places the drafters on CPU cores, which only vLLM's "
          "CPU build can use: on a cluster with GPUs set gpus of the remote drafter", "note"),
@@ -156,9 +156,7 @@ def _sampling(tree: Tree) -> Iterator[Finding]:
     altered = [f"{name} {value}" for name, value in values.items() if value != neutral[name]]
     mode = at(tree, f"{VLLM_CFG}.logprobs_mode")
     if altered and mode != "processed_logprobs":
-        text = (
-            f"{mode or 'null'} with {' and '.join(altered)}; the engine's log-probs are not those of NeMo-RL's trainer"
-        )
+        text = f"{mode or 'null'} with {' and '.join(altered)}; the engine's log-probs differ from the trainer's"
         yield Finding(f"{VLLM_CFG}.logprobs_mode", f"{text}: set it to processed_logprobs", "warning")
 
 
