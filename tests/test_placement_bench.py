@@ -63,20 +63,8 @@ def test_trained_pairs_get_long_problems_random_pairs_ids() -> None:
 def test_a_small_benchmark_runs_and_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "--hidden",
-        "64",
-        "--layers",
-        "3",
-        "--vocabulary",
-        "512",
-        "--tokens",
-        "24",
-        "--rounds",
-        "1",
-        "--batches",
-        "2",
-    ]
+    sizes = {"hidden": 64, "layers": 3, "vocabulary": 512, "tokens": 24, "rounds": 1, "batches": 2}
+    options = [f"--{name}={size}" for name, size in sizes.items()]
     monkeypatch.setattr(sys, "argv", ["placement_bench", "--out", str(tmp_path), *options])
     assert main() == 0
     rows = json.loads((tmp_path / "placement.json").read_text())["rows"]
