@@ -360,7 +360,9 @@ def test_an_engine_starts_and_ends_its_own_drafters(
     measured.advance()
     rollouts, stats = measured.result()
     assert_equal(rollouts, expected["T=1"])
-    assert stats.draft_supply is not None and stats.draft_supply["num_request_steps"] > 0, "metrics.jsonl names it"
+    assert stats.drafter_stats is not None and stats.drafter_stats["num_request_steps"] > 0, (
+        "metrics.jsonl has it as draft_supply"
+    )
     assert engine.drafters is not None
     pid = engine.drafters.processes[0].pid
     engine.close()
