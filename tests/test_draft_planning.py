@@ -412,7 +412,7 @@ def test_a_model_that_wins_in_the_tail_is_not_given_up() -> None:
     ("num_requests", "read_ms", "is_hopeless"),
     [(32, 1.4, False), (32, 1.5, True), (8, 2.0, False), (8, 2.2, True), (1, 5.0, False)],
 )
-def test_there_is_hope_while_the_tail_wins_more_than_reading_costs(
+def test_there_is_hope_while_the_tail_wins_more_than_reading(
     num_requests: int, read_ms: float, is_hopeless: bool
 ) -> None:
     """Drafts pay only for a single request, by 199 / (10 + read_ms) - 10 ms. Until then the model reads in one step with all

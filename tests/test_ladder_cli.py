@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout ladder`: which methods are measured, what is refused, and a run that starts from it."""
+"""`nemo-specrollout ladder`: measured methods, refused arguments, and a run that starts from the file."""
 
 import itertools
 from dataclasses import replace
@@ -29,7 +29,7 @@ BLOCK = "policy.generation.specrollout"
 
 
 def measured() -> LadderFile:
-    """Two methods of which one is faster alone, the other in a batch of eight."""
+    """Returns two methods: one is faster alone, the other in a batch of eight."""
     own = (
         Rung("sums", "suffix", (1, 8), (300.0, 50.0), (2.0, 16.0), 0.4),
         Rung("sums", "plain", (1, 8), (200.0, 60.0), (2.0, 16.0)),
@@ -38,7 +38,7 @@ def measured() -> LadderFile:
 
 
 @pytest.mark.unit
-def test_each_drafter_alone_all_together_those_of_workers_and_none() -> None:
+def test_the_ladder_measures_single_and_combined_methods() -> None:
     block = SpecrolloutConfig()
     assert methods_of(block) == [("suffix",), ("ngram",), ("suffix", "ngram"), ()]
     assert methods_of(SpecrolloutConfig(drafters=(NgramDrafterConfig(),))) == [("ngram",), ()]
@@ -54,12 +54,12 @@ def test_each_drafter_alone_all_together_those_of_workers_and_none() -> None:
 @pytest.mark.parametrize(
     ("most", "batches"), [(1, [1]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12]), (50, [1, 2, 4, 8, 16, 32, 48])]
 )
-def test_batch_sizes_go_up_to_what_the_run_has(most: int, batches: list[int]) -> None:
+def test_batch_sizes_go_up_to_those_of_the_run(most: int, batches: list[int]) -> None:
     assert batches_up_to(most) == batches
 
 
 @pytest.mark.unit
-def test_a_stream_goes_on_with_what_is_under_way_and_repeats_nothing() -> None:
+def test_a_stream_continues_its_requests_and_repeats_none() -> None:
     stream = Stream(2, ((i, RolloutRequest([1], i, 0)) for i in itertools.count()))
     assert [name for name, _ in stream.fill()] == [0, 1] and stream.fill() == []
     stream.take(TurnResult(Progress.of({0: ([7, 8], [0.0, 0.0]), 1: ([9], [0.0])}), {1: "stop"}))
@@ -69,7 +69,7 @@ def test_a_stream_goes_on_with_what_is_under_way_and_repeats_nothing() -> None:
 
 
 @pytest.mark.unit
-def test_a_ladder_goes_on_from_a_file_and_becomes_one() -> None:
+def test_a_ladder_continues_from_a_file_and_writes_one() -> None:
     known = Ladder(["plain", "suffix"], measured())
     file = known.file("a machine", "a policy", [0.0, 0.4])
     assert file is not None and [(r.task, r.method) for r in file.rungs] == [
@@ -81,10 +81,10 @@ def test_a_ladder_goes_on_from_a_file_and_becomes_one() -> None:
     known.observe("sums", 0, 8, 1200, 10.0)
     newer = known.file("a machine", "a policy", [0.0, 0.4])
     assert newer is not None
-    paces = {(r.task, r.method): r.tokens_per_s for r in newer.rungs}
+    speeds = {(r.task, r.method): r.tokens_per_s for r in newer.rungs}
     for task in ("sums", ANY_TASK):
-        assert paces[task, "plain"][0] == pytest.approx(200) and 60 < paces[task, "plain"][1] < 120
-        assert paces[task, "suffix"] == pytest.approx((300, 50))
+        assert speeds[task, "plain"][0] == pytest.approx(200) and 60 < speeds[task, "plain"][1] < 120
+        assert speeds[task, "suffix"] == pytest.approx((300, 50))
     for _ in range(20):
         known.observe("sums", 0, 8, 1200, 10.0)
     newest = known.file("a machine", "a policy", [0.0, 0.4])
@@ -95,7 +95,7 @@ def test_a_ladder_goes_on_from_a_file_and_becomes_one() -> None:
 
 
 @pytest.mark.unit
-def test_the_table_ranks_alone_and_in_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_ranks_methods_alone_and_in_large_batches(capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=120).print(ladder_table(measured(), boxed=False))
     _, suffix, plain = (line.split() for line in capsys.readouterr().out.splitlines())
     assert suffix == ["suffix", "300", "50", "0.40", "1", "2"] and plain == ["plain", "200", "60", "-", "2", "1"]
@@ -115,7 +115,7 @@ def test_the_table_ranks_alone_and_in_the_largest_batch(capsys: pytest.CaptureFi
         ([f"{BLOCK}.drafters=[{{type: eagle3, model: no/head}}]"], "no/head"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused(
+def test_invalid_ladder_arguments_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -137,7 +137,7 @@ def test_a_config_of_nemo_rl_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_a_run_starts_from_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_starts_from_a_measured_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ladder.json"
     small = [
         f"policy.model_name={STEP_ADDER}", "policy.generation.vllm_kwargs.max_num_seqs=2",
@@ -165,11 +165,11 @@ def test_a_run_starts_from_what_was_measured(tmp_path: Path, capsys: pytest.Capt
     assert begun is not None and ended is not None
     for known, was, now in zip(map(marked, file.rungs), begun.rungs, ended.rungs, strict=True):
         assert was.tokens_per_s == pytest.approx(known.tokens_per_s) and was.acceptance == known.acceptance
-        assert now.tokens_per_s[-1] == pytest.approx(3.0), "what was not met is as it was"
+        assert now.tokens_per_s[-1] == pytest.approx(3.0), "a batch size without samples changed"
         assert now.tokens_per_s != was.tokens_per_s
 
 
 def marked(rung: Rung) -> Rung:
-    """With a figure that no small run makes."""
+    """Returns the rung with a batch size that no small run has."""
     figures = {"batches": 1024, "tokens_per_s": 3.0, "weights_s": 5.0}
     return replace(rung, **{name: (*getattr(rung, name), value) for name, value in figures.items()})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout profile` and `plan`: times of this CPU into a file, and what is made of it."""
+"""`nemo-specrollout profile` and `plan`: measured step times of this CPU, and the placement that follows from them."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def line(size: int, fixed_s: float, row_s: float) -> CostCurve:
 
 
 def tables(row_s: float = 1e-6) -> CostTables:
-    """A drafter that is ten times as quick as its verifier, and two threads of little use."""
+    """Writes tables of a drafter ten times as fast as its verifier, with little gain from a second thread."""
     return CostTables(
         "a machine", POLICY, "a draft model", (line(1, 0.01, row_s), line(2, 0.009, row_s)), "thread",
         (line(1, 0.001, 1e-6),), (line(1, 0.004, 1e-6), line(2, 0.004, 1e-6)),
@@ -37,7 +37,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What a command says that must fail."""
+    """Returns the error message of a command that must fail."""
     assert main([str(a) for a in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("nemo-specrollout: ") and printed.err.count("\n") == 1
@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.mark.unit
-def test_plan_says_what_is_best_and_what_else_there_is(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_best_option_and_the_others(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "--profile", str(file), "--devices", "2", f"policy.model_name={POLICY}"]) == 0
     best, keys, basis, note, header, *rows = capsys.readouterr().out.splitlines()
     assert best.startswith("best: a verifier on 1 thread beside a drafter on 1 thread, up to 8 drafts a step")
@@ -110,7 +110,7 @@ def test_plan_of_a_nemo_rl_config(file: Path, capsys: pytest.CaptureFixture[str]
         (["grpo.seed=x"], "grpo.seed: expected int"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_invalid_plans_are_refused(
     file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert words in refused(capsys, "plan", QUICKSTART, "--profile", file, *arguments)
@@ -134,7 +134,7 @@ def test_bad_profiles_are_refused(file: Path, capsys: pytest.CaptureFixture[str]
         (["--out", "no/such/folder/x.json", REMOTE], "cannot be a file there"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_invalid_profile_arguments_are_refused(
     file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     assert words in refused(capsys, "profile", QUICKSTART, "--out", file, *arguments)
@@ -154,7 +154,7 @@ def test_plan_loads_nothing_heavy(file: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.slow
-def test_what_profile_measures_plan_understands(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_the_file_that_profile_writes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["policy.generation.vllm_kwargs.max_num_seqs=4", "policy.max_total_sequence_length=128",
              "policy.generation.max_new_tokens=64", REMOTE]  # fmt: skip
     arguments = ["--out", str(file), "--threads", "1", "--steps", "4", *small]

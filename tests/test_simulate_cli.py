@@ -42,7 +42,7 @@ def scenario_file(path: Path, **changes: object) -> Path:
 
 
 def rows(printed: str) -> list[list[str]]:
-    """The cells of the table, by line."""
+    """Returns the cells of the printed table, by line."""
     lines = printed.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("variant"))
     return [line.split() for line in lines[header + 1 :]]
@@ -92,7 +92,7 @@ def test_a_local_config_is_simulated_by_a_profile(tmp_path: Path, capsys: pytest
     assert "64 requests" in printed and "costs of kind tables" in printed
 
 
-def test_a_trace_gives_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_sets_the_response_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [
         {"prompt": p, "sample": s, "tokens": 100 * (1 + p) + s, "reward": 1.0} for p in range(4) for s in range(2)
     ]
@@ -120,7 +120,7 @@ def test_a_trace_gives_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], "has no samples"),
     ],
 )
-def test_a_trace_with_holes_is_refused(
+def test_an_incomplete_trace_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[object], says: str
 ) -> None:
     trace = tmp_path / "trace.jsonl"
@@ -128,7 +128,7 @@ def test_a_trace_with_holes_is_refused(
     assert says in refused(capsys, "simulate", SCENARIO, "--trace", trace)
 
 
-def test_a_trace_that_is_no_text_or_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "torn.jsonl").write_text('{"prompt": 0,')
     assert "line 1: not JSON" in refused(capsys, "simulate", SCENARIO, "--trace", tmp_path / "torn.jsonl")
     assert "cannot be read (FileNotFoundError)" in refused(
@@ -162,11 +162,13 @@ def test_a_trace_that_is_no_text_or_not_there_is_refused(tmp_path: Path, capsys:
         (["drafting.kk=3"], "drafting.kk: unknown key; did you mean 'k'?"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], overrides: list[str], says: str) -> None:
+def test_contradictory_scenarios_are_refused(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], says: str
+) -> None:
     assert says in refused(capsys, "simulate", "nvidia-235b-512", *overrides)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(tmp_path / "run.yaml", NEMO_RL)
     assert "--device: missing" in refused(capsys, "simulate", config)
     assert "--device: 'H10' is not known" in refused(capsys, "simulate", config, "--device", "H10")
@@ -180,14 +182,14 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--out: " in capsys.readouterr().err
 
 
-def test_a_scenario_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scenario_is_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["simulate", str(scenario_file(tmp_path, title="mine", batch={"num_prompts": 8, "num_samples": 8}))]) == 0
     )
     assert capsys.readouterr().out.startswith("mine: ")
 
 
-def test_it_loads_neither_torch_nor_vllm() -> None:
+def test_simulate_loads_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from nemo_specrollout.cli.main import main; "
         f"main(['simulate', {SCENARIO!r}]); sys.exit(bool({{'torch', 'vllm', 'ray', 'matplotlib'}} & set(sys.modules)))"

@@ -13,7 +13,7 @@ import numpy as np
 
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
 from nemo_specrollout.simulation.simulated_engine import SimulatedEngine, Span
-from nemo_specrollout.simulation.stragglers import Tail
+from nemo_specrollout.simulation.stragglers import TailPolicy
 from nemo_specrollout.simulation.workload import Workload
 
 
@@ -90,7 +90,7 @@ class Rollout:
     Invariant: a request runs on several engines only while it is raced. The first engine to end it ends it everywhere.
     """
 
-    def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: Tail | None = None) -> None:
+    def __init__(self, workload: Workload, engines: Sequence[SimulatedEngine], tail: TailPolicy | None = None) -> None:
         self.workload, self.engines, self.tail = workload, list(engines), tail
         self.now_s = 0.0
         self.end_R = np.full(len(workload.length_R), np.nan)

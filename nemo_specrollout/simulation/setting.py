@@ -13,7 +13,7 @@ from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.simulation.engine_setup import PLAIN, Fleet
 from nemo_specrollout.simulation.event_loop import Rollout
 from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
-from nemo_specrollout.simulation.stragglers import SimulatedSpeeds, Tail
+from nemo_specrollout.simulation.stragglers import SimulatedSpeeds, TailPolicy
 from nemo_specrollout.simulation.workload import Workload, workload
 
 _ASKED = 50
@@ -104,7 +104,7 @@ class Setting:
         pattern = [names.index(name) for name in drafting.methods_of_workers] or list(range(len(names)))
         return [pattern[i % len(pattern)] for i in range(num_engines)]
 
-    def _tail(self) -> Tail | None:
+    def _tail(self) -> TailPolicy | None:
         if self.variant.tail is None:
             return None
         fleet, scenario = self.fleet, self.fleet.scenario
@@ -112,7 +112,7 @@ class Setting:
         context = scenario.batch.prompt_tokens + scenario.lengths.max_tokens / 2
         speeds = SimulatedSpeeds(methods, tuple(terms.centre for terms in fleet.terms_M), context)
         every_s = scenario.lengths.max_tokens / speeds.tokens_per_s(0, 1) / _ASKED
-        return Tail(self.variant.tail, speeds, self._estimator(), every_s)
+        return TailPolicy(self.variant.tail, speeds, self._estimator(), every_s)
 
     def _estimator(self) -> LengthEstimator:
         """Returns an estimator that has seen a rollout of other prompts."""

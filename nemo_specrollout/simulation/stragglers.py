@@ -40,7 +40,7 @@ class SimulatedSpeeds:
         return self.methods[0].costs.prefill_s(num_tokens)
 
 
-class Tail:
+class TailPolicy:
     """The production policy and its length estimates. Owns both.
 
     The policy is asked when a request ends while an engine is idle, at most once in `every_s` seconds.
