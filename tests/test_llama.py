@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real model's shape in small: a Llama with tied embeddings, its head with a reduced vocabulary, in the engine."""
+"""A small Llama with tied embeddings, like the real model, and a head with a reduced vocabulary, in the engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ SUFFIX, NGRAM = (cls(num_slots=1 << 12) for cls in (SuffixDrafterConfig, NgramDr
 
 @pytest.fixture(scope="module")
 def head(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE-3 head as it is before training, with three auxiliary layers and half of the vocabulary."""
+    """Untrained EAGLE-3 head with three auxiliary layers and half of the vocabulary."""
     from nemo_specrollout.training.head.head import create_head, save_head
 
     folder = tmp_path_factory.mktemp("llama") / "head"
@@ -38,7 +38,7 @@ def requests() -> list[RolloutRequest]:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0}], ids=["T=1", "T=0"])
-def test_tokens_are_plain_decoding_s(
+def test_tokens_equal_those_of_plain_decoding(
     tiny_llama: Path, head: Path, start_engine: Callable[..., RolloutEngine], sampling: dict[str, Any]
 ) -> None:
     plain = start_engine(tiny_llama, SpecrolloutConfig(drafters=())).generate(requests(), **sampling)
@@ -46,4 +46,4 @@ def test_tokens_are_plain_decoding_s(
     engine = start_engine(tiny_llama, SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random")))
     equal, total = count_equal(engine.generate(requests(), **sampling), plain)
     assert equal == total > 400, f"{total - equal} of {total} tokens differ"
-    assert engine.stats().num_accepted > 0, "no draft was ever right, so little was shown"
+    assert engine.stats().num_accepted > 0, "no draft was right, so the test shows little"

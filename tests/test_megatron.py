@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Megatron-Core policy against transformers, against itself in other batchings, and over two ranks."""
+"""The Megatron-Core policy, compared with transformers, with other batchings, and with two ranks."""
 
 import os
 import socket
@@ -24,13 +24,13 @@ from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 pytestmark = pytest.mark.integration
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_warmup_iters=3, lr_warmup_init=1e-3)
-# Adam divides by the gradient's size, which magnifies rounding where that is next to nothing; a large epsilon does not.
+# Adam divides by the size of the gradient, which magnifies rounding of tiny gradients. A large epsilon prevents that.
 WELL_CONDITIONED = OptimizerConfig(lr=1e-2, adam_eps=1e-3)
 LOSS = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0)
 
 
 def write_model(folder: Path, tied: bool = False, num_layers: int = 2, is_llama: bool = False) -> Path:
-    """A random Qwen3 or Llama with 4 heads in 2 groups; norms are random too, so that a mix-up shows."""
+    """Writes a random Qwen3 or Llama with 4 heads in 2 groups. Norms are random, so that tests find swapped ones."""
     torch.manual_seed(0)
     config_class, model_class = (LlamaConfig, LlamaForCausalLM) if is_llama else (Qwen3Config, Qwen3ForCausalLM)
     config = config_class(
@@ -60,7 +60,7 @@ def make_batch() -> TokenBatch:
 
 
 def train(policy: MegatronPolicy, micro_batch_tokens: int = 60) -> dict[str, float]:
-    """One step on the fixed batch, with an engine whose log-probs differ a little from the trainer's."""
+    """Takes a step on a fixed batch, whose engine log-probs differ a little from the trainer's."""
     batch, generator = make_batch(), torch.Generator().manual_seed(2)
     noise_BT = 0.2 * torch.randn(batch.tokens_BT.shape, generator=generator)
     prev_BT = policy.logprobs(batch) + noise_BT * batch.response_mask_BT
@@ -123,7 +123,7 @@ def test_exported_tensors_do_not_change_with_training(folder: Path) -> None:
     assert not torch.equal(dict(policy.hf_tensors())["model.norm.weight"], exported["model.norm.weight"])
 
 
-def test_missing_surplus_and_misshapen_tensors_are_named(folder: Path) -> None:
+def test_missing_surplus_and_misshapen_tensors_are_refused(folder: Path) -> None:
     policy, tensors = load_policy(folder), load_file(folder / "model.safetensors")
     gone = "model.layers.1.self_attn.k_norm.weight"
     with pytest.raises(ValueError, match=f"missing.*{gone}"):
@@ -210,7 +210,7 @@ def test_gradient_and_loss_do_not_depend_on_micro_batches(folder: Path) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_a_forced_on_policy_step_is_the_ordinary_first_step(folder: Path) -> None:
+def test_a_forced_on_policy_step_equals_the_first_step(folder: Path) -> None:
     ordinary, forced = load_policy(folder), load_policy(folder)
     batch, advantages_B = make_batch(), torch.linspace(-1, 1, 6)
     prev_BT = ordinary.logprobs(batch)
@@ -223,7 +223,7 @@ def test_a_forced_on_policy_step_is_the_ordinary_first_step(folder: Path) -> Non
 
 
 def test_gradient_equals_transformers(any_folder: Path) -> None:
-    """The on-policy gradient of the loss is that of -advantage * log-prob, mean over tokens, by another model code."""
+    """The on-policy gradient equals the gradient of the mean of -advantage * log-prob in transformers."""
     policy = load_policy(any_folder, replace(OPTIMIZER, clip_grad=0.0))
     reference, batch = AutoModelForCausalLM.from_pretrained(any_folder), make_batch()
     advantages_B, prev_BT = torch.linspace(-1, 1, 6), policy.logprobs(batch)
@@ -239,7 +239,7 @@ def test_gradient_equals_transformers(any_folder: Path) -> None:
     assert metrics["probs_ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_training_raises_the_probability_of_what_was_rewarded(folder: Path) -> None:
+def test_training_raises_the_probability_of_rewarded_tokens(folder: Path) -> None:
     policy, batch = load_policy(folder, OptimizerConfig(lr=3e-3)), make_batch()
     before_BT = policy.logprobs(batch)
     for _ in range(5):
@@ -272,7 +272,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("num_steps_before", [0, 3])
 def test_resume_is_bit_exact(folder: Path, tmp_path: Path, num_steps_before: int) -> None:
-    """Into a fresh policy, and into one that has trained on: everything it had must give way."""
+    """The checkpoint replaces all state of the policy, which is new or has been trained further."""
     policy, resumed = load_policy(folder), load_policy(folder)
     train(policy)
     policy.save(tmp_path / "checkpoint")
@@ -285,7 +285,7 @@ def test_resume_is_bit_exact(folder: Path, tmp_path: Path, num_steps_before: int
     assert_same_tensors(dict(resumed.hf_tensors()), dict(policy.hf_tensors()))
 
 
-def test_saving_again_replaces_and_leaves_no_litter(folder: Path, tmp_path: Path) -> None:
+def test_saving_again_replaces_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     policy = load_policy(folder)
     policy.save(tmp_path / "checkpoint")
     train(policy)
@@ -326,8 +326,8 @@ def test_save_pretrained_is_a_hugging_face_folder(any_folder: Path, tmp_path: Pa
         torch.testing.assert_close(next_token_logits(policy.model, tokens_BT), logits_BTV, rtol=0, atol=1e-4)
 
 
-def test_survives_an_engine_that_destroys_the_process_group(folder: Path) -> None:
-    """vLLM's engine does this when it shuts down in the same process."""
+def test_a_policy_survives_the_end_of_the_process_group(folder: Path) -> None:
+    """vLLM's engine destroys the process group when it shuts down in the same process."""
     policy, undisturbed = load_policy(folder), load_policy(folder)
     for again in (False, True):
         torch.distributed.destroy_process_group()
@@ -352,7 +352,7 @@ def test_bad_sequences_are_refused(prompts: list[list[int]], responses: list[lis
         TokenBatch.from_sequences(prompts, responses, pad_id=0)
 
 
-def test_batch_masks() -> None:
+def test_masks_of_a_batch_mark_its_responses() -> None:
     batch = TokenBatch.from_sequences([[5, 6], [7]], [[8], [9, 9, 9]], pad_id=0)
     assert batch.tokens_BT.tolist() == [[5, 6, 8, 0], [7, 9, 9, 9]]
     assert batch.response_mask_BT.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
@@ -382,7 +382,7 @@ def _free_port() -> int:
 
 
 def test_two_tensor_parallel_ranks_train_like_one(tmp_path: Path) -> None:
-    """Also: the round trip is bit-exact, both ranks export the same tensors, and a checkpoint resumes."""
+    """Also checks that weights round-trip bit-exactly, both ranks export equal tensors, and a checkpoint resumes."""
     folders = {"untied": write_model(tmp_path / "model"), "tied": write_model(tmp_path / "tied_model", tied=True)}
     mp.spawn(_rank_main, (_free_port(), folders["untied"], folders["tied"]), nprocs=2)
     for name, folder in folders.items():
@@ -402,7 +402,7 @@ def test_two_tensor_parallel_ranks_train_like_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_speed_of_a_small_run(tmp_path: Path) -> None:
-    """64 sequences, 40..320 tokens, 3M parameters: seconds, printed (run with -s)."""
+    """Prints the seconds for 64 sequences of 40 to 320 tokens with 3M parameters (run with -s)."""
     config = Qwen3Config(
         vocab_size=128, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head that learns while the policy does: in a whole run of the quickstart, made small, and resumed."""
+"""The online refresh in a small run of the quickstart, which is also resumed."""
 
 import json
 from contextlib import closing
@@ -44,8 +44,8 @@ def with_head(head: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_path: Path) -> None:
-    """Five steps in two goes; all checked tokens are those of plain decoding, the policy that of a run without a head."""
+def test_a_run_trains_publishes_and_resumes_with_a_head(head: Path, tmp_path: Path) -> None:
+    """Runs five steps with one interruption. Tokens and policy equal the ones of a run without a head."""
     run, plain = tmp_path / "run", tmp_path / "plain"
     finish(start(run, 4, **with_head(head)))
     finish(start(run, 5, **with_head(head)))
@@ -75,8 +75,8 @@ def test_a_head_learns_is_gated_published_and_taken_up_again(head: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_recorded_run_shows_what_refreshing_would_have_brought(head: Path, tmp_path: Path) -> None:
-    """The policies are the same for each trigger, and so is the first step; then a head that learns is better."""
+def test_a_replay_shows_what_refreshes_would_have_gained(head: Path, tmp_path: Path) -> None:
+    """All triggers see the same policies and the same first step. After that, the head that learns is better."""
     from dataclasses import replace
 
     from benchmarks.heads.drift import TRIGGERS, Recording, replay
@@ -97,7 +97,7 @@ def test_a_recorded_run_shows_what_refreshing_would_have_brought(head: Path, tmp
     assert refreshed[-1]["acceptance_length"] > frozen[-1]["acceptance_length"] + 0.1
 
 
-def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path: Path) -> None:
+def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: Path) -> None:
     import torch
 
     from nemo_specrollout.config.block import SpecrolloutConfig
@@ -126,12 +126,12 @@ def test_a_refresh_without_features_says_which_are_lacking(head: Path, tmp_path:
         store.keep([features])
         lacking = online.refresh(decision, 0, [store], 1, {})
         assert lacking.decision.startswith("skipped: 0 held-out prompts were captured so far; 8 are needed")
-        assert lacking.refresh_s is None, "nothing is trained in vain"
+        assert lacking.refresh_s is None, "no training without data to judge by"
 
 
 @pytest.mark.parametrize("trigger", ["auto", "never"])
-def test_lm_heads_of_past_policies_are_kept_only_for_a_replay(trigger: str, head: Path, tmp_path: Path) -> None:
-    """The LM head of a real policy has a hundred megabytes a step."""
+def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(trigger: str, head: Path, tmp_path: Path) -> None:
+    """The LM head of a real policy would take about a hundred megabytes in each step."""
     import torch
 
     from nemo_specrollout.config.run_config import read_run_config
@@ -148,8 +148,8 @@ def test_lm_heads_of_past_policies_are_kept_only_for_a_replay(trigger: str, head
     assert kept == ([f"policy_{version}.safetensors" for version in range(2)] if trigger == "never" else [])
 
 
-def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:
-    """Samples of one prompt count once, and a response of one token is no judge. The gate counts the same."""
+def test_prompts_with_a_token_to_draft_are_counted_once() -> None:
+    """Samples of a prompt count as one, and responses of one token do not count. The gate counts in the same way."""
     import torch
 
     from nemo_specrollout.training.features.features import SequenceFeatures
@@ -179,7 +179,7 @@ def test_prompts_that_a_head_can_be_judged_by_are_counted() -> None:
         ({"policy.generation.specrollout.draft_refresh.trainer_gpus": "1"}, "the local runner trains on a CPU"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_at_the_start(
+def test_an_impossible_refresh_is_refused_at_the_start(
     more: dict[str, str], sentence: str, head: Path, tmp_path: Path
 ) -> None:
     from nemo_specrollout.cli.prepare import prepare_local

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's worker does for the online refresh in NeMo-RL: features in a store of its own, teachers, sample_stats."""
+"""Calls of the vLLM worker for the online refresh in NeMo-RL: feature stores, teachers and sample stats."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 
 class Asked:
-    """An engine of the shipped policy with an untrained head, all of whose requests are captured."""
+    """Engine of the shipped policy with an untrained head, which captures all requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -69,12 +69,12 @@ def place(folder: Path, asked: Asked) -> dict[str, Any]:
     return {"folder": str(folder), "max_bytes": 64 << 20, "held_out_share": 0.5, "source": source}
 
 
-def test_versions_stamps_and_features_are_those_of_the_policy_that_it_was_told(asked: Asked, tmp_path: Path) -> None:
+def test_stats_and_features_have_the_version_of_their_policy(asked: Asked, tmp_path: Path) -> None:
     weights = list(load_file(STEP_ADDER / "model.safetensors").items())
     asked.engine.load_weights(weights)
-    asked("specrollout_policy_is", 7)  # the first refit of a run that was resumed
+    asked("specrollout_policy_is", 7)  # the first refit of a resumed run
     asked.engine.generate(REQUESTS)
-    asked.engine.load_weights(weights)  # counts by itself
+    asked.engine.load_weights(weights)  # raises the version by one
     end = asked("specrollout_end_step", None)
     assert (end["policy_version"], end["alarms"]) == (8, [])
     sample_stats = [sample for _, sample in end["sample_stats"]]
@@ -89,14 +89,14 @@ def test_versions_stamps_and_features_are_those_of_the_policy_that_it_was_told(a
     assert sum(f.num_tokens > f.prompt_length == 3 for f in found) == len(REQUESTS)
 
 
-def test_the_teacher_is_the_policys_lm_head_and_embedding(asked: Asked, tmp_path: Path) -> None:
+def test_the_teacher_is_the_lm_head_and_embedding_of_the_policy(asked: Asked, tmp_path: Path) -> None:
     assert asked("specrollout_save_teacher", str(tmp_path / "policy_7.safetensors")) is None
     saved, policy = load_file(tmp_path / "policy_7.safetensors"), load_file(STEP_ADDER / "model.safetensors")
     assert set(saved) == {"model.embed_tokens.weight", "lm_head.weight"} & set(policy)
     assert all(torch.equal(tensor, policy[name].to(tensor.dtype)) for name, tensor in saved.items())
 
 
-def test_what_cannot_be_written_is_said_and_stops_nothing(asked: Asked, tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_stops_nothing(asked: Asked, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "file" in asked("specrollout_save_teacher", str(tmp_path / "file" / "policy.safetensors"))
     assert len(asked.engine.generate(REQUESTS)) == len(REQUESTS)

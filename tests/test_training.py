@@ -111,7 +111,7 @@ def test_a_saved_head_is_loaded_again_by_us_and_by_speculators(head_folder: Path
         assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
 
 
-def test_the_layer_ids_and_the_policys_context_are_always_written(head_folder: Path) -> None:
+def test_layer_ids_and_context_of_the_policy_are_always_saved(head_folder: Path) -> None:
     config = json.loads((head_folder / "config.json").read_text())
     policy = json.loads((STEP_ADDER / "config.json").read_text())
     assert config[LAYER_IDS_FIELD] == list(LAYER_IDS)
@@ -326,7 +326,7 @@ def test_a_row_has_the_token_after_the_states_that_it_reads() -> None:
     assert batch.loss_mask_1S.tolist() == [[False, False, False, True, True, True, False]]
 
 
-def test_a_window_keeps_its_positions_and_loses_only_its_first_rows() -> None:
+def test_a_window_keeps_its_positions_but_loses_first_rows() -> None:
     batch = pack([random_features(length=8, prompt_length=4, first_position=10)], [Piece(0, 0, 8)], ttt_steps=3)
     assert batch.position_ids_1S.tolist() == [list(range(11, 18))]
     assert batch.loss_mask_1S.tolist() == [[False, False, True, True, True, True, False]]
