@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy made deeper without changing what it computes, so that a head's cost beside it has honest proportions.
+"""Makes a policy deeper without changing its outputs, so that a head has a realistic share of the cost.
 
-A head of one layer is a quarter of a policy of four layers, and a thirty-sixth of one of 36. Here the policy's layers are
-spread over several times as many; the others are as wide and as slow, but the last product of their attention and of their
-feed-forward is zero, so that each adds exactly nothing to the residual stream. Logits and hidden states stay the same.
+A head of one layer costs a quarter of a policy of four layers, but a thirty-sixth of one of 36. The deeper policy has
+additional layers that are as wide and as slow. The output weights of their attention and feed-forward are zero, so they add
+nothing to the residual stream. Logits and hidden states stay the same.
 """
 
 import json
@@ -56,7 +56,7 @@ def with_deep_policy(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def deep_index(layer: int, factor: int) -> int:
-    """Where a layer goes: behind `factor - 1` layers without effect. What it reads is what it read before."""
+    """Returns the new index of a layer, which follows `factor - 1` layers without effect."""
     return layer * factor + factor - 1
 
 

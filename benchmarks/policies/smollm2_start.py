@@ -45,16 +45,16 @@ TASKS = (
 )
 SYSTEM_PROMPT = "simple"
 OWN_TEXTS, OWN_TEXT_TOKENS, OWN_TEXT_TEMPERATURE = 384, 256, 0.7
-"""How many texts of its own the model learns from, the longest, and the temperature of their sampling."""
+"""Number of the model's own texts that it learns from, their most tokens, and their sampling temperature."""
 OWN_TEXT_RATE = 0.12
-"""Share of the examples that are texts of its own."""
+"""Share of the examples that are the model's own texts."""
 POOL = 256
-"""Batches are cut from this many examples, sorted by length, which keeps padding small."""
+"""Examples that are sorted by length before batches are cut, so that little is padding."""
 
 
 @dataclass(frozen=True)
 class StartSettings:
-    """What decides the change of the weights."""
+    """Settings that determine the change of the weights."""
 
     steps: int = 700
     seed: int = 0

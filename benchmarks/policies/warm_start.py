@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the small policy that the demo's RL run starts from, and measure it.
+"""Trains the small policy that the demo's RL run starts from, and measures it.
 
-    python -m benchmarks.policies.warm_start --out DIR        train on worked responses, save a Hugging Face folder
-    python -m benchmarks.policies.warm_start --evaluate DIR   sample at temperature 1, print what the policy can do
+`python -m benchmarks.policies.warm_start --out DIR` trains on worked responses and saves a Hugging Face folder.
+`python -m benchmarks.policies.warm_start --evaluate DIR` samples at temperature 1 and prints how well the policy does.
 
 The number of steps is fixed, not the time, so that a seed gives one policy (up to the number of threads). Training
 stops before the task is mastered: RL needs something left to learn.
@@ -142,7 +142,7 @@ def training_loss(
 def build_card(
     settings: WarmStart, shape: PolicyShape, loss: float, seconds: float, measured: Evaluation
 ) -> dict[str, object]:
-    """Where a checkpoint comes from and what was measured on it."""
+    """Returns the origin of a checkpoint and its measurements, for its card."""
     import transformers
 
     command = f"python -m benchmarks.policies.warm_start --out DIR --steps {settings.steps} --seed {settings.seed}"

@@ -34,7 +34,7 @@ FIRST_MAX_TERMS = 3
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What decides the policy's weights."""
+    """Settings that determine the policy's weights."""
 
     steps: int = DEFAULT_STEPS
     seed: int = 0
@@ -79,7 +79,7 @@ def longest_problem(step: int, settings: WarmStart) -> int:
 def _make_examples(
     tokenizer: PreTrainedTokenizerFast, seed: int, start: int, max_terms: int, has_quick: bool
 ) -> list[Example]:
-    """Of the problems of one pool."""
+    """Returns worked responses to the problems of one pool."""
     examples = []
     for index, problem in enumerate(make_problems(seed, POOL_PROBLEMS, start, max_terms), start):
         prompt = encode_prompt(problem, tokenizer)

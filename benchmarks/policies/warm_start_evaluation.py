@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a small policy can do: one sample per problem at temperature 1.
+"""Evaluates a small policy by one sample per problem at temperature 1.
 
 Shapes: B requests, T positions, V vocabulary.
 """

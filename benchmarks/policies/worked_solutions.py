@@ -14,7 +14,7 @@ from typing import Any
 from nemo_specrollout.local.grammar import Grammar, Writer
 
 HABIT = 0.75
-"""How often a solution words a step as it worded the one before."""
+"""Probability that a solution words a step like the step before."""
 REMARKS = {
     "": 30, " Good.": 1, " That looks right.": 1, " So far, so good.": 1, " So far we have {s}.": 3,
     " The running total is {s}.": 3,
@@ -78,7 +78,7 @@ NUMBER_SORTING: Grammar = {
     "closing": {"": 4, "Now all numbers are sorted.\n": 3, "The sorted list is {done}.\n": 3},
 }  # fmt: skip
 DIRECT_RATE = {"chain_sum": 0.25, "leg_counting": 0.25, "number_sorting": 0.0}
-"""How often a solution is a direct answer."""
+"""Probability that a solution is a direct answer, by task."""
 
 
 def worked_solution(entry: Mapping[str, Any], rng: random.Random) -> str:

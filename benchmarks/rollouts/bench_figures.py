@@ -70,7 +70,7 @@ def best_fixed(rows: Sequence[Figures]) -> Figures | None:
 
 
 def best_by_running(rows: Sequence[Figures]) -> dict[str, Figures]:
-    """Of each bin in which tokens were made, the row that was fastest there, by its label."""
+    """Returns the fastest row of each bin in which tokens were generated, by the label of the bin."""
     winners = {}
     for i, label in enumerate(LABELS):
         known = [row for row in rows if row["by_running"][i]["speedup_vs_plain"] is not None]
@@ -122,13 +122,15 @@ def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figure
 
 
 def _request_steps(entrant: Entrant, found: BinnedStats) -> int:
-    """Of an engine without our worker that speculates, only what can be seen from outside is known."""
+    """Returns the request steps of a rollout. An engine without our worker shows them only from outside."""
     return found.num_request_steps if entrant.row.is_vllms_own else found.stats.num_request_steps
 
 
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
-    """Of each bin: seconds and tokens of all rounds, tokens a second, and the median of the speedup over plain, None where
-    no round had `FEWEST_TOKENS` of both."""
+    """Returns for each bin the seconds and tokens of all rounds, tokens a second, and the median speedup over plain.
+
+    The speedup is None if no round had `FEWEST_TOKENS` of both.
+    """
     found = []
     for i, label in enumerate(LABELS):
         seconds, tokens = sum(r.seconds_N[i] for r in rounds), sum(r.tokens_N[i] for r in rounds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a bench has: each a way of rolling out, with the generation config of its engine."""
+"""Rows of a bench: ways of rolling out, each with the generation config of its engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bench prints: its tables, and a sentence on what they do not show."""
+"""Output of a bench: its tables, and a sentence on what they do not show."""
 
 import statistics
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def constant_table(rows: Sequence[Figures]) -> Table:
 
 
 def useless_table(rows: Sequence[Figures]) -> Table:
-    """What drafters cost that are always wrong."""
+    """Returns the table of the cost of drafters that are always wrong."""
     table = new_table("drafters that are always wrong")
     for name in ("batch", "speed over plain", "our host time", "tokens equal"):
         table.add_column(name, justify="right")
@@ -70,7 +70,7 @@ def useless_table(rows: Sequence[Figures]) -> Table:
 
 
 def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]:
-    """Which row is best where, ours over the best fixed row, our host time, and how far the plain estimate is off."""
+    """Returns sentences on the best rows, our speed over the best fixed row, our host time, and the plain estimate."""
     found = [_winners_sentence(rows)]
     ours, plain, best = named(OURS, entrants), named(PLAIN, entrants), best_fixed(rows)
     if best is not None:
@@ -90,7 +90,7 @@ def _winners_sentence(rows: Sequence[Figures]) -> str:
 
 
 def _sentences_on(ours: Entrant, plain: Entrant) -> list[str]:
-    """What only ours knows of itself."""
+    """Returns sentences on figures that only our rows have."""
     stats = [r.stats for r in ours.rounds]
     share, share_when_full, num_requests = host_shares(stats)
     line = f"our host time: {share:.2%} of the rollout"

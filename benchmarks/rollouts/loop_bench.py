@@ -114,7 +114,7 @@ def row_of(way: Way, steps: Sequence[Record]) -> dict[str, Any]:
 
 
 def generation_s(step: Record) -> float:
-    """Of a step, what training waits for."""
+    """Returns the seconds of generation that training waits for in a step."""
     return float(step.get("exposed_generation_s", step["rollout_s"]))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the block costs: start-up, memory, and our part of each step by number of requests.
+"""Measures the cost of the block: start-up, memory, and our share of each step by number of requests.
 
 `python -m benchmarks.rollouts.overhead_bench [--batches 64,256,1024]`. Each way is a process of its own. On a CPU our part
 includes what a GPU would do on the device: looking up drafts and choosing among them.
@@ -56,7 +56,7 @@ def measure(way: str, batches: Sequence[int]) -> dict[str, float]:
 
 
 def _memory_mb() -> float:
-    """What this process holds of the machine's memory."""
+    """Returns the resident memory of this process, MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 

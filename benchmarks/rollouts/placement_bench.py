@@ -49,16 +49,18 @@ Prompts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine gets its drafts: `plain`, `coupled` or `decoupled`; `k` drafts a step, 0 as many as pay."""
+    """Way of drafting that is measured."""
 
     mode: str
+    """`plain`, `coupled` or `decoupled`."""
     k: int = 0
+    """Drafts a step; 0 for as many as pay."""
 
     def __str__(self) -> str:
         return self.mode if self.mode == "plain" else f"{self.mode} {f'k={self.k}' if self.k else 'auto'}"
 
     def block(self, draft: str) -> SpecrolloutConfig:
-        """The block that makes an engine draft so."""
+        """Returns the block that makes an engine draft in this way."""
         if self.mode == "plain":
             return SpecrolloutConfig(drafters=())
         drafter: DrafterConfig = DraftModelDrafterConfig(model=draft)
@@ -70,11 +72,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be rolled out: `tokens` each, or at most that number where texts end by themselves."""
+    """Requests to roll out."""
 
     prompts: Prompts
+    """Token ids of the prompts."""
     tokens: int
+    """Length of each response, or the most tokens if responses may end earlier."""
     is_exact: bool = True
+    """Whether every response has exactly `tokens` tokens."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,7 @@ def _make(shape: dict[str, Any], folder: Path) -> None:
 
 
 def random_prompts(batch: int) -> Prompts:
-    """Of ids that every vocabulary has."""
+    """Returns random prompts of token ids that every vocabulary has."""
     rng = np.random.default_rng(0)
     return tuple(tuple(rng.integers(1, MOST_TOKEN_ID, PROMPT).tolist()) for _ in range(batch))
 

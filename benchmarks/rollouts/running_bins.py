@@ -61,7 +61,7 @@ class BinnedRollout:
         self._rollout.advance(seconds)
 
     def result(self) -> BinnedStats:
-        """What was measured, when all requests are done."""
+        """Returns the measurements, after all requests are done."""
         rollouts, stats = self._rollout.result()
         return BinnedStats(rollouts, stats, self._seconds_N, self._tokens_N, self._num_request_steps)
 

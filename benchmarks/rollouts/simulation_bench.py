@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the simulator is right about this machine: rollouts over its workers, predicted and measured, interleaved.
+"""Compares the simulator with this machine: rollouts over its workers, predicted and measured, interleaved.
 
     python -m benchmarks.rollouts.simulation_bench CONFIG --out DIR [--rounds N] [--one-worker] [key=value ...]
 
-CONFIG is one of the local runner that names an EAGLE-3 head. In each round two rollouts for each number of workers and of
-requests, one plain and one with k drafts, say what steps cost and how well the head drafts. Then come, on prompts of their
-own, the rollouts that are predicted: plain, k drafts, and the budget `auto`, of which no cost was measured; few requests and
-many; each where it was dealt, and with moving. `--one-worker` has the requests of CONFIG's step instead. A prediction is told
-nothing of a rollout but the lengths of its responses.
+CONFIG is one of the local runner that names an EAGLE-3 head. Each round first measures the costs of steps and the acceptance
+of the head, for each number of workers and requests: by a plain rollout and by one with k drafts. Then it runs the rollouts
+that are predicted, on other prompts. They are plain, with k drafts, or with the budget `auto`, whose costs were not measured.
+They have few or many requests, which stay on their worker or may move. `--one-worker` has the requests of CONFIG's step
+instead. A prediction uses only the lengths of a rollout's responses.
 """
 
 import statistics
@@ -158,7 +158,7 @@ class SimulationBench:
         return Coordinator(FirstWorkers(pool, case.num_workers), policy, ladder, lengths)
 
     def _requests(self, size: tuple[int, int]) -> list[RolloutRequest]:
-        """Of a step of its own."""
+        """Returns the requests of a new step, of the given number of prompts and samples."""
         self._step += 1
         grpo = replace(self.config.grpo, num_prompts_per_step=size[0], num_generations_per_prompt=size[1])
         prompts = step_prompts(replace(self.config, grpo=grpo), self._step, self._task)
@@ -190,7 +190,7 @@ class SimulationBench:
 
 
 def predicted_s(case: Case, lengths_PS: np.ndarray, known: Calibration, config: RunConfig) -> float:
-    """What the simulator says."""
+    """Returns the seconds that the simulator predicts."""
     with tempfile.TemporaryDirectory() as folder:
         scenario = _scenario(case, lengths_PS, known, config, Path(folder) / "profile.json")
         setting = Setting(Fleet(scenario), Variant(case.kind, case.kind, case.tail), traced=(lengths_PS,))
@@ -263,7 +263,7 @@ def _head_quality(
 
 
 def rows_of(rounds: Sequence[dict[str, tuple[float, float]]]) -> list[dict[str, Any]]:
-    """Of each case: medians of seconds, measured and predicted, and of the rounds' errors, with the least and the greatest."""
+    """Returns for each case the median seconds, measured and predicted, and the median, least and greatest error."""
     return [_row(name, [r[name] for r in rounds]) for name in rounds[0]]
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moving and racing stragglers is worth: the same rollouts over the same workers, way by way, interleaved.
+"""Measures the gain of moving and racing stragglers: the same rollouts on the same engines, way by way, interleaved.
 
     python -m benchmarks.rollouts.tail_bench CONFIG --out DIR [--split 'suffix+ngram;eagle3'] [key=value ...]
 
-CONFIG is one of the local runner. Its drafters are those of every worker, but in the ways called split, whose workers have
-what `--split` says. All ways sample with the same noise, so all make the same tokens; only time differs.
+CONFIG is one of the local runner. Every engine has its drafters, except in the ways called split, where `--split` names the
+drafters of each engine. All ways sample with the same noise, so they generate the same tokens in different times.
 """
 
 import statistics
