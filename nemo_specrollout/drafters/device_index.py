@@ -85,18 +85,7 @@ class ContextIndex:
             learned_S: int32, how many tokens were counted before; updated.
             max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call.
         """
-        slots_B, total_len_S, token_ids_SL = texts
-        self._body.learn(
-            self.words,
-            self.candidates,
-            self._order_bits,
-            slots_B,
-            salts_S,
-            learned_S,
-            total_len_S,
-            token_ids_SL,
-            max_new,
-        )
+        self._body.learn(self.words, self.candidates, self._order_bits, texts, salts_S, learned_S, max_new)
 
     def walk(
         self, texts: Texts, salts_S: torch.Tensor, level_rates: torch.Tensor, floor: float, out: Proposals
@@ -107,11 +96,7 @@ class ContextIndex:
         below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
-        slots_B, total_len_S, token_ids_SL = texts
-        self._body.walk(
-            self.words, self.candidates, self._order_bits, slots_B, salts_S, total_len_S, token_ids_SL, level_rates, floor,
-            *out,
-        )  # fmt: skip
+        self._body.walk(self.words, self.candidates, self._order_bits, texts, salts_S, level_rates, floor, out)
 
 
 def _body_for(device: torch.device) -> ModuleType:

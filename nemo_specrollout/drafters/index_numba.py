@@ -15,6 +15,7 @@ import torch
 from numba import njit
 
 from nemo_specrollout.drafters import index_layout as layout
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.sampling.numba_common import mix64, on_tensors
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 
@@ -40,17 +41,32 @@ _OWN = np.int64(-1 << 21)
 
 
 def learn(
-    words: torch.Tensor, candidates: torch.Tensor, order_bits: int, slots_B: torch.Tensor, *others: torch.Tensor | int
+    words: torch.Tensor,
+    candidates: torch.Tensor,
+    order_bits: int,
+    texts: Texts,
+    salts_S: torch.Tensor,
+    learned_S: torch.Tensor,
+    max_new: int,
 ) -> None:
     """Implements `ContextIndex.learn`. Bit m of `order_bits` is set if contexts of m tokens are counted."""
-    _learn(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), *others)
+    slots_B, *others = texts
+    _learn(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), salts_S, learned_S, *others, max_new)
 
 
 def walk(
-    words: torch.Tensor, candidates: torch.Tensor, order_bits: int, slots_B: torch.Tensor, *others: torch.Tensor | float
+    words: torch.Tensor,
+    candidates: torch.Tensor,
+    order_bits: int,
+    texts: Texts,
+    salts_S: torch.Tensor,
+    level_rates: torch.Tensor,
+    floor: float,
+    out: Proposals,
 ) -> None:
     """Implements `ContextIndex.walk`; `order_bits` as for `learn`."""
-    _walk(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), *others)
+    slots_B, *others = texts
+    _walk(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), salts_S, *others, level_rates, floor, *out)
 
 
 @njit(cache=True, inline="always")

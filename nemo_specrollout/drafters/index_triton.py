@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters import index_layout as layout
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 from nemo_specrollout.sampling.triton_common import mix64
 
@@ -226,14 +227,13 @@ def learn(
     words: torch.Tensor,
     candidates: torch.Tensor,
     order_bits: int,
-    slots_B: torch.Tensor,
+    texts: Texts,
     salts_S: torch.Tensor,
     learned_S: torch.Tensor,
-    total_len_S: torch.Tensor,
-    token_ids_SL: torch.Tensor,
     max_new: int,
 ) -> None:
     """Implements `ContextIndex.learn`. Bit m of `order_bits` is set if contexts of m tokens are counted."""
+    slots_B, total_len_S, token_ids_SL = texts
     num_rows, longest = len(slots_B), token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(learned_S), len(total_len_S))
     max_new = min(max_new, longest)
@@ -253,17 +253,14 @@ def walk(
     words: torch.Tensor,
     candidates: torch.Tensor,
     order_bits: int,
-    slots_B: torch.Tensor,
+    texts: Texts,
     salts_S: torch.Tensor,
-    total_len_S: torch.Tensor,
-    token_ids_SL: torch.Tensor,
     level_rates: torch.Tensor,
     floor: float,
-    tokens_BK: torch.Tensor,
-    levels_BK: torch.Tensor,
-    found_B: torch.Tensor,
+    out: Proposals,
 ) -> None:
     """Implements `ContextIndex.walk`; `order_bits` as for `learn`."""
+    (slots_B, total_len_S, token_ids_SL), (tokens_BK, levels_BK, found_B) = texts, out
     num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
     num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
     num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))

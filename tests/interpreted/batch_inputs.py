@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of the kernels in `vllm_v2_cpu/kernels/batch.py`."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from interpreter import Launch
+from interpreter import Launch, by_kernel
 from torch import Tensor
 from world import PAD, VOCAB, World
 
@@ -48,24 +47,20 @@ def staged_writes(w: World, width: int, dtype: torch.dtype) -> tuple[Tensor, ...
     return w.idx().int(), starts, contents, lengths.cumsum(0).int()
 
 
-def apply_write(w: World, dtype: torch.dtype = torch.int32) -> Launch:
+def apply_write(w: World, to: str = "rows", dtype: torch.dtype = torch.int32) -> Launch:
+    """Writes `to` the "rows" of a tensor, to its "elements", or to the rows of two "groups" of tensors."""
+    if to == "groups":
+        tables, strides = block_tables(w)
+        groups = (torch.arange(w.num_reqs) % 2).int()
+        args = (pointers(tables), strides, *staged_writes(w, tables[0].shape[1], torch.int32), groups)
+        return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 1024, "MULTI_GROUP": True}, lambda: tables)
+    if to == "elements":
+        target, ends = w.ints(w.max_reqs), torch.arange(1, w.num_reqs + 1).int()
+        writes = (w.idx().int(), torch.zeros(w.num_reqs).int(), w.ints(w.num_reqs), ends)
+        return Launch((w.num_reqs,), (target, 1, *writes, None), {"BLOCK_SIZE": 1024, "MULTI_GROUP": False})
     target = w.ints(w.max_reqs, w.max_len).to(dtype)
     args = (target, target.stride(0), *staged_writes(w, w.max_len, dtype), None)
     return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 1024, "MULTI_GROUP": False}, lambda: [target])
-
-
-def apply_write_to_elements(w: World) -> Launch:
-    target, ends = w.ints(w.max_reqs), torch.arange(1, w.num_reqs + 1).int()
-    args = (target, 1, w.idx().int(), torch.zeros(w.num_reqs).int(), w.ints(w.num_reqs), ends, None)
-    return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 1024, "MULTI_GROUP": False})
-
-
-def apply_write_to_groups(w: World) -> Launch:
-    tables, strides = block_tables(w)
-    groups = (torch.arange(w.num_reqs) % 2).int()
-    writes = staged_writes(w, tables[0].shape[1], torch.int32)
-    args = (pointers(tables), strides, *writes, groups)
-    return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 1024, "MULTI_GROUP": True}, lambda: tables)
 
 
 def prepare_prefill_inputs(w: World) -> Launch:
@@ -121,20 +116,9 @@ def expand_idx_mapping(w: World) -> Launch:
     return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 8})
 
 
-_GPU = "vllm.v1.worker.gpu."
-MAKERS: dict[str, list[Callable[[World], Launch]]] = {
-    _GPU + "block_table._gather_block_tables_kernel": [gather_block_tables],
-    _GPU + "block_table._compute_slot_mappings_kernel": [compute_slot_mappings],
-    _GPU + "buffer_utils._apply_write_kernel": [
-        apply_write, partial(apply_write, dtype=torch.float32), apply_write_to_elements, apply_write_to_groups
-    ],
-    _GPU + "input_batch._prepare_prefill_inputs_kernel": [prepare_prefill_inputs],
-    _GPU + "input_batch._prepare_pos_seq_lens_kernel": [prepare_pos_seq_lens],
-    _GPU + "input_batch._combine_sampled_and_draft_tokens_kernel": [
-        combine_sampled_and_draft_tokens, partial(combine_sampled_and_draft_tokens, num_new=0)
-    ],
-    _GPU + "input_batch._get_num_sampled_and_rejected_kernel": [get_num_sampled_and_rejected],
-    _GPU + "input_batch._post_update_kernel": [post_update, partial(post_update, counts=False, computed=False)],
-    _GPU + "input_batch._post_update_num_computed_tokens_kernel": [post_update_num_computed_tokens],
-    _GPU + "input_batch._expand_idx_mapping_kernel": [expand_idx_mapping],
-}  # fmt: skip
+MAKERS = by_kernel(
+    gather_block_tables, compute_slot_mappings, apply_write, partial(apply_write, dtype=torch.float32),
+    partial(apply_write, to="elements"), partial(apply_write, to="groups"), prepare_prefill_inputs, prepare_pos_seq_lens,
+    combine_sampled_and_draft_tokens, partial(combine_sampled_and_draft_tokens, num_new=0), get_num_sampled_and_rejected,
+    post_update, partial(post_update, counts=False, computed=False), post_update_num_computed_tokens, expand_idx_mapping,
+)  # fmt: skip

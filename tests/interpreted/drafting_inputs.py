@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of the kernels in `vllm_v2_cpu/kernels/drafting.py` and `drafting_mtp.py`."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from interpreter import Launch
+from interpreter import Launch, by_kernel
 from world import PAD, World
 
 LONG = torch.int64
@@ -32,11 +31,12 @@ def prepare_head_decode(w: World, advances: bool = True) -> Launch:
     return Launch((w.num_reqs + 1,), args, {"BLOCK_SIZE": 1024, "ADVANCE_DRAFT_POSITIONS": advances})
 
 
-def update_head_inputs(w: World, step: int = 0, advances: bool = True) -> Launch:
+def update_head_inputs(w: World, is_last: bool = False, advances: bool = True) -> Launch:
     drafts, dtype = w.ints(w.max_reqs, w.num_steps, dtype=LONG), w.size.dtype
     states, outputs = w.floats(w.max_reqs, w.hidden_size, dtype=dtype), w.floats(w.num_reqs, w.hidden_size, dtype=dtype)
+    step = torch.tensor(w.num_steps - 1 if is_last else 0)
     args = (drafts, drafts.stride(0), states, states.stride(0), w.ints(w.max_reqs), w.ints(w.max_reqs, dtype=LONG),
-            w.ints(w.max_reqs, dtype=LONG), w.ints(w.max_reqs), w.ints(w.num_reqs, dtype=LONG), torch.tensor(step),
+            w.ints(w.max_reqs, dtype=LONG), w.ints(w.max_reqs), w.ints(w.num_reqs, dtype=LONG), step,
             outputs, outputs.stride(0), w.hidden_size, 20, w.num_steps)  # fmt: skip
     return Launch((w.num_reqs,), args, {"BLOCK_SIZE": 1024, "ADVANCE_DRAFT_POSITIONS": advances})
 
@@ -156,26 +156,11 @@ def shift_input_embeds(w: World) -> Launch:
     return Launch((w.num_reqs, -(-w.hidden_size // 256)), args, {"BLOCK_SIZE_Q": 16, "BLOCK_SIZE_H": 256})
 
 
-_DECODE = "vllm.v1.worker.gpu.spec_decode."
-_HEAD, _MTP = _DECODE + "target_dependent_ar.speculator.", _DECODE + "multi_module_mtp.speculator."
-MAKERS: dict[str, list[Callable[[World], Launch]]] = {
-    _HEAD + "_prepare_prefill_inputs_kernel": [prepare_head_prefill],
-    _HEAD + "_prepare_decode_inputs_kernel": [prepare_head_decode, partial(prepare_head_decode, advances=False)],
-    _HEAD + "_update_draft_inputs_kernel": [
-        update_head_inputs, partial(update_head_inputs, advances=False), lambda w: update_head_inputs(w, w.num_steps - 1)
-    ],
-    _DECODE + "standalone_ar.speculator._prepare_prefill_inputs_kernel": [prepare_draft_model_prefill],
-    _DECODE + "dflash.speculator._prepare_dflash_inputs_kernel": [
-        prepare_dflash_inputs, partial(prepare_dflash_inputs, from_anchor=True)
-    ],
-    _DECODE + "ngram.speculator._ngram_scan_kernel": [scan_ngrams],
-    _DECODE + "ngram.speculator._ngram_finalize_kernel": [draft_ngrams],
-    _MTP + "_prepare_input_buffers_kernel": [prepare_input_buffers],
-    _MTP + "_prepare_input_hidden_states_and_embeddings_kernel": [
-        prepare_hidden_states_and_embeddings, partial(prepare_hidden_states_and_embeddings, embeds=False)
-    ],
-    _MTP + "_pad_trailing_draft_slots_kernel": [pad_trailing_draft_slots],
-    _MTP + "_cache_inputs_kernel": [cache_inputs, partial(cache_inputs, embeds=False)],
-    _MTP + "_shift_input_ids_kernel": [shift_input_ids],
-    _MTP + "_shift_input_embeds_kernel": [shift_input_embeds],
-}  # fmt: skip
+MAKERS = by_kernel(
+    prepare_head_prefill, prepare_head_decode, partial(prepare_head_decode, advances=False),
+    update_head_inputs, partial(update_head_inputs, advances=False), partial(update_head_inputs, is_last=True),
+    prepare_draft_model_prefill, prepare_dflash_inputs, partial(prepare_dflash_inputs, from_anchor=True),
+    scan_ngrams, draft_ngrams, prepare_input_buffers, prepare_hidden_states_and_embeddings,
+    partial(prepare_hidden_states_and_embeddings, embeds=False), pad_trailing_draft_slots,
+    cache_inputs, partial(cache_inputs, embeds=False), shift_input_ids, shift_input_embeds,
+)  # fmt: skip

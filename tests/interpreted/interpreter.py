@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,8 @@ import interpreting  # noqa: F401
 import torch
 import triton.backends
 from torch import Tensor
+
+from vllm_v2_cpu.kernels import bodies
 
 # vLLM asks Triton only for an active backend.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
@@ -35,6 +38,16 @@ class Launch:
     def results(self) -> list[Tensor]:
         tensors = self.outputs() if self.outputs else [a for a in self.args if isinstance(a, Tensor)]
         return list(tensors)
+
+
+def by_kernel(*makers: Callable[..., Launch]) -> dict[str, list[Callable[..., Launch]]]:
+    """Groups makers of launches by the full name of the kernel whose body has the same name as the maker."""
+    kernels = {body.__name__: name for name, body in bodies().items()}
+    grouped: dict[str, list[Callable[..., Launch]]] = {}
+    for maker in makers:
+        function = maker.func if isinstance(maker, partial) else maker
+        grouped.setdefault(kernels[function.__name__], []).append(maker)
+    return grouped
 
 
 def compare(name: str, body: Callable[..., None], make: Callable[[], Launch], tolerance: float, label: str) -> bool:

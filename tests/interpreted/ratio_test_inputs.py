@@ -4,14 +4,13 @@
 Shapes: R rows of logits, V vocabulary, K drafts of a request, B blocks of a row, S slots of the runner's state.
 """
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from interpreter import Launch
+from interpreter import Launch, by_kernel
 from torch import Tensor
 from triton import language as tl
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
@@ -204,29 +203,13 @@ def predict(w: World, per_token: bool = False) -> Launch:
     return Launch((num_tokens,), args, {**constexprs, "PADDED_VOCAB_NUM_BLOCKS": 4})
 
 
-_DECODE = "vllm.v1.worker.gpu.spec_decode."
-_UTILS, _ESTIMATOR = _DECODE + "rejection_sampler_utils.", _DECODE + "acceptance_estimator."
-MAKERS: dict[str, list[Callable[[World], Launch]]] = {
-    _DECODE + "rejection_sampler._flatten_sampled_kernel": [flatten_sampled],
-    _DECODE + "rejection_sampler._gather_draft_sampled_kernel": [gather_draft_sampled],
-    _UTILS + "_compute_local_logits_stats_kernel": [
-        compute_local_logits_stats, partial(compute_local_logits_stats, has_draft_logits=False)
-    ],
-    _UTILS + "_compute_cumulative_log_p_kernel": [
-        compute_cumulative_log_p, partial(compute_cumulative_log_p, has_draft_logits=False)
-    ],
-    _UTILS + "_compute_local_residual_mass_kernel": [compute_local_residual_mass],
-    _UTILS + "_rejection_kernel": [
-        reject, partial(reject, has_draft_logits=False), partial(reject, is_blockwise=True),
-        partial(reject, is_blockwise=True, has_draft_logits=False), partial(reject, synthetic=True, has_draft_logits=False)
-    ],
-    _UTILS + "_resample_kernel": [
-        resample, partial(resample, has_draft_logits=False), partial(resample, is_blockwise=True),
-        partial(resample, use_fp64=True, has_draft_logits=False)
-    ],
-    _UTILS + "_insert_resampled_kernel": [insert_resampled],
-    _ESTIMATOR + "_accumulate_kernel": [accumulate],
-    _ESTIMATOR + "_refit_kernel": [refit, partial(refit, has_counts=False)],
-    _ESTIMATOR + "_local_max_sumexp_kernel": [local_max_sumexp],
-    _ESTIMATOR + "_predict_kernel": [predict, partial(predict, per_token=True)],
-}  # fmt: skip
+MAKERS = by_kernel(
+    flatten_sampled, gather_draft_sampled,
+    compute_local_logits_stats, partial(compute_local_logits_stats, has_draft_logits=False),
+    compute_cumulative_log_p, partial(compute_cumulative_log_p, has_draft_logits=False), compute_local_residual_mass,
+    reject, partial(reject, has_draft_logits=False), partial(reject, is_blockwise=True),
+    partial(reject, is_blockwise=True, has_draft_logits=False), partial(reject, synthetic=True, has_draft_logits=False),
+    resample, partial(resample, has_draft_logits=False), partial(resample, is_blockwise=True),
+    partial(resample, use_fp64=True, has_draft_logits=False), insert_resampled,
+    accumulate, refit, partial(refit, has_counts=False), local_max_sumexp, predict, partial(predict, per_token=True),
+)  # fmt: skip

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of the kernels that sample, score and change logits."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from interpreter import Launch
+from interpreter import Launch, by_kernel
 from rows import Rows
 from torch import Tensor
 
@@ -173,28 +172,11 @@ def num_nans(rows: Rows) -> Launch:
     return Launch((rows.num_rows,), args, {"BLOCK_SIZE": LARGE_BLOCK})
 
 
-_SAMPLE = "vllm.v1.worker.gpu.sample."
-MAKERS: dict[str, tuple[Callable[[Rows], Launch], ...]] = {
-    f"{_SAMPLE}gumbel._gumbel_sample_kernel": (
-        gumbel_sample,
-        partial(gumbel_sample, divide=True),
-        partial(gumbel_sample, drafting=True, divide=True, cache="column"),
-        partial(gumbel_sample, drafting=True, cache="columns"),
-        partial(gumbel_sample, divide=True, fp64=True),
-    ),
-    f"{_SAMPLE}gumbel._temperature_kernel": (temperature,),
-    f"{_SAMPLE}logprob._topk_log_softmax_kernel": (partial(topk_log_softmax, k=1), partial(topk_log_softmax, k=21)),
-    f"{_SAMPLE}logprob._ranks_kernel": (ranks,),
-    f"{_SAMPLE}logprob._fill_logprob_token_ids_kernel": (
-        partial(fill_logprob_token_ids, num_top=0),
-        partial(fill_logprob_token_ids, num_top=5),
-    ),
-    f"{_SAMPLE}prompt_logprob._prompt_logprobs_token_ids_kernel": (prompt_logprobs_token_ids,),
-    f"{_SAMPLE}penalties._penalties_kernel": (penalties,),
-    f"{_SAMPLE}penalties._bincount_kernel": (bincount,),
-    f"{_SAMPLE}min_p._min_p_kernel": (min_p,),
-    f"{_SAMPLE}bad_words._bad_words_kernel": (bad_words,),
-    f"{_SAMPLE}logit_bias._bias_kernel": (bias, partial(bias, may_restore=True)),
-    "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (apply_grammar_bitmask,),
-    "vllm.v1.worker.gpu.metrics.logits._num_nans_kernel": (num_nans,),
-}
+MAKERS = by_kernel(
+    gumbel_sample, partial(gumbel_sample, divide=True),
+    partial(gumbel_sample, drafting=True, divide=True, cache="column"),
+    partial(gumbel_sample, drafting=True, cache="columns"), partial(gumbel_sample, divide=True, fp64=True),
+    temperature, partial(topk_log_softmax, k=1), partial(topk_log_softmax, k=21), ranks,
+    partial(fill_logprob_token_ids, num_top=0), partial(fill_logprob_token_ids, num_top=5), prompt_logprobs_token_ids,
+    penalties, bincount, min_p, bad_words, bias, partial(bias, may_restore=True), apply_grammar_bitmask, num_nans,
+)  # fmt: skip

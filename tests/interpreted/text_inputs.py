@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of the kernels that read texts while sampling: traces, sampling masks, thinking budgets."""
 
-from collections.abc import Callable
-
 import torch
-from interpreter import Launch
+from interpreter import Launch, by_kernel
 from rows import Rows
 from torch import Tensor
 
@@ -73,10 +71,4 @@ def thinking_budget(rows: Rows) -> Launch:
     return Launch((rows.num_rows,), args, constexprs)
 
 
-_SAMPLE = "vllm.v1.worker.gpu.sample."
-MAKERS: dict[str, tuple[Callable[[Rows], Launch], ...]] = {
-    f"{_SAMPLE}trace_replay._trace_replay_kernel": (trace_replay,),
-    f"{_SAMPLE}output._compact_sampling_mask_kernel": (compact_sampling_mask,),
-    f"{_SAMPLE}thinking_budget._update_committed_marker_cache_kernel": (update_committed_marker_cache,),
-    f"{_SAMPLE}thinking_budget._thinking_budget_kernel": (thinking_budget,),
-}
+MAKERS = by_kernel(trace_replay, compact_sampling_mask, update_committed_marker_cache, thinking_budget)
