@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout doctor` in NeMo-RL's environment: every patch point is present, and the engine there makes equal tokens."""
+"""`nemo-specrollout doctor` in NeMo-RL's environment: every patch point is present, and the engine makes equal tokens."""
 
 import json
 from pathlib import Path
