@@ -29,7 +29,7 @@ from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.private_ray import OwnRay, ray
 from nemo_specrollout.racing.shard_rollout import ShardRollout, _OwnTexts
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Progress, TurnResult
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, TurnResult
 
 pytestmark = pytest.mark.integration
 
@@ -175,9 +175,7 @@ def test_an_engine_keeps_its_own_texts_up_to_the_first_gap() -> None:
 
     def report(name: int, tokens: str, reason: str | None = None) -> TurnResult:
         made = list(map(int, tokens))
-        return TurnResult(
-            Progress.of({name: (made, [-float(t) for t in made])}), {} if reason is None else {name: reason}
-        )
+        return TurnResult({name: (made, [-float(t) for t in made])}, {} if reason is None else {name: reason})
 
     known = _OwnTexts(engine=1)
     for name, home, prefix in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12")):

@@ -22,7 +22,7 @@ from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.ladder_bench import Stream, batches_up_to, methods_of
 from nemo_specrollout.local.step_rollout import StepPrompts
-from nemo_specrollout.racing.turns import Progress, TurnResult
+from nemo_specrollout.racing.turns import TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, MEMORY_S, Ladder, LadderFile, Rung
 
 BLOCK = "policy.generation.specrollout"
@@ -62,9 +62,9 @@ def test_batch_sizes_go_up_to_those_of_the_run(most: int, batches: list[int]) ->
 def test_a_stream_continues_its_requests_and_repeats_none() -> None:
     stream = Stream(2, ((i, RolloutRequest([1], i, 0)) for i in itertools.count()))
     assert [name for name, _ in stream.fill()] == [0, 1] and stream.fill() == []
-    stream.take(TurnResult(Progress.of({0: ([7, 8], [0.0, 0.0]), 1: ([9], [0.0])}), {1: "stop"}))
+    stream.take(TurnResult({0: ([7, 8], [0.0, 0.0]), 1: ([9], [0.0])}, {1: "stop"}))
     assert list(stream.under_way) == [0] and stream.under_way[0].prefix_token_ids == (7, 8)
-    stream.take(TurnResult(Progress.of({0: ([6], [0.0])})))
+    stream.take(TurnResult({0: ([6], [0.0])}))
     assert stream.under_way[0].prefix_token_ids == (7, 8, 6) and [name for name, _ in stream.fill()] == [2]
 
 

@@ -34,7 +34,7 @@ from nemo_specrollout.racing.responses import Response
 from nemo_specrollout.racing.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool
 from nemo_specrollout.racing.timeline import Outcome, Timeline
 from nemo_specrollout.racing.turn_engine import TurnEngine
-from nemo_specrollout.racing.turns import Orders, Progress
+from nemo_specrollout.racing.turns import Orders
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
@@ -245,18 +245,13 @@ def test_an_engine_reports_every_token_once(engines: list[RolloutEngine], expect
     worker, told, finished = TurnEngine(engines[0]), {}, {}
     orders = Orders(tuple(enumerate(six_prompts())), seconds=0.002)
     while len(finished) < len(six_prompts()):
-        report = worker.turn(orders)
-        for key, (tokens, _) in report.progress.parts().items():
+        result = worker.turn(orders)
+        for key, (tokens, _) in result.parts.items():
             told[key] = told.get(key, []) + tokens
-        finished.update(report.finished)
+        finished.update(result.finished)
         orders = Orders(seconds=0.002)
     assert [told[i] for i in range(len(told))] == [r.token_ids for r in expected["T=1"]]
     assert [finished[i] for i in range(len(told))] == [r.finish_reason for r in expected["T=1"]]
-
-
-def test_progress_survives_the_wire() -> None:
-    parts = {3: ([1, 2], [-0.5, -0.25]), 9: ([7], [-1.5])}
-    assert Progress.of(parts).parts() == parts and Progress.of({}).parts() == {}
 
 
 # Real processes

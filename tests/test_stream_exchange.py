@@ -250,9 +250,9 @@ def test_an_attempt_that_ends_with_an_empty_record_has_ended() -> None:
         worker, parts, finished = StreamEngine(aborted, 1), {}, {}
         orders = Orders(((7, as_sent),), seconds=0.03)
         while not finished:
-            report = await worker.turn(orders)
-            parts.update(report.progress.parts())
-            finished.update(report.finished)
+            result = await worker.turn(orders)
+            parts.update(result.parts)
+            finished.update(result.finished)
             orders = Orders(seconds=0.03)
         return parts, finished
 

@@ -11,7 +11,7 @@ import torch
 
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.local.fleet import RolloutFleet
-from nemo_specrollout.local.rollout_source import Prompts
+from nemo_specrollout.local.rollout_source import Prompts, RolloutSource
 from nemo_specrollout.local.statistics import stock_stats
 from nemo_specrollout.local.step_rollout import StepRollout
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
 
 
-class AsyncFleet:
+class AsyncFleet(RolloutSource):
     """Owns the fleet and, from `begin` on, the collector, whose thread alone may then use the fleet.
 
     Invariant: step s trains on samples that were begun by a policy of version s - max_trajectory_age_steps or newer, and no
@@ -39,7 +39,6 @@ class AsyncFleet:
     # Rollouts
 
     def begin(self, steps: range) -> None:
-        """Begins to generate for the steps of a run."""
         self.fleet.begin_counting()
         self._collector = TrajectoryCollector(
             self.fleet.coordinator, self._config, self._prompts, self._step_rollout, steps, self.fleet.task

@@ -14,7 +14,7 @@ from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.rollout_source import Prompts
+from nemo_specrollout.local.rollout_source import Prompts, RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.local.step_rollout import StepRollout, check_tokens
 from nemo_specrollout.racing.coordinator import Coordinator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_specrollout.training.features.features import SequenceFeatures
 
 
-class RolloutFleet:
+class RolloutFleet(RolloutSource):
     """Owns the engine pool, the ladder, the length estimates and two coordinators.
 
     The second coordinator serves `generate`: its requests stay where they are dealt, and teach nothing.
@@ -61,16 +61,12 @@ class RolloutFleet:
 
     # Rollouts
 
-    def begin(self, steps: range) -> None:
-        """Does nothing: each rollout begins when it is asked for."""
-
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses of a step."""
         prompts = self._prompts(step)
         rollouts, stats, timeline = self.measure(prompts.requests, on_finished)
         sample_stats = self.take_sample_stats(prompts.requests, timeline)
         rollout = StepRollout(prompts, rollouts, stats, sample_stats, timeline=timeline.record())
-        return check_tokens(rollout, self, self._config)
+        return check_tokens(rollout, self.generate, self._config)
 
     def measure(
         self, requests: Sequence[RolloutRequest], on_finished: Callable[[int], None]
@@ -89,10 +85,6 @@ class RolloutFleet:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Returns responses, each by the engine that it is dealt to."""
         return self._plain.roll_out(requests)[0]
-
-    def complete(self, rollout: StepRollout) -> StepRollout:
-        """Returns the rollout, which has all statistics."""
-        return rollout
 
     # Statistics
 
@@ -139,7 +131,6 @@ class RolloutFleet:
     # See `RolloutSource`
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Replaces the weights of all engines, by Hugging Face name."""
         self.coordinator.load_weights(tensors, policy_version)
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
@@ -147,7 +138,6 @@ class RolloutFleet:
         self.pool.ask_each("load_head", folder, expected_length, num_positions, drafting_by="eagle3")
 
     def take_features(self) -> list["SequenceFeatures"]:
-        """Returns the features captured since the last call."""
         return [f for features in self.pool.ask_each("take_features", drafting_by="eagle3").values() for f in features]
 
     def capture_seconds(self) -> float:
@@ -155,19 +145,15 @@ class RolloutFleet:
         return max(self.pool.ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def facts(self) -> dict[str, str | bool]:
-        """Returns what is in force in the engines."""
         return next((facts for facts in self.pool.ask_each("facts").values() if facts), {})
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        """Returns the alarms of canaries since the last call."""
         return [a for alarms in self.pool.ask_each("take_alarms").values() for a in alarms]
 
     def take_deaths(self) -> list[str]:
-        """Returns a sentence for each engine or drafter process that died since the last call."""
         return self.pool.take_deaths()
 
     def close(self) -> None:
-        """Ends the engines."""
         self.pool.close()
 
 

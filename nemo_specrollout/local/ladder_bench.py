@@ -78,7 +78,7 @@ class Stream:
 
     def take(self, result: TurnResult) -> None:
         """Adds the tokens of a turn and drops the requests that ended."""
-        for name, (tokens, _) in result.progress.parts().items():
+        for name, (tokens, _) in result.parts.items():
             request = self.under_way[name]
             self.under_way[name] = replace(request, prefix_token_ids=(*request.prefix_token_ids, *tokens))
         for name in result.finished:

@@ -26,7 +26,8 @@ class RolloutSource(Protocol):
         """Returns what is in force in the engines: vLLM's version, model runner, scheduling, CUDA graph mode."""
 
     def begin(self, steps: range) -> None:
-        """Begins the steps of a run, when the engines have the policy's weights."""
+        """Begins the steps of a run, when the engines have the policy's weights. By default a step begins when asked for."""
+        return None
 
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
         """Returns the responses that a step trains on. `on_finished` gets the number of finished ones as it grows."""
@@ -36,6 +37,7 @@ class RolloutSource(Protocol):
 
     def complete(self, rollout: StepRollout) -> StepRollout:
         """Returns the step's rollout with all statistics, after the new weights were loaded."""
+        return rollout
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Replaces the EAGLE-3 head (`RolloutEngine.load_head`)."""
@@ -54,12 +56,13 @@ class RolloutSource(Protocol):
 
     def ladder_file(self) -> LadderFile | None:
         """Returns the decode speeds that were learned; None where nothing was."""
+        return None
 
     def close(self) -> None:
         """Ends the engines."""
 
 
-class LocalEngine(RolloutEngine):
+class LocalEngine(RolloutEngine, RolloutSource):
     """The `RolloutSource` of a run with one engine."""
 
     def __init__(self, config: RunConfig, prompts: Prompts) -> None:
@@ -67,25 +70,13 @@ class LocalEngine(RolloutEngine):
         self._run_config, self._prompts = config, prompts
         super().__init__(Path(config.policy.model_name), config.policy.generation, config.grpo.seed)
 
-    def begin(self, steps: range) -> None:
-        """Does nothing: each rollout begins when it is asked for."""
-
     def roll_out(self, step: int, on_finished: Callable[[int], None]) -> StepRollout:
-        """Returns the responses of a step."""
         prompts = self._prompts(step)
         measured = MeasuredRollout(self, prompts.requests, on_finished)
         measured.advance()
         rollout = StepRollout(prompts, *measured.result(), self.take_sample_stats(prompts.requests))
-        return check_tokens(rollout, self, self._run_config)
+        return check_tokens(rollout, self.generate, self._run_config)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int = 0) -> None:
         """Replaces the weights, by Hugging Face name. Each request says itself which version it is for."""
         super().load_weights(tensors)
-
-    def complete(self, rollout: StepRollout) -> StepRollout:
-        """Returns the rollout, which has all statistics."""
-        return rollout
-
-    def ladder_file(self) -> LadderFile | None:
-        """Returns None: one engine does not learn a ladder."""
-        return None

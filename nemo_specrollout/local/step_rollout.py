@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_specrollout.config.run_config import RunConfig, check_prompt
 from nemo_specrollout.generation.engine import Generation, RolloutEngine
@@ -68,18 +68,14 @@ def step_prompts(config: RunConfig, step: int, task: Task) -> StepPrompts:
     return StepPrompts([p for p in problems for _ in range(grpo.num_generations_per_prompt)], requests)
 
 
-class Generates(Protocol):
-    """An engine or a fleet that answers requests."""
-
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]: ...
-
-
-def check_tokens(rollout: StepRollout, engine: Generates, config: RunConfig) -> StepRollout:
+def check_tokens(
+    rollout: StepRollout, generate: Callable[[list[RolloutRequest]], list[Rollout]], config: RunConfig
+) -> StepRollout:
     """Decodes some requests again without speculation; returns the rollout with the counts of equal tokens."""
     started = time.perf_counter()
     block, requests = config.policy.generation.specrollout, rollout.prompts.requests
     chosen = _spread(len(requests), block.verify.requests_per_step if block.enabled else 0)
-    again = engine.generate([replace(requests[i], speculate=False) for i in chosen]) if chosen else []
+    again = generate([replace(requests[i], speculate=False) for i in chosen]) if chosen else []
     equal, total = count_equal([rollout.rollouts[i] for i in chosen], again)
     return replace(rollout, tokens_checked=total, tokens_equal=equal, verify_s=time.perf_counter() - started)
 

@@ -260,7 +260,7 @@ class Coordinator:
         """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
         self._savings.heard_from(engine, self._log.now_s)
         attempts = self._desks[engine].attempts
-        parts = {name: part for name, part in result.progress.parts().items() if name in attempts}
+        parts = {name: part for name, part in result.parts.items() if name in attempts}
         self._learn(engine, result, {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()})
         for name, part in parts.items():
             key, reason = attempts[name], result.finished.get(name)

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.generation.requests import ShardRequest
+from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.mailboxes import Mailboxes
-from nemo_specrollout.racing.turns import Answer, ExchangeFailed, Reply, Starts, TurnResult
+from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
@@ -50,7 +50,7 @@ class StragglerExchange:
         self._heard_s = [0.0] * len(methods)
         self._keys: dict[tuple[int, int], int] = {}
         """The coordinator's key of each request under way, by the request's home."""
-        self._answers: list[list[Answer]] = [[] for _ in methods]
+        self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
         self._awaited: set[int] | None = None
         """Engines that have not joined the rollout yet; None where engines are asynchronous."""
         self._ended: list[int] = []
@@ -197,7 +197,7 @@ class StragglerExchange:
         """Tells the engines whose requests were refused."""
         keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
         for home, number in map(self._home, keys):
-            self._answers[home].append(Answer.of(number, None))
+            self._answers[home].append((number, None))
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
@@ -232,7 +232,7 @@ class StragglerExchange:
     def _finish(self, key: int) -> None:
         home = engine, number = self._home(key)
         del self._keys[home]
-        self._answers[engine].append(Answer.of(number, self._coordinator.response(key).rollout))
+        self._answers[engine].append((number, self._coordinator.response(key).rollout))
         self._ended.append(key)
 
     def _take_ended(self) -> None:

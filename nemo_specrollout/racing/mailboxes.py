@@ -65,7 +65,6 @@ class Mailboxes:
     # For the coordinator: see `Engines`
 
     def send(self, engine: int, orders: Orders) -> None:
-        """Puts a turn into the engine's mailbox."""
         self._orders[engine].append(orders)
         self._num_turns[engine] += 1
 
@@ -76,11 +75,9 @@ class Mailboxes:
         return results
 
     def num_turns(self, engine: int) -> int:
-        """Returns the number of turns that were sent and whose results are missing."""
         return self._num_turns[engine]
 
     def is_alive(self, engine: int) -> bool:
-        """Returns whether the engine is present."""
         return engine in self._present
 
     def revive(self) -> None:

@@ -115,17 +115,14 @@ class RolloutPool:
     # For a coordinator: see `Engines`
 
     def is_alive(self, engine: int) -> bool:
-        """Returns whether the engine takes orders."""
         return engine in self._actors and engine not in self._deaths
 
     def send(self, engine: int, orders: Orders) -> None:
-        """Queues a turn."""
         if not self.num_turns(engine):
             self._heard_s[engine] = time.monotonic()
         self._turns[self._actors[engine].turn.remote(orders)] = engine
 
     def num_turns(self, engine: int) -> int:
-        """Returns the number of turns that were sent and whose results are missing."""
         return sum(e == engine for e in self._turns.values())
 
     def results(self) -> list[tuple[int, TurnResult | None]]:

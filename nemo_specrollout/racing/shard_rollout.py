@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.turn_engine import SteppedEngine, TurnEngine
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, TurnResult
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Tokens, TurnResult
 
 
 class Link(Protocol):
@@ -31,14 +31,14 @@ class _OwnTexts:
     """The responses to an engine's own requests, as far as its own attempts reach without a gap."""
 
     engine: int
-    texts: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    texts: dict[int, Tokens] = field(default_factory=dict)
     """Tokens and log-probs by the number of the request."""
     reasons: dict[int, str] = field(default_factory=dict)
     """Finish reason of the requests that ended here."""
     _attempts: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Number of the request and next position, by the name of the attempt."""
 
-    def text(self, number: int) -> tuple[list[int], list[float]]:
+    def text(self, number: int) -> Tokens:
         return self.texts.setdefault(number, ([], []))
 
     @property
@@ -53,13 +53,13 @@ class _OwnTexts:
                 self._attempts[name] = number, len(request.prefix_token_ids)
 
     def extend(self, result: TurnResult) -> None:
-        for name, part in result.progress.parts().items():
+        for name, part in result.parts.items():
             if name in self._attempts:
                 number, start = self._attempts[name]
                 self._attempts[name] = number, start + len(part[0])
                 self._extend(number, start, part, result.finished.get(name))
 
-    def _extend(self, number: int, start: int, part: tuple[list[int], list[float]], reason: str | None) -> None:
+    def _extend(self, number: int, start: int, part: Tokens, reason: str | None) -> None:
         tokens, logprobs = self.text(number)
         num_old = len(tokens) - start
         if num_old < 0:
@@ -110,7 +110,7 @@ class ShardRollout:
                 result = engine.turn(orders)
                 self._own.extend(result)
             reply = receive()
-            self._rollouts |= {a.number: a.rollout for a in reply.answers if a.rollout is not None}
+            self._rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
             if reply.is_over:
                 return
             turns.extend(reply.orders)
@@ -125,7 +125,7 @@ class ShardRollout:
         engine, orders = TurnEngine(self._stepped), Orders(starts, seconds=math.inf)
         while len(self._rollouts) < len(requests):
             result = engine.turn(orders)
-            for number, (tokens, logprobs) in result.progress.parts().items():
+            for number, (tokens, logprobs) in result.parts.items():
                 own.text(number)[0].extend(tokens)
                 own.text(number)[1].extend(logprobs)
             self._rollouts |= {n: Rollout(*own.text(n), reason) for n, reason in result.finished.items()}

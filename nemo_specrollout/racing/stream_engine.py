@@ -12,7 +12,7 @@ from nemo_specrollout.generation.requests import ShardRequest
 from nemo_specrollout.generation.vllm_requests import REFUSALS, text_and_params
 from nemo_specrollout.racing.timeline import covered
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS, num_text_tokens
-from nemo_specrollout.racing.turns import Orders, Progress, Starts, TurnResult, Work
+from nemo_specrollout.racing.turns import Orders, Starts, TurnResult, Work
 
 MOST_EARLY_STOPS = 256
 """Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
@@ -129,7 +129,7 @@ class StreamEngine:
             if attempt.tokens or attempt.name in finished:
                 parts[attempt.name] = attempt.tokens, attempt.logprobs
                 attempt.tokens, attempt.logprobs = [], []
-        return TurnResult(Progress.of(parts), finished, work, steady=steady, refused=tuple(refused))
+        return TurnResult(parts, finished, work, steady=steady, refused=tuple(refused))
 
 
 def _work(decoding: list[_Attempt], attempts: list[_Attempt], since_s: float, now_s: float) -> Work:

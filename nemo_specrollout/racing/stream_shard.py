@@ -123,10 +123,10 @@ class StreamShard:
             await asyncio.gather(receiving, return_exceptions=True)
 
     def _deliver(self, reply: Reply) -> None:
-        for answer in reply.answers:
-            future = self._waiting.get(answer.number)
+        for number, rollout in reply.answers:
+            future = self._waiting.get(number)
             if future is not None and not future.done():
-                future.set_result(answer.rollout)
+                future.set_result(rollout)
 
     async def _go_alone(self, error: Exception) -> None:
         if self.failure is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.turns import Orders, Progress, Request, TurnResult, Work
+from nemo_specrollout.racing.turns import Orders, Request, Tokens, TurnResult, Work
 
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
@@ -48,7 +48,7 @@ class _Attempt:
 class _Turn:
     """Tokens and finish reasons that a turn has collected so far."""
 
-    parts: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    parts: dict[int, Tokens] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
 
     def add(self, name: int, tokens: list[int], logprobs: list[float]) -> None:
@@ -95,7 +95,7 @@ class TurnEngine:
         work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
         self._step_s = decode_s / num_steps if num_steps else self._step_s
         steady = tuple(name for name in old if name in self._attempts)
-        return TurnResult(Progress.of(turn.parts), turn.finished, work, self.policy_version, steady)
+        return TurnResult(turn.parts, turn.finished, work, self.policy_version, steady)
 
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a coordinator and its engines: orders, turn results, replies of an exchange; and the engines' interface.
-
-Shapes: K attempts that made tokens, N tokens of a message.
-"""
+"""Messages between a coordinator and its engines: orders, turn results, replies of an exchange; and the engines' interface."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import numpy as np
 
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
 
@@ -17,6 +12,9 @@ Request = RolloutRequest | ShardRequest
 
 Starts = tuple[tuple[int, Request], ...]
 """Attempts to begin: the name of each, and its request. The request's prefix is the known part of the response."""
+
+Tokens = tuple[list[int], list[float]]
+"""Token ids and their log-probs."""
 
 
 @dataclass(frozen=True)
@@ -29,37 +27,6 @@ class Orders:
     """Names of the attempts to stop."""
     seconds: float = 0.0
     """Length of the turn. It ends earlier if the engine has no attempt left."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """New tokens of several attempts, one attempt after the other."""
-
-    names_K: np.ndarray
-    """Name of each attempt, int64 [K]."""
-    counts_K: np.ndarray
-    """Number of new tokens of each attempt, int64 [K]."""
-    tokens_N: np.ndarray
-    """Token ids, int32 [N]."""
-    logprobs_N: np.ndarray
-    """Log-probs of the tokens, float32 [N]."""
-
-    @classmethod
-    def of(cls, parts: dict[int, tuple[list[int], list[float]]]) -> "Progress":
-        """Packs tokens and log-probs by attempt."""
-        return cls(
-            np.array(list(parts), np.int64),
-            np.array([len(tokens) for tokens, _ in parts.values()], np.int64),
-            np.array([t for tokens, _ in parts.values() for t in tokens], np.int32),
-            np.array([x for _, logprobs in parts.values() for x in logprobs], np.float32),
-        )
-
-    def parts(self) -> dict[int, tuple[list[int], list[float]]]:
-        """Unpacks what `of` has packed."""
-        ends_K = np.cumsum(self.counts_K)
-        tokens, logprobs = self.tokens_N.tolist(), self.logprobs_N.tolist()
-        rows = zip(self.names_K.tolist(), (ends_K - self.counts_K).tolist(), ends_K.tolist(), strict=True)
-        return {name: (tokens[start:end], logprobs[start:end]) for name, start, end in rows}
 
 
 @dataclass(frozen=True)
@@ -87,9 +54,10 @@ class Work:
 class TurnResult:
     """An engine's account of one turn."""
 
-    progress: Progress
+    parts: dict[int, Tokens]
+    """New tokens by the name of the attempt."""
     finished: dict[int, str] = field(default_factory=dict)
-    """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `progress`, even without tokens."""
+    """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `parts`, even without tokens."""
     work: Work = Work()
     policy_version: int = 0
     """Version of the weights that made the tokens."""
@@ -100,42 +68,15 @@ class TurnResult:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The response to one of an engine's own requests, as an exchange sends it."""
-
-    number: int
-    """The engine's number for the request."""
-    tokens_N: np.ndarray
-    """Token ids, int32 [N]."""
-    logprobs_N: np.ndarray
-    """Log-probs, float32 [N]."""
-    finish_reason: str | None
-    """None if an engine refused the request. The engine that asked then refuses it natively, too."""
-
-    @classmethod
-    def of(cls, number: int, rollout: Rollout | None) -> "Answer":
-        """Packs a response, or a refusal if `rollout` is None."""
-        if rollout is None:
-            return cls(number, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
-        tokens_N, logprobs_N = np.array(rollout.token_ids, np.int32), np.array(rollout.logprobs, np.float32)
-        return cls(number, tokens_N, logprobs_N, rollout.finish_reason)
-
-    @property
-    def rollout(self) -> Rollout | None:
-        """The response, or None after a refusal."""
-        if self.finish_reason is None:
-            return None
-        return Rollout(self.tokens_N.tolist(), self.logprobs_N.tolist(), self.finish_reason)
-
-
-@dataclass(frozen=True)
 class Reply:
     """An exchange's reply to an engine that hands in a turn's result."""
 
     orders: tuple[Orders, ...]
     """Further turns."""
-    answers: tuple[Answer, ...]
-    """Responses to the engine's own requests."""
+    answers: tuple[tuple[int, Rollout | None], ...]
+    """Responses to the engine's own requests, each with the engine's number for the request.
+
+    None if an engine refused the request. The engine that asked then refuses it natively, too."""
     is_over: bool
     """Whether no engine of the rollout has anything left to do."""
 
