@@ -151,8 +151,8 @@ def test_an_added_request_begins_at_once_a_moved_one_next_turn(engines: list[Rol
     exchange._coordinator._start(moved, 1)
     ((_, begun),) = exchange.add(1, second[1:2])
     assert begun.prompt_token_ids == second[1].prompt_token_ids
-    desk = exchange._coordinator._desks[1]
-    assert moved in [desk.attempts[name] for name in desk.starts], "the move waits for a turn"
+    assigned = exchange._coordinator._assigned[1]
+    assert moved in [assigned.attempts[name] for name in assigned.starts], "the move waits for a turn"
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 5, 9, 14])

@@ -33,8 +33,8 @@ MOST_AHEAD = 2
 
 
 @dataclass
-class _Desk:
-    """One engine's open attempts, and what its next turn has to tell it."""
+class _Assignments:
+    """One engine's open attempts, and the news that its next orders have to bring."""
 
     attempts: dict[int, int] = field(default_factory=dict)
     """Request of each open attempt, by the attempt's name."""
@@ -56,7 +56,7 @@ class Coordinator:
     Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy. Without a policy, a
     request stays where it was dealt unless that engine dies.
 
-    Invariant: `Response.attempts` and the engines' `_Desk.attempts` hold the same open attempts, and only requests under way
+    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests under way
     have any. Closing an attempt removes it from both at once, so what its engine still reports is ignored.
     """
 
@@ -69,7 +69,7 @@ class Coordinator:
         self._active: dict[int, None] = {}
         self._ended: list[int] = []
         self._numbers = range(len(engines.methods))
-        self._desks = [_Desk() for _ in self._numbers]
+        self._assigned = [_Assignments() for _ in self._numbers]
         self._num_requests = 0
         self._num_attempts = 0
         self._speeds = DecodeSpeeds(ladder)
@@ -162,7 +162,7 @@ class Coordinator:
 
     def request_of(self, engine: int, name: int) -> int | None:
         """Returns the key of the request that an open attempt of an engine is for; None if there is no such attempt."""
-        return self._desks[engine].attempts.get(name)
+        return self._assigned[engine].attempts.get(name)
 
     # New weights
 
@@ -194,22 +194,22 @@ class Coordinator:
         response, name = self._responses[key], self._num_attempts
         self._num_attempts += 1
         response.attempts[engine] = Attempt(name, len(response.tokens))
-        self._desks[engine].attempts[name] = key
-        self._desks[engine].starts[name] = None
+        self._assigned[engine].attempts[name] = key
+        self._assigned[engine].starts[name] = None
         self._log.begin(key, engine, len(response.tokens))
 
     def _stop(self, key: int, engine: int, outcome: Outcome) -> None:
         """Closes an attempt that its engine may still work on."""
-        name, desk = self._close(key, engine, outcome), self._desks[engine]
-        if name in desk.starts:
-            del desk.starts[name]
+        name, assigned = self._close(key, engine, outcome), self._assigned[engine]
+        if name in assigned.starts:
+            del assigned.starts[name]
         else:
-            desk.stops.append(name)
+            assigned.stops.append(name)
 
     def _close(self, key: int, engine: int, outcome: Outcome, at_s: float | None = None) -> int:
         """Closes an attempt, now or at `at_s`, and returns its name."""
         attempt = self._responses[key].attempts.pop(engine)
-        del self._desks[engine].attempts[attempt.name]
+        del self._assigned[engine].attempts[attempt.name]
         self._log.end(key, engine, attempt.position, outcome, at_s)
         return attempt.name
 
@@ -217,19 +217,19 @@ class Coordinator:
 
     def send_turns(self) -> None:
         """Keeps the queue of every engine that has something to do filled with turns."""
-        for engine, desk in enumerate(self._desks):
+        for engine, assigned in enumerate(self._assigned):
             while self._needs_turn(engine):
-                orders = Orders(self.begin_now(engine), tuple(desk.stops), self._turn_s)
-                desk.stops = []
+                orders = Orders(self.begin_now(engine), tuple(assigned.stops), self._turn_s)
+                assigned.stops = []
                 self.engines.send(engine, orders)
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
         """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
-        desk, wanted = self._desks[engine], None if keys is None else set(keys)
-        names = [name for name in desk.starts if wanted is None or desk.attempts[name] in wanted]
+        assigned, wanted = self._assigned[engine], None if keys is None else set(keys)
+        names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
         for name in names:
-            del desk.starts[name]
-        return tuple((name, self._responses[desk.attempts[name]].begin(engine)) for name in names)
+            del assigned.starts[name]
+        return tuple((name, self._responses[assigned.attempts[name]].begin(engine)) for name in names)
 
     @property
     def _turn_s(self) -> float:
@@ -238,14 +238,14 @@ class Coordinator:
     def _needs_turn(self, engine: int) -> bool:
         if not self.engines.is_alive(engine) or self.engines.num_turns(engine) >= MOST_AHEAD:
             return False
-        return bool(self._desks[engine].attempts or self._desks[engine].stops)
+        return bool(self._assigned[engine].attempts or self._assigned[engine].stops)
 
     def _send_stops(self) -> None:
         """Sends stops in turns of their own, behind the turns that are queued."""
-        for engine, desk in enumerate(self._desks):
-            if desk.stops and self.engines.is_alive(engine):
-                self.engines.send(engine, Orders(stops=tuple(desk.stops)))
-            desk.stops = []
+        for engine, assigned in enumerate(self._assigned):
+            if assigned.stops and self.engines.is_alive(engine):
+                self.engines.send(engine, Orders(stops=tuple(assigned.stops)))
+            assigned.stops = []
 
     # Results
 
@@ -259,7 +259,7 @@ class Coordinator:
     def _read_result(self, engine: int, result: TurnResult) -> None:
         """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
         self._savings.heard_from(engine, self._log.now_s)
-        attempts = self._desks[engine].attempts
+        attempts = self._assigned[engine].attempts
         parts = {name: part for name, part in result.parts.items() if name in attempts}
         self._learn(engine, result, {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()})
         for name, part in parts.items():
@@ -274,7 +274,7 @@ class Coordinator:
         if engine in self._stood_still:
             self._stood_still.remove(engine)
             return
-        attempts = self._desks[engine].attempts
+        attempts = self._assigned[engine].attempts
         steady = [attempts[name] for name in result.steady if name in attempts]
         self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
 
@@ -295,9 +295,9 @@ class Coordinator:
         """Closes the attempts of an engine that has died. Their requests wait for another engine."""
         self._savings.give_up()
         now_s = self._log.now_s
-        for key in list(self._desks[engine].attempts.values()):
+        for key in list(self._assigned[engine].attempts.values()):
             self._close(key, engine, Outcome.DIED, now_s)
-        self._desks[engine] = _Desk()
+        self._assigned[engine] = _Assignments()
         self.engines.revive()
 
     # Decisions
