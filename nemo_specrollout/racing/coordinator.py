@@ -56,8 +56,8 @@ class Coordinator:
     Each round (`advance`) sends engines their turns, reads the results of turns, and consults the policy. Without a policy, a
     request stays where it was dealt unless that engine dies.
 
-    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests under way
-    have any. Closing an attempt removes it from both at once, so what its engine still reports is ignored.
+    Invariant: `Response.attempts` and the engines' `_Assignments.attempts` hold the same open attempts, and only requests
+    under way have any. Closing an attempt removes it from both at once. So the later tokens of its engine are ignored.
     """
 
     def __init__(self, engines: Engines, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
