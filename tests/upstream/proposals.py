@@ -16,7 +16,7 @@ VLLM_0_28 = ROOT / ".vllm-0.28.0"
 
 
 class Tree(Enum):
-    """What a patch is made against."""
+    """The source tree that a patch applies to."""
 
     VLLM = "vLLM 0.32.0"
     VLLM_0_28 = "vLLM 0.28.0"

@@ -22,7 +22,7 @@ OUTCOME = re.compile(r"^OUTCOME (.*)$|^=* ?(\d+ (?:failed|passed).*?)(?: in [\d.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a case came to."""
+    """Result of one run of a case."""
 
     returncode: int
     said: str
@@ -62,7 +62,7 @@ def _environment(original: Original, scratch: Path) -> dict[str, str]:
 
 
 def try_proposal(proposal: Proposal) -> tuple[str, str, str]:
-    """What to say of a proposal: a verdict, and what was seen without the patch and with it."""
+    """Returns a verdict on a proposal, and the observations without the patch and with it."""
     original = find_original(proposal.tree)
     if isinstance(original, str):
         return "skipped", original, ""

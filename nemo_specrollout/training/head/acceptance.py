@@ -3,7 +3,8 @@
 
 The head runs as it does in vLLM: on the policy's states for the first draft, on its own hidden states after that. It
 starts after each token of a response. Let TV be the total variation distance of the two distributions. Under shared noise
-(`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978). The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
+(`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
+The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
 
 Shapes: R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size, F = auxiliary layers
 * H, C rows of a chunk, P positions that a chunk attends to.

@@ -17,7 +17,7 @@ DRAFT_V = torch.tensor([0.45, 0.005] + [0.545 / 6] * 6)
 
 
 class Drafter:
-    """What `sample_draft` reads of a speculator: a model whose logits are always DRAFT_V's."""
+    """A stand-in for the speculator that `sample_draft` reads. The logits of its model are always DRAFT_V's."""
 
     use_fp64_gumbel = False
 
@@ -33,7 +33,7 @@ def first_tokens() -> torch.Tensor:
     temperature_B = torch.ones(NUM_REQUESTS)
     seeds_B = torch.randint(1 << 62, (NUM_REQUESTS,), generator=torch.Generator().manual_seed(0))
     cache = torch.empty(NUM_REQUESTS, 1, len(DRAFT_V))
-    # A drafter's position is that of the token before the one that the target's row reads.
+    # A drafter reads the token before the one that the target's row reads, so its position is one less.
     positions_B = torch.full((NUM_REQUESTS,), POSITION - 1)
     drafts_B = DraftModelSpeculator.sample_draft(
         Drafter, torch.empty(NUM_REQUESTS, 1), positions_B, slots_B, temperature_B, seeds_B, torch.tensor(0), cache

@@ -9,7 +9,7 @@ from outcome import report
 from vllm import LLM
 
 PLACES = {"1": "speculator", "0": "drafter"}
-"""What the model runner calls the owner of the draft model, by the value of VLLM_USE_V2_MODEL_RUNNER."""
+"""Attribute of the model runner that owns the draft model, by the value of VLLM_USE_V2_MODEL_RUNNER."""
 
 
 def shares_lm_head(worker: Any, owner: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a case says what it saw."""
+"""Reports of what a case has observed."""
 
 import sys
 
