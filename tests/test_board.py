@@ -23,7 +23,7 @@ from nemo_specrollout.drafters.base import (
     PRIOR_STRENGTH,
     TRACED_STEPS,
 )
-from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,7 @@ class World:
     ) -> None:
         names = [f"drafter {d}" for d in range(num_drafters)]
         priors_DE = np.tile(LEVEL_PRIORS, (num_drafters, 1))
-        self.board = DraftBoard(names, priors_DE, num_slots, K, edges, torch.device("cpu"), model)
+        self.board = DraftBoard(names, priors_DE, BoardShape(num_slots, K, edges), torch.device("cpu"), model)
         self.text_SL = torch.arange(LONGEST, dtype=torch.int32).repeat(num_slots, 1) % 50
         self.total_len_S = torch.full((num_slots,), 10, dtype=torch.int32)
         self.num_steps = 0

@@ -25,7 +25,17 @@ SOURCES = [
     *TESTS,
 ]
 # Their parameters are vLLM's, or the arrays of a kernel.
-FOREIGN_SIGNATURES = {"sample_and_compare", "sample", "sample_draft", "draw", "walk", "learn", "align", "sample_rows"}
+FOREIGN_SIGNATURES = {
+    "sample_and_compare",
+    "sample_with_score_gap",
+    "sample",
+    "sample_draft",
+    "draw",
+    "walk",
+    "learn",
+    "align",
+    "sample_rows",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -360,7 +360,7 @@ def test_the_real_ray_sub_runs_the_driver_on_all_nodes(cluster: Cluster, nodes: 
 
 
 @pytest.mark.skipif(NEMO_RL_SRC is None, reason="set NEMO_RL_SRC to a NeMo-RL checkout to run its real ray.sub")
-def test_a_failed_driver_fails_the_job_and_requeues_have_own_logs(cluster: Cluster) -> None:
+def test_a_failed_driver_fails_the_job_and_a_requeue_logs_apart(cluster: Cluster) -> None:
     assert NEMO_RL_SRC is not None
     shutil.copy(Path(NEMO_RL_SRC) / "ray.sub", cluster.nemo_rl / "ray.sub")
     cluster.launch(nodes=1)

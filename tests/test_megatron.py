@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
+from nemo_specrollout.local.grpo import LossInputs
 from nemo_specrollout.local.megatron_model import TokenBatch, next_token_logits
 from nemo_specrollout.local.megatron_weights import load_hf
 from nemo_specrollout.local.policy import MegatronPolicy
@@ -65,7 +66,12 @@ def train(policy: MegatronPolicy, micro_batch_tokens: int = 60) -> dict[str, flo
     noise_BT = 0.2 * torch.randn(batch.tokens_BT.shape, generator=generator)
     prev_BT = policy.logprobs(batch) + noise_BT * batch.response_mask_BT
     advantages_B = torch.randn(len(batch.lengths_B), generator=generator)
-    return policy.train_step(batch, advantages_B, prev_BT, prev_BT, LOSS, micro_batch_tokens=micro_batch_tokens)[0]
+    return policy.train_step(
+        batch,
+        LossInputs(batch.response_mask_BT, advantages_B, prev_BT, prev_BT),
+        LOSS,
+        micro_batch_tokens=micro_batch_tokens,
+    )[0]
 
 
 def load_policy(folder: Path, optimizer: OptimizerConfig = OPTIMIZER) -> MegatronPolicy:
@@ -214,8 +220,10 @@ def test_a_forced_on_policy_step_equals_the_first_step(folder: Path) -> None:
     ordinary, forced = load_policy(folder), load_policy(folder)
     batch, advantages_B = make_batch(), torch.linspace(-1, 1, 6)
     prev_BT = ordinary.logprobs(batch)
-    metrics, _ = ordinary.train_step(batch, advantages_B, prev_BT, prev_BT, LOSS)
-    metrics_forced, logprobs_BT = forced.train_step(batch, advantages_B, prev_BT, None, LOSS, micro_batch_tokens=1)
+    metrics, _ = ordinary.train_step(batch, LossInputs(batch.response_mask_BT, advantages_B, prev_BT, prev_BT), LOSS)
+    metrics_forced, logprobs_BT = forced.train_step(
+        batch, LossInputs(batch.response_mask_BT, advantages_B, None, prev_BT), LOSS, micro_batch_tokens=1
+    )
     torch.testing.assert_close(logprobs_BT, prev_BT, rtol=0, atol=1e-5)
     assert metrics_forced == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     for p, q in zip(ordinary.model.parameters(), forced.model.parameters(), strict=True):
@@ -227,7 +235,9 @@ def test_gradient_equals_transformers(any_folder: Path) -> None:
     policy = load_policy(any_folder, replace(OPTIMIZER, clip_grad=0.0))
     reference, batch = AutoModelForCausalLM.from_pretrained(any_folder), make_batch()
     advantages_B, prev_BT = torch.linspace(-1, 1, 6), policy.logprobs(batch)
-    metrics, _ = policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())
+    metrics, _ = policy.train_step(
+        batch, LossInputs(batch.response_mask_BT, advantages_B, prev_BT, prev_BT), LossConfig()
+    )
     logprobs_BTV = reference(batch.tokens_BT).logits[:, :-1].log_softmax(-1)
     logprobs_BT = logprobs_BTV.gather(2, batch.tokens_BT[:, 1:, None]).squeeze(2)
     mask_BT = batch.response_mask_BT[:, 1:]
@@ -244,7 +254,7 @@ def test_training_raises_the_probability_of_rewarded_tokens(folder: Path) -> Non
     before_BT = policy.logprobs(batch)
     for _ in range(5):
         prev_BT = policy.logprobs(batch)
-        policy.train_step(batch, torch.ones(6), prev_BT, prev_BT, LossConfig())
+        policy.train_step(batch, LossInputs(batch.response_mask_BT, torch.ones(6), prev_BT, prev_BT), LossConfig())
     assert policy.logprobs(batch).sum() > before_BT.sum() + 10
 
 
@@ -265,7 +275,9 @@ def test_a_step_with_a_bad_gradient_changes_nothing(folder: Path) -> None:
     policy, batch = load_policy(folder), make_batch()
     zeros_BT = torch.zeros(batch.tokens_BT.shape)
     with pytest.raises(FloatingPointError, match="nan"):
-        policy.train_step(batch, torch.full((6,), torch.nan), zeros_BT, zeros_BT, LOSS)
+        policy.train_step(
+            batch, LossInputs(batch.response_mask_BT, torch.full((6,), torch.nan), zeros_BT, zeros_BT), LOSS
+        )
     assert policy.step == 0
     assert_same_tensors(dict(policy.hf_tensors()), load_file(folder / "model.safetensors"))
 
@@ -415,6 +427,6 @@ def test_speed_of_a_small_run(tmp_path: Path) -> None:
         start = time.perf_counter()
         prev_BT = policy.logprobs(batch)
         middle = time.perf_counter()
-        policy.train_step(batch, torch.randn(64), prev_BT, prev_BT, LOSS)
+        policy.train_step(batch, LossInputs(batch.response_mask_BT, torch.randn(64), prev_BT, prev_BT), LOSS)
         print(f"logprobs {middle - start:.2f} s, train_step {time.perf_counter() - middle:.2f} s")
     assert policy.step == 3

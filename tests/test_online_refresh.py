@@ -107,10 +107,10 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
     from nemo_specrollout.training.features.feature_store import FeatureStore
     from nemo_specrollout.training.features.features import SequenceFeatures
     from nemo_specrollout.training.head.head_folder import HeadFolder
-    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
+    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels
 
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(head)),), draft_refresh=DraftRefreshConfig())
-    online = OnlineRefresh(block, STEP_ADDER, HeadFolder(tmp_path / "heads"), configured_head=head, temperature=1.0)
+    online = OnlineRefresh(block, StartModels(STEP_ADDER, head), HeadFolder(tmp_path / "heads"), temperature=1.0)
     source, decision = online.source, RefreshDecision(True, 1.0, "refreshed: as asked")
     width = source.hidden_size
     features = SequenceFeatures(

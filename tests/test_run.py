@@ -358,6 +358,7 @@ def test_refit_arrives_bit_exactly(
 ) -> None:
     import torch
 
+    from nemo_specrollout.local.grpo import LossInputs
     from nemo_specrollout.local.megatron_model import TokenBatch
     from nemo_specrollout.local.policy import MegatronPolicy
 
@@ -370,7 +371,8 @@ def test_refit_arrives_bit_exactly(
     )
     prev_BT = policy.logprobs(batch)
     advantages_B = torch.linspace(-1, 1, len(before))
-    assert policy.train_step(batch, advantages_B, prev_BT, prev_BT, LossConfig())[0]["grad_norm"] > 0
+    inputs = LossInputs(batch.response_mask_BT, advantages_B, prev_BT, prev_BT)
+    assert policy.train_step(batch, inputs, LossConfig())[0]["grad_norm"] > 0
     engine.load_weights(policy.hf_tensors())
     policy.save_pretrained(tmp_path / "trained")
     after = engine.generate(requests())

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu.gpu_stage import Stage
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 from nemo_specrollout.sampling.equality import accept_by_equality
 
@@ -58,8 +58,8 @@ def check_board(num_requests: int) -> dict[str, Any]:
         return torch.from_numpy(rng.integers(0, high, shape)).int()
 
     names = ["suffix", "ngram", "eagle3"]
-    board = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), num_requests, K, [2048], CPU, 2)
-    ours = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), num_requests, K, [2048], GPU, 2)
+    board = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), BoardShape(num_requests, K, [2048]), CPU, 2)
+    ours = DraftBoard(names, np.tile(LEVEL_PRIORS, (D, 1)), BoardShape(num_requests, K, [2048]), GPU, 2)
     slots_B = torch.from_numpy(rng.permutation(num_requests))
     board.open(slots_B, ints(num_requests, high=L))
     total_len_S, text_SL = ints(num_requests, high=L // 2) + 10, ints(num_requests, L, high=2)

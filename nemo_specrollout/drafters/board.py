@@ -6,12 +6,25 @@ Shapes: S request slots, B requests of the batch, D drafters, K draft positions,
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, NUM_RELATIONS, PRIOR_STRENGTH, TRACED_STEPS, Proposals
+
+
+@dataclass(frozen=True)
+class BoardShape:
+    """Sizes of a draft board."""
+
+    num_slots: int
+    """Request slots of the engine (S)."""
+    num_positions: int
+    """Positions of a draft (K)."""
+    context_edges: Sequence[int] = ()
+    """Context lengths, in tokens, at which a new class of counts begins."""
 
 
 class DraftBoard:
@@ -50,9 +63,7 @@ class DraftBoard:
         self,
         names: Sequence[str],
         priors_DE: np.ndarray,
-        num_slots: int,
-        num_positions: int,
-        context_edges: Sequence[int],
+        shape: BoardShape,
         device: torch.device,
         model: int | None = None,
         witness: int | None = None,
@@ -62,21 +73,33 @@ class DraftBoard:
         Args:
             names: of the drafters.
             priors_DE: assumed acceptance rates of each drafter's levels, [D, NUM_LEVELS].
-            num_slots: S.
-            num_positions: K.
-            context_edges: context lengths, in tokens, at which a new class of counts begins.
+            shape: sizes of the board.
             device: of the engine.
             model: index of the drafter that has weights in this engine, if there is one.
             witness: index of the drafter that has weights, here or in another process; by default `model`.
         """
-        self.names, self.num_positions = list(names), num_positions
+        self.names, self.num_positions = list(names), shape.num_positions
         num_drafters = len(self.names)
         self.model = -1 if model is None else model
         self.witness = -1 if num_drafters == 1 else self.model if witness is None else witness
+        self._num_relations = 1 if self.witness < 0 else NUM_RELATIONS
+        self._priors_DE = torch.from_numpy(np.tile(priors_DE, self._num_relations).astype(np.float32)).to(device)
+        self._edges_C = torch.tensor(shape.context_edges, dtype=torch.int32, device=device)
+        self._allocate_proposals(shape.num_slots, shape.num_positions)
+        self._allocate_records(shape)
+        for drafter in range(num_drafters):
+            self.forget_drafter(drafter)
+        self._kernels = _kernels(device)
+        self._tables = (
+            self.tokens_SDK, self.evidence_SDK, self.length_SD, self.base_SD, self.checked_SD, self.factor_SD2,
+            self.factor_weight_D2, self.calibration_2, self.evidence_DE2, self.position_DK2, self.chosen_S, self.submitted_S,
+        )  # fmt: skip
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._priors_DE.device)
 
+    def _allocate_proposals(self, num_slots: int, num_positions: int) -> None:
+        zeros, num_drafters = self._zeros, len(self.names)
         # The drafters of this step write these.
         self.tokens_DBK = zeros(num_drafters, num_slots, num_positions)
         self.levels_DBK = zeros(num_drafters, num_slots, num_positions, dtype=torch.int8)
@@ -86,9 +109,17 @@ class DraftBoard:
         self.evidence_SDK = zeros(num_slots, num_drafters, num_positions, dtype=torch.int8)
         self.length_SD, self.base_SD, self.checked_SD = (zeros(num_slots, num_drafters) for _ in range(3))
         self.chosen_S, self.submitted_S, self.limit_S = (zeros(num_slots) for _ in range(3))
+        # The drafts that the next step verifies, and their rates.
+        self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
+        self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
+        # Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text
+        # proposal and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted.
+        self.outlook_S4K = zeros(num_slots, 4, num_positions, dtype=torch.float32)
+
+    def _allocate_records(self, shape: BoardShape) -> None:
+        zeros, num_drafters = self._zeros, len(self.names)
+        num_slots, num_positions = shape.num_slots, shape.num_positions
         # Hits and trials of each kind of evidence and of each position; hits and predicted hits of each request.
-        self._num_relations = 1 if self.witness < 0 else NUM_RELATIONS
-        self._priors_DE = torch.from_numpy(np.tile(priors_DE, self._num_relations).astype(np.float32)).to(device)
         self.evidence_DE2 = zeros(*self._priors_DE.shape, 2, dtype=torch.float32)
         self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
         self.factor_SD2 = zeros(num_slots, num_drafters, 2, dtype=torch.float32)
@@ -96,24 +127,10 @@ class DraftBoard:
         self.factor_weight_D2 = zeros(num_drafters, 2, dtype=torch.float32)
         # Hits and predicted hits of the text drafts that were verified while the witness proposed nothing.
         self.calibration_2 = zeros(2, dtype=torch.float32)
-        for drafter in range(num_drafters):
-            self.forget_drafter(drafter)
         # Verified and accepted draft tokens: by drafter, class of context length and position; by request; by step.
-        self._edges_C = torch.tensor(context_edges, dtype=torch.int32, device=device)
-        self.verified_DCK2 = zeros(num_drafters, len(context_edges) + 1, num_positions, 2, dtype=torch.int64)
+        self.verified_DCK2 = zeros(num_drafters, len(shape.context_edges) + 1, num_positions, 2, dtype=torch.int64)
         self.request_S2 = zeros(num_slots, 2)
         self.steps_TD2 = zeros(TRACED_STEPS, num_drafters, 2)
-        # The drafts that the next step verifies, and their rates.
-        self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
-        self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text
-        # proposal and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted.
-        self.outlook_S4K = zeros(num_slots, 4, num_positions, dtype=torch.float32)
-        self._kernels = _kernels(device)
-        self._tables = (
-            self.tokens_SDK, self.evidence_SDK, self.length_SD, self.base_SD, self.checked_SD, self.factor_SD2,
-            self.factor_weight_D2, self.calibration_2, self.evidence_DE2, self.position_DK2, self.chosen_S, self.submitted_S,
-        )  # fmt: skip
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""

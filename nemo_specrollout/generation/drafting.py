@@ -16,7 +16,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
 from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
-from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.compat import to_device
 from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
@@ -53,10 +53,15 @@ class Drafting:
         """The remote drafters; None without them, and on a rank whose drafts are not used."""
         if config.remote is not None and is_output_rank():
             self.remote = build_remote_drafter(config.remote, runner)
+        edges = _context_edges(config, runner.max_model_len)
         self.board = DraftBoard(
-            [d.type for d in drafters], _level_priors(config), runner.max_num_reqs, runner.num_speculative_steps,
-            _context_edges(config, runner.max_model_len), runner.device, model, self._remote_index if model is None else model,
-        )  # fmt: skip
+            [d.type for d in drafters],
+            _level_priors(config),
+            BoardShape(runner.max_num_reqs, runner.num_speculative_steps, edges),
+            runner.device,
+            model,
+            witness=self._remote_index if model is None else model,
+        )
         self._native_propose = runner.speculator.propose
         self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
         """The drafter with weights; None without one."""

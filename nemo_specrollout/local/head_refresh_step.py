@@ -17,7 +17,7 @@ from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
 from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.head.head import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
-from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
+from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels
 
 
 class LocalRefresher:
@@ -34,9 +34,8 @@ class LocalRefresher:
         self._folder = HeadFolder(run / "heads")
         self._online = OnlineRefresh(
             block,
-            Path(config.policy.model_name),
+            StartModels(Path(config.policy.model_name), Path(block.head)),
             self._folder,
-            configured_head=Path(block.head),
             temperature=config.policy.generation.temperature,
         )
         published = self._folder.published()

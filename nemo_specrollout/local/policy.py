@@ -44,7 +44,8 @@ class MegatronPolicy:
 
         policy = MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-4))
         prev_BT = policy.logprobs(batch)
-        policy.train_step(batch, advantages_B, generation_BT, prev_BT, LossConfig())
+        inputs = LossInputs(batch.response_mask_BT, advantages_B, prev_BT, generation_BT)
+        policy.train_step(batch, inputs, LossConfig())
         engine.load_weights(policy.hf_tensors())
     """
 
@@ -92,19 +93,13 @@ class MegatronPolicy:
     def train_step(
         self,
         batch: TokenBatch,
-        advantages_B: Tensor,
-        generation_logprobs_BT: Tensor,
-        prev_logprobs_BT: Tensor | None,
+        inputs: LossInputs,
         loss_cfg: LossConfig,
         *,
         temperature: float = 1.0,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
-        reference_logprobs_BT: Tensor | None = None,
     ) -> tuple[dict[str, float], Tensor]:
         """Takes one optimizer step on the whole batch. The gradient does not depend on the micro batches.
-
-        Args:
-            prev_logprobs_BT: By the weights before the first step on these samples. None: this is the first and only step.
 
         Returns:
             The fields of `LossMetrics` with grad_norm (before clipping), lr and num_valid_tokens; and the result that
@@ -114,9 +109,6 @@ class MegatronPolicy:
             FloatingPointError: The gradient is not finite. The policy is unchanged.
         """
         megatron_host.install(self._size)
-        inputs = LossInputs(
-            batch.response_mask_BT, advantages_B, prev_logprobs_BT, generation_logprobs_BT, reference_logprobs_BT
-        )
         metrics, logprobs_BT = self._backward(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
         grad_norm, lr = self._clip_gradient(), self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()

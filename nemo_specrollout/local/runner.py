@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.local.grpo import group_normalized_advantages
+from nemo_specrollout.local.grpo import LossInputs, group_normalized_advantages
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
@@ -114,14 +114,19 @@ class GrpoRunner:
         prev_BT, reference_BT = scored.prev_logprobs_BT, scored.reference_logprobs_BT
         results: list[dict[str, float]] = []
         for rows in torch.arange(len(scored.rewards_B)).split(policy.train_global_batch_size):
-            figures, logprobs_BT = self.policy.train_step(
-                scored.batch.select(rows),
+            batch = scored.batch.select(rows)
+            inputs = LossInputs(
+                batch.response_mask_BT,
                 scored.advantages_B[rows],
-                scored.generation_logprobs_BT[rows],
                 None if prev_BT is None else prev_BT[rows],
+                scored.generation_logprobs_BT[rows],
+                None if reference_BT is None else reference_BT[rows],
+            )
+            figures, logprobs_BT = self.policy.train_step(
+                batch,
+                inputs,
                 self.config.loss_fn,
                 temperature=self._temperature,
-                reference_logprobs_BT=None if reference_BT is None else reference_BT[rows],
                 micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
             )
             results.append(figures)

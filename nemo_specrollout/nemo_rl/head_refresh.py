@@ -48,16 +48,15 @@ class HeadTrainerImpl:
     """Owns the head in service and the schedule of its refreshes. Serves one call at a time."""
 
     def __init__(self, order: TrainerOrder) -> None:
-        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh  # imports torch
+        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels  # imports torch
 
         block = order.block
         assert block.draft_refresh is not None and block.head is not None
         self._folder = HeadFolder(Path(order.folder))
         self._online = OnlineRefresh(
             block,
-            _local_folder(order.policy),
+            StartModels(_local_folder(order.policy), _local_folder(block.head)),
             self._folder,
-            configured_head=_local_folder(block.head),
             temperature=order.temperature,
             device="cuda" if block.draft_refresh.trainer_gpus else "cpu",
             in_background=True,

@@ -14,7 +14,7 @@ from device import GPU, Launch, fake_gpu
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
-from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -43,7 +43,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def launches() -> dict[str, Launch]:
     """Returns a launch of each of our kernels, and of vLLM's sampler, by the kernel's name."""
     with fake_gpu() as gpu:
-        board = DraftBoard(["suffix", "ngram", "eagle3"], np.tile(LEVEL_PRIORS, (D, 1)), B, K, [2048], GPU, 2)
+        board = DraftBoard(
+            ["suffix", "ngram", "eagle3"], np.tile(LEVEL_PRIORS, (D, 1)), BoardShape(B, K, [2048]), GPU, 2
+        )
         slots_B, total_len_S, text_SL = zeros(B, dtype=torch.int64), zeros(B), zeros(B, L)
         board.observe(slots_B, zeros(B), zeros(B), total_len_S, text_SL, 0)
         board.choose(slots_B, total_len_S)

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nemo_specrollout.drafters import board_numba, board_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
-from nemo_specrollout.drafters.board import DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.generation import draft_sampling_triton
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, _best_two, sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -50,7 +50,7 @@ class BoardWorld:
         self.num_slots, self.K = 9, num_positions
         edges, priors_DE = [20, 33][:num_edges], np.tile(LEVEL_PRIORS, (num_drafters, 1))
         names = [str(d) for d in range(num_drafters)]
-        self.board = DraftBoard(names, priors_DE, self.num_slots, num_positions, edges, CPU, model)
+        self.board = DraftBoard(names, priors_DE, BoardShape(self.num_slots, num_positions, edges), CPU, model)
         self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
         # Some have more trials than the evidence window.
         self.board.evidence_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 200.0, self.board.evidence_DE2.shape)).float()

@@ -21,6 +21,7 @@ from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import Acceptance, measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead
 from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.head_facts import HeadFacts
 from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult, TrainingSettings
 
 CARD = "head_card.json"
@@ -213,20 +214,24 @@ def write_card(
             "sequences": len(judgement.after.sequences) if judgement else 0,
         },
         "gate": {"published": refresh.published, "reason": refresh.reason},
-        "layout": {
-            "format": "speculators",
-            "layer_ids": list(facts.layer_ids),
-            "hidden_size": facts.hidden_size,
-            "vocab_size": facts.vocab_size,
-            "draft_vocab_size": facts.draft_vocab_size,
-            "max_position_embeddings": facts.max_position_embeddings,
-            "checked": "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy",
-        },
+        "layout": _card_layout(facts),
         "versions": installed_versions(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_atomically(folder / CARD, json.dumps(card, indent=1) + "\n")
+
+
+def _card_layout(facts: HeadFacts) -> dict[str, Any]:
+    return {
+        "format": "speculators",
+        "layer_ids": list(facts.layer_ids),
+        "hidden_size": facts.hidden_size,
+        "vocab_size": facts.vocab_size,
+        "draft_vocab_size": facts.draft_vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "checked": "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy",
+    }
 
 
 def _card_figures(acceptance: Acceptance | None) -> dict[str, Any] | None:

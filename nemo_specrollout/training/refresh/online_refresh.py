@@ -3,6 +3,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -99,6 +100,16 @@ class HeadInService:
         return refresh
 
 
+@dataclass(frozen=True)
+class StartModels:
+    """Folders of the models that a run starts from."""
+
+    policy: Path
+    """Hugging Face folder of the policy."""
+    head: Path
+    """Folder of the configured head."""
+
+
 class OnlineRefresh:
     """Owns the head in service, and writes its successors that pass the gate into `folder`.
 
@@ -109,19 +120,18 @@ class OnlineRefresh:
     def __init__(
         self,
         block: SpecrolloutConfig,
-        policy_folder: Path,
+        start: StartModels,
         folder: HeadFolder,
         *,
-        configured_head: Path,
         temperature: float,
         device: torch.device | str = "cpu",
         in_background: bool = False,
     ) -> None:
         """Starts with the head that `folder` names, or else the configured one. Raises ValueError if it does not fit."""
         assert block.draft_refresh is not None
-        self._policy_folder, self._folder = policy_folder, folder
+        self._policy_folder, self._folder = start.policy, folder
         published = folder.published()
-        head = load_eagle3_head(configured_head if published is None else published.folder, policy_folder, device)
+        head = load_eagle3_head(start.head if published is None else published.folder, start.policy, device)
         self._service = HeadInService(
             head, block.draft_refresh, num_drafts=block.num_speculative_tokens, temperature=temperature,
             in_background=in_background,
