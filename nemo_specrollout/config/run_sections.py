@@ -221,7 +221,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`data`: the task. Problems are generated from the run's seed (docs/task.md)."""
+    """`data`: the task. Problems are generated from the run's seed (docs/reference/tasks.md)."""
 
     dataset_name: str = choice("step_addition", "reasoning_gym", "free_text", default="step_addition")
     """`step_addition`: the demo's own task. `reasoning_gym`: the `tasks` of that package. `free_text`: stories and

@@ -31,7 +31,7 @@ class StepRollout:
     rollouts: list[Rollout]
     stats: RolloutStats
     sample_stats: list[dict[str, Any] | None]
-    """Facts on each sample for `samples.jsonl` (`generation/sample_stats.py`)."""
+    """Facts on each sample for `samples.jsonl` (`telemetry/sample_stats.py`)."""
     tokens_checked: int = 0
     """Tokens that were decoded again without speculation."""
     tokens_equal: int = 0

@@ -34,7 +34,7 @@ class DraftingPause:
 class AutoPause(DraftingPause):
     """Pauses after some steps whose drafts did not pay, counted for each batch size class.
 
-    Each pause lasts the longer, the longer drafts have not paid. Between two pauses, drafting is on until `LOOKS` budgets in
+    The longer drafts have not paid, the longer a pause lasts. Between two pauses, drafting is on until `LOOKS` budgets in
     a row have refused all drafts. A batch with at least half new requests ends the pause.
     Example: call `drafts_decided(0)` after each budget, then `should_pause(8)` for the next step.
     """
