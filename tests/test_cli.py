@@ -19,6 +19,7 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import prepare, use_threads
+from nemo_specrollout.config.block import BUDGET_POLICIES
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
@@ -248,6 +249,12 @@ def test_check_tells_that_speculation_is_off(
 ) -> None:
     assert main(["check", str(QUICKSTART), f"policy.generation.specrollout.{block}"]) == 0
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", BUDGET_POLICIES)
+def test_check_describes_every_budget_policy(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(QUICKSTART), f"policy.generation.specrollout.budget.policy={policy}"]) == 0
+    assert f"{policy}: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.scheduling.speculation.budget import AutoBudget, BudgetObservation, FixedBudget, RandomBudget
+from nemo_specrollout.config.block import BUDGET_POLICIES, BudgetConfig
+from nemo_specrollout.scheduling.speculation.budget import (
+    AutoBudget,
+    BudgetObservation,
+    build_budget,
+)
 from nemo_specrollout.scheduling.speculation.counterfactual import plain_batch_sizes, plain_estimate_s
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable, non_decreasing
 
@@ -43,13 +48,13 @@ def observations(draw: st.DrawFn) -> BudgetObservation:
     return BudgetObservation(survival(rates), np.array(caps), table)
 
 
-@given(observations())
-def test_budgets_respect_caps_and_proposals(observed: BudgetObservation) -> None:
+@pytest.mark.parametrize("name", BUDGET_POLICIES)
+@given(observed=observations())
+def test_budgets_respect_caps_and_proposals(name: str, observed: BudgetObservation) -> None:
     available = np.count_nonzero(observed.survival_BK, axis=1)
-    for policy in (AutoBudget(0.03), FixedBudget(3), RandomBudget()):
-        counts = policy.allocate(observed).counts_B
-        assert (counts >= 0).all()
-        assert (counts <= np.minimum(observed.caps_B, available)).all()
+    counts = build_budget(BudgetConfig(policy=name)).allocate(observed).counts_B
+    assert (counts >= 0).all()
+    assert (counts <= np.minimum(observed.caps_B, available)).all()
 
 
 @given(observations())

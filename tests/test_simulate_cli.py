@@ -12,6 +12,8 @@ from conftest import QUICKSTART, ROOT
 from test_plan_cli import refused, tables
 
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.drafter_configs import BLOCK_DRAFTERS, DRAFTERS
+from nemo_specrollout.simulation.from_config import ASSUMED_ACCEPTANCE
 from nemo_specrollout.simulation.scenario import FOLDER, shipped
 
 pytestmark = pytest.mark.unit
@@ -29,6 +31,10 @@ NEMO_RL = {
     },
     "cluster": {"num_nodes": 2, "gpus_per_node": 8},
 }  # fmt: skip
+
+
+def test_every_drafter_has_an_assumed_acceptance() -> None:
+    assert set(ASSUMED_ACCEPTANCE) == set(DRAFTERS) - set(BLOCK_DRAFTERS)
 
 
 def written(path: Path, tree: object) -> Path:

@@ -4,6 +4,7 @@
 `VLLM_SOURCE` names the folder of an unpacked wheel. Without it the installed vLLM's source is read, but not imported.
 """
 
+import ast
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
+from vllm_v2_cpu.kernels import bodies
+from vllm_v2_cpu.kernels.kernel_launch import parameters
 
 pytestmark = pytest.mark.unit
 GPU_FOLDER = "vllm/v1/worker/gpu"
@@ -37,7 +40,20 @@ def names(folder: Path) -> list[VllmName]:
 def test_every_name_exists_in_this_vllm(names: list[VllmName], use: Use) -> None:
     found = [n for n in names if n.use is use]
     assert len(found) >= FEWEST[use]
-    assert not [n for n in found if n.change]
+    changes = [f"{n.name}: {n.change}" for n in found if n.change]
+    assert not changes, "\n".join(changes)
+
+
+def test_cpu_bodies_take_the_parameters_of_their_kernels(folder: Path) -> None:
+    """A version without a CPU build may fail here: only its kernels on a GPU are used."""
+    source, changes = VllmSource(folder), []
+    for name, body in bodies().items():
+        kernel = (source.find(name) or ("", None))[1]
+        if isinstance(kernel, ast.FunctionDef):
+            wanted = [a.arg for a in (*kernel.args.posonlyargs, *kernel.args.args, *kernel.args.kwonlyargs)]
+            if wanted != list(parameters(body)):
+                changes.append(f"{name}: it takes {', '.join(wanted)}")
+    assert not changes, "\n".join(changes)
 
 
 def test_missing_and_changed_names_are_found(changed_vllm: Callable[..., Path]) -> None:

@@ -3,7 +3,12 @@
 
 from typing import TYPE_CHECKING
 
-from nemo_specrollout.config.drafter_configs import LookupDrafterConfig, SuffixDrafterConfig, TextDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    NgramDrafterConfig,
+    RandomDrafterConfig,
+    SuffixDrafterConfig,
+    TextDrafterConfig,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +23,10 @@ def build_text_drafter(
     from nemo_specrollout.drafters.device_index import context_orders, slots_for
     from nemo_specrollout.drafters.text import NgramLookup, RandomTokens, SuffixLookup
 
-    if not isinstance(config, LookupDrafterConfig):
+    if isinstance(config, RandomDrafterConfig):
         return RandomTokens(vocab_size)
+    if not isinstance(config, SuffixDrafterConfig | NgramDrafterConfig):
+        raise TypeError(f"no text drafter for {type(config).__name__}")
     cls = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
     index_slots = config.num_slots or slots_for(
         num_slots, max_model_len, context_orders(cls.shortest_context, config.max_order)

@@ -30,7 +30,7 @@ OWN_BLOCK = "simulation"
 """Key of the config block that overrides the scenario."""
 _ASSUMED_LENGTHS = {"sigma": 0.8}
 _MEDIAN_SHARE = 0.25
-_ASSUMED_ACCEPTANCE = {
+ASSUMED_ACCEPTANCE = {
     "eagle3": 0.75,
     "mtp": 0.75,
     "draft_model": 0.75,
@@ -39,6 +39,7 @@ _ASSUMED_ACCEPTANCE = {
     "ngram": 0.4,
     "random": 0.0,
 }
+"""Probability that a draft token is accepted after accepted ones, by drafter, where nothing was measured."""
 _SPREAD = 0.4
 USELESS = "random"
 """Drafter type that represents an engine without drafters."""
@@ -149,7 +150,7 @@ def _method(drafter: DrafterConfig) -> dict[str, Any]:
     draft = TEXT if _is_look_up(drafter) else HEAD
     if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig):
         draft = drafter.model
-    acceptance = _ASSUMED_ACCEPTANCE[drafter.type]
+    acceptance = ASSUMED_ACCEPTANCE[drafter.type]
     return {"name": drafter.type, "draft": draft, "acceptance": acceptance, "spread": _SPREAD if acceptance else 0.0}
 
 

@@ -96,9 +96,13 @@ class RandomBudget(BudgetPolicy):
 
 def build_budget(config: BudgetConfig) -> BudgetPolicy:
     """Returns the policy that `config.policy` names."""
+    if config.policy == "auto":
+        return AutoBudget(config.margin)
     if config.policy == "fixed":
         return FixedBudget(config.k)
-    return RandomBudget() if config.policy == "random" else AutoBudget(config.margin)
+    if config.policy == "random":
+        return RandomBudget()
+    raise ValueError(f"no budget policy for {config.policy!r}")
 
 
 @njit(

@@ -226,6 +226,10 @@ class RandomPlanner(DraftPlanner):
 
 def build_planner(config: BudgetConfig) -> DraftPlanner:
     """Returns the planner that goes with the budget policy `config.policy`."""
+    if config.policy == "auto":
+        return AutoPlanner(config.margin)
     if config.policy == "fixed":
         return FixedPlanner(config.k)
-    return RandomPlanner() if config.policy == "random" else AutoPlanner(config.margin)
+    if config.policy == "random":
+        return RandomPlanner()
+    raise ValueError(f"no draft planner for {config.policy!r}")

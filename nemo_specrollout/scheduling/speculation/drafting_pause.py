@@ -82,4 +82,4 @@ class RandomPause(DraftingPause):
 
 def build_pause(config: BudgetConfig) -> DraftingPause:
     """Returns the pause policy that goes with the budget policy `config.policy`."""
-    return {"auto": AutoPause, "random": RandomPause}.get(config.policy, DraftingPause)()
+    return {"auto": AutoPause, "fixed": DraftingPause, "random": RandomPause}[config.policy]()
