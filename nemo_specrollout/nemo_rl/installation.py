@@ -2,6 +2,7 @@
 """Puts the block into effect in NeMo-RL by replacing attributes of its modules. `uninstall` puts them back."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +16,13 @@ from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.nemo_rl.patch_points import (
+    ALL_PATCH_POINTS,
     CONTROLLER_PATCH_POINTS,
     DATA_PLANE_PATCH_POINTS,
+    DISTILLATION_PATCH_POINTS,
     GYM_PATCH_POINTS,
     PATCH_POINTS,
+    PPO_PATCH_POINTS,
     PatchPoint,
     check_patch_points,
 )
@@ -101,7 +105,8 @@ def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
         return CONTROLLER_PATCH_POINTS
-    return (*(DATA_PLANE_PATCH_POINTS if _has_data_plane(config) else ()), *GYM_PATCH_POINTS)
+    of_trainers = (*DATA_PLANE_PATCH_POINTS, *DISTILLATION_PATCH_POINTS, *PPO_PATCH_POINTS)
+    return (*(p for p in of_trainers if p.module in _trainers(config)), *GYM_PATCH_POINTS)
 
 
 def _checked_block(plain_block: dict[str, Any], policy: Any) -> SpecrolloutConfig:
@@ -185,26 +190,18 @@ def _replace_names(config: Any, block: SpecrolloutConfig) -> None:
     _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
     _replace(rollouts, "_prepare_nemo_gym_rows", seed_gym_rows(rollouts._prepare_nemo_gym_rows))
     for trainer in _trainers(config):
-        _replace_for_trainer(trainer, watch)
+        _replace_for_trainer(importlib.import_module(trainer), watch)
 
 
-def _trainers(config: Any) -> list[ModuleType]:
-    """Returns the modules of NeMo-RL whose loop runs `config`. They import each other's functions by name."""
-    from nemo_rl.algorithms import grpo
-
+def _trainers(config: Any) -> list[str]:
+    """Returns the modules of NeMo-RL whose names are replaced for `config`. They import each other's functions by name."""
     if getattr(config, "distillation", None) is not None:
-        from nemo_rl.algorithms import distillation
-
-        return [grpo, distillation]
-    if getattr(config, "ppo", None) is not None:
-        from nemo_rl.algorithms import ppo
-
-        return [grpo, ppo]
-    if _has_data_plane(config):
-        from nemo_rl.algorithms import grpo_sync
-
-        return [grpo, grpo_sync]
-    return [grpo]
+        own = "distillation"
+    elif getattr(config, "ppo", None) is not None:
+        own = "ppo"
+    else:
+        own = "grpo_sync" if _has_data_plane(config) else "grpo"
+    return [f"nemo_rl.algorithms.{name}" for name in dict.fromkeys(("grpo", own))]
 
 
 def _replace_for_trainer(trainer: ModuleType, watch: "Watch") -> None:
@@ -218,9 +215,9 @@ def _replace_for_trainer(trainer: ModuleType, watch: "Watch") -> None:
         "Logger": watch.logger_class,
         "SyncRolloutActor": lambda native: SpecrolloutRolloutActor,
     }
-    for name, replacement in replacements.items():
-        if hasattr(trainer, name):
-            _replace(trainer, name, replacement(getattr(trainer, name)))
+    for point in ALL_PATCH_POINTS:
+        if point.module == trainer.__name__:
+            _replace(trainer, point.name, replacements[point.name](getattr(trainer, point.name)))
 
 
 def _replace_for_controller(config: Any, watch: "Watch") -> None:

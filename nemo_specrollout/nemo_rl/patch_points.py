@@ -79,6 +79,8 @@ PATCH_POINTS = _patch_points(
         },
         "nemo_rl.distributed.worker_groups": {
             "RayWorkerGroup.run_single_worker_single_data(method_name, worker_idx)": "distributed/worker_groups.py:690",
+            "RayWorkerGroup.run_all_workers_single_data(method_name)": "distributed/worker_groups.py:827",
+            "RayWorkerGroup.dp_size": "distributed/worker_groups.py:686",
             "RayWorkerGroup.get_dp_leader_worker_idx(dp_shard_idx)": "distributed/worker_groups.py:424",
             "RayWorkerGroup._create_workers_from_bundle_indices(bundle_indices_list)": "distributed/worker_groups.py:545",
         },
@@ -123,16 +125,52 @@ CONTROLLER_PATCH_POINTS = _patch_points(
 """Patch points of runs with a block `async_rl`."""
 
 DATA_PLANE_PATCH_POINTS = _patch_points(
-    {"nemo_rl.algorithms.grpo_sync": {"SyncRolloutActor": "algorithms/grpo_sync.py:81, 489"}}
+    {
+        "nemo_rl.algorithms.grpo_sync": {
+            "refit_policy_generation(policy, policy_generation)": "algorithms/grpo_sync.py:60",
+            "SyncRolloutActor": "algorithms/grpo_sync.py:81, 489",
+        }
+    }
 )
 """Patch points of runs with `data_plane.enabled` and without `async_rl`."""
+
+DISTILLATION_PATCH_POINTS = _patch_points(
+    {
+        "nemo_rl.algorithms.distillation": {
+            "VllmGeneration(cluster, config)": "algorithms/distillation.py:68, 515, 583",
+            "refit_policy_generation(policy, policy_generation)": "algorithms/distillation.py:736",
+            "validate(policy_generation)": "algorithms/distillation.py:1175",
+            "Logger(cfg)": "algorithms/distillation.py:78, 281",
+        }
+    }
+)
+"""Patch points of runs with a block `distillation`."""
+
+PPO_PATCH_POINTS = _patch_points(
+    {
+        "nemo_rl.algorithms.ppo": {
+            "VllmGeneration(cluster, config)": "algorithms/ppo.py:88, 790",
+            "refit_policy_generation(policy, policy_generation)": "algorithms/ppo.py:38",
+            "validate(policy_generation)": "algorithms/ppo.py:3032",
+            "Logger(cfg)": "algorithms/ppo.py:100, 414",
+        }
+    }
+)
+"""Patch points of runs with a block `ppo`."""
 
 GYM_PATCH_POINTS = _patch_points(
     {"nemo_rl.experience.rollouts": {"_prepare_nemo_gym_rows(rows)": "experience/rollouts.py:2222"}}
 )
 """Patch points of runs with NeMo-Gym and without the SingleController."""
 
-ALL_PATCH_POINTS = (*PATCH_POINTS, *CONTROLLER_PATCH_POINTS, *DATA_PLANE_PATCH_POINTS, *GYM_PATCH_POINTS)
+ALL_PATCH_POINTS = (
+    *PATCH_POINTS,
+    *CONTROLLER_PATCH_POINTS,
+    *DATA_PLANE_PATCH_POINTS,
+    *DISTILLATION_PATCH_POINTS,
+    *PPO_PATCH_POINTS,
+    *GYM_PATCH_POINTS,
+)
 """Patch points in the driver, for all kinds of run."""
 
 EXTENSION_PATCH_POINTS = _patch_points(
