@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_ring import text_hash
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
 from nemo_specrollout.remote.protocol.engine_commands import (
@@ -226,14 +227,8 @@ class FakeVerifier:
         for slot, request in self.running.items():
             self.token_ids_SL[slot, : len(request.text)] = request.text
             total_len_S[slot] = len(request.text)
-        self.stream.propose(
-            torch.from_numpy(slots_B),
-            total_len_S,
-            torch.from_numpy(self.token_ids_SL),
-            tokens_BK,
-            tokens_BK.char(),
-            found_B,
-        )
+        texts = Texts(torch.from_numpy(slots_B), total_len_S, torch.from_numpy(self.token_ids_SL))
+        self.stream.propose(texts, Proposals(tokens_BK, tokens_BK.char(), found_B))
         for row, slot in enumerate(slots_B.tolist()):
             request = self.running[slot]
             drafts = tokens_BK[row, : found_B[row]].tolist()

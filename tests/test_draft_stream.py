@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers
 from nemo_specrollout.remote.protocol.draft_ring import text_hash
 from nemo_specrollout.remote.verifier.draft_stream import BASE, COUNT, TOKENS, DraftStream
@@ -40,7 +41,8 @@ class World:
         """Returns the drafts of each slot, and checks that each token keeps its evidence level."""
         tokens_BK = torch.full((len(slots), K), -7, dtype=torch.int32)
         levels_BK, found_B = torch.full((len(slots), K), -7, dtype=torch.int8), torch.full((len(slots),), -7).int()
-        self.stream.propose(torch.tensor(slots), self.total_len_S, self.token_ids_SL, tokens_BK, levels_BK, found_B)
+        texts = Texts(torch.tensor(slots), self.total_len_S, self.token_ids_SL)
+        self.stream.propose(texts, Proposals(tokens_BK, levels_BK, found_B))
         drafts = [row[:n] for row, n in zip(tokens_BK.tolist(), found_B.tolist(), strict=True)]
         levels = [row[:n] for row, n in zip(levels_BK.tolist(), found_B.tolist(), strict=True)]
         assert levels == [[t % 16 for t in row] for row in drafts]

@@ -11,7 +11,7 @@ from conftest import STEP_ADDER
 from rollout_world import WildPolicy
 from shard_world import OneAtATime, ThreadLink, given, rolled_out, sharded
 from test_equality import assert_equal, requests
-from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, six_prompts
+from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
@@ -44,15 +44,13 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """An engine that drafts and one that does not, each for six requests at a time."""
-    blocks = DRAFTING, SpecrolloutConfig(drafters=())
-    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+    return engine_pair(start_engine)
 
 
 @pytest.fixture(scope="module")
 def expected(start_engine: Callable[..., RolloutEngine]) -> dict[str, list[Rollout]]:
     plain = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=()), MOST_TOKENS)
-    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+    return plain_rollouts(plain)
 
 
 def wild(seed: int, methods: list[str] = METHODS) -> StragglerExchange:

@@ -51,11 +51,20 @@ def six_prompts() -> list[RolloutRequest]:
     return requests(6, 4)
 
 
-@pytest.fixture(scope="module")
-def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    """An engine that drafts and one that does not, each for six requests at a time."""
+def engine_pair(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    """Starts an engine that drafts and one that does not, each for six requests at a time."""
     blocks = DRAFTING, SpecrolloutConfig(drafters=())
     return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+
+
+def plain_rollouts(plain: RolloutEngine) -> dict[str, list[Rollout]]:
+    """Returns the rollouts of `six_prompts` by an engine without drafters, at each temperature."""
+    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+
+
+@pytest.fixture(scope="module")
+def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
+    return engine_pair(start_engine)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,7 @@ def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
 
 @pytest.fixture(scope="module")
 def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
-    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+    return plain_rollouts(plain)
 
 
 def coordinator(workers: Any, policy: Any) -> Coordinator:

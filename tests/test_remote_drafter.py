@@ -12,6 +12,7 @@ import pytest
 import torch
 from decoupled_world import MAX_LEN, MOST_AHEAD, VOCAB, FakeDrafter, policy_token
 
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.messages import decode, encode
 from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
@@ -63,7 +64,8 @@ class Engine:
         for slot, (_, text) in self.texts.items():
             token_ids_SL[slot, : len(text)] = torch.tensor(text)
             total_len_S[slot] = len(text)
-        self.remote.propose(torch.tensor(slots), total_len_S, token_ids_SL, tokens_BK, tokens_BK.char(), found_B)
+        texts = Texts(torch.tensor(slots), total_len_S, token_ids_SL)
+        self.remote.propose(texts, Proposals(tokens_BK, tokens_BK.char(), found_B))
         sampled = []
         for row, slot in enumerate(slots):
             seed, text = self.texts[slot]

@@ -13,7 +13,7 @@ from rollout_world import WildPolicy
 from safetensors.torch import load_file
 from shard_world import LoopLink, StreamingEngine, given
 from test_equality import count_equal
-from test_racing import DRAFTING, MOST_TOKENS, SAMPLINGS, noisy, six_prompts
+from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollouts, six_prompts
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
@@ -37,8 +37,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engines(start_engine: Callable[..., RolloutEngine]) -> list[RolloutEngine]:
-    blocks = DRAFTING, SpecrolloutConfig(drafters=())
-    return [start_engine(STEP_ADDER, block, MOST_TOKENS, max_num_seqs=6) for block in blocks]
+    return engine_pair(start_engine)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def plain(start_engine: Callable[..., RolloutEngine]) -> RolloutEngine:
 
 @pytest.fixture(scope="module")
 def expected(plain: RolloutEngine) -> dict[str, list[Rollout]]:
-    return {name: plain.generate(six_prompts(), **sampling) for name, sampling in SAMPLINGS.items()}
+    return plain_rollouts(plain)
 
 
 class Fleet:

@@ -163,12 +163,7 @@ class Drafting:
             drafter.propose(texts, most_new, rates[i], board.proposals_of(i))
         if self.remote is not None:
             assert self._remote_index is not None
-            self.remote.propose(
-                batch.idx_mapping,
-                states.total_len.gpu,
-                states.all_token_ids.gpu,
-                *board.proposals_of(self._remote_index),
-            )
+            self.remote.propose(texts, board.proposals_of(self._remote_index))
         native_s = 0.0
         if self.model is not None:
             started = time.perf_counter()

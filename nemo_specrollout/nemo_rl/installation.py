@@ -18,11 +18,9 @@ from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     CONTROLLER_PATCH_POINTS,
-    DATA_PLANE_PATCH_POINTS,
-    DISTILLATION_PATCH_POINTS,
     GYM_PATCH_POINTS,
     PATCH_POINTS,
-    PPO_PATCH_POINTS,
+    TRAINER_PATCH_POINTS,
     PatchPoint,
     check_patch_points,
 )
@@ -105,8 +103,7 @@ def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
     """Returns the patch points that only some kinds of run use."""
     if _is_controlled(config):
         return CONTROLLER_PATCH_POINTS
-    of_trainers = (*DATA_PLANE_PATCH_POINTS, *DISTILLATION_PATCH_POINTS, *PPO_PATCH_POINTS)
-    return (*(p for p in of_trainers if p.module in _trainers(config)), *GYM_PATCH_POINTS)
+    return (*(p for p in TRAINER_PATCH_POINTS if p.module in _trainers(config)), *GYM_PATCH_POINTS)
 
 
 def _checked_block(plain_block: dict[str, Any], policy: Any) -> SpecrolloutConfig:

@@ -124,53 +124,34 @@ CONTROLLER_PATCH_POINTS = _patch_points(
 )
 """Patch points of runs with a block `async_rl`."""
 
-DATA_PLANE_PATCH_POINTS = _patch_points(
+TRAINER_PATCH_POINTS = _patch_points(
     {
         "nemo_rl.algorithms.grpo_sync": {
             "refit_policy_generation(policy, policy_generation)": "algorithms/grpo_sync.py:60",
             "SyncRolloutActor": "algorithms/grpo_sync.py:81, 489",
-        }
-    }
-)
-"""Patch points of runs with `data_plane.enabled` and without `async_rl`."""
-
-DISTILLATION_PATCH_POINTS = _patch_points(
-    {
+        },
         "nemo_rl.algorithms.distillation": {
             "VllmGeneration(cluster, config)": "algorithms/distillation.py:68, 515, 583",
             "refit_policy_generation(policy, policy_generation)": "algorithms/distillation.py:736",
             "validate(policy_generation)": "algorithms/distillation.py:1175",
             "Logger(cfg)": "algorithms/distillation.py:78, 281",
-        }
-    }
-)
-"""Patch points of runs with a block `distillation`."""
-
-PPO_PATCH_POINTS = _patch_points(
-    {
+        },
         "nemo_rl.algorithms.ppo": {
             "VllmGeneration(cluster, config)": "algorithms/ppo.py:88, 790",
             "refit_policy_generation(policy, policy_generation)": "algorithms/ppo.py:38",
             "validate(policy_generation)": "algorithms/ppo.py:3032",
             "Logger(cfg)": "algorithms/ppo.py:100, 414",
-        }
+        },
     }
 )
-"""Patch points of runs with a block `ppo`."""
+"""Patch points of the trainers beside GRPO's own. A run uses the points of its trainer's module."""
 
 GYM_PATCH_POINTS = _patch_points(
     {"nemo_rl.experience.rollouts": {"_prepare_nemo_gym_rows(rows)": "experience/rollouts.py:2222"}}
 )
 """Patch points of runs with NeMo-Gym and without the SingleController."""
 
-ALL_PATCH_POINTS = (
-    *PATCH_POINTS,
-    *CONTROLLER_PATCH_POINTS,
-    *DATA_PLANE_PATCH_POINTS,
-    *DISTILLATION_PATCH_POINTS,
-    *PPO_PATCH_POINTS,
-    *GYM_PATCH_POINTS,
-)
+ALL_PATCH_POINTS = (*PATCH_POINTS, *CONTROLLER_PATCH_POINTS, *TRAINER_PATCH_POINTS, *GYM_PATCH_POINTS)
 """Patch points in the driver, for all kinds of run."""
 
 EXTENSION_PATCH_POINTS = _patch_points(

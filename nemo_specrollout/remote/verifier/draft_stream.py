@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import njit
 
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import BASE, COUNT, TOKENS
 from nemo_specrollout.sampling.numba_common import on_tensors
 
@@ -39,23 +40,10 @@ class DraftStream:
         """Largest number of draft tokens in a row."""
         return (self.table_SX.shape[1] - TOKENS) // 2
 
-    def propose(
-        self,
-        slots_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
-    ) -> None:
-        """Writes up to K draft tokens of each request, int32, their evidence levels, int8, and their number, int32.
-
-        A slot of -1 stands for a request without drafts.
-        """
-        arguments = (
-            slots_B, total_len_S, token_ids_SL, self._on_device(), tokens_BK, levels_BK, found_B, self.counts_3
-        )  # fmt: skip
-        if slots_B.is_cuda:
+    def propose(self, texts: Texts, proposals: Proposals) -> None:
+        """Writes up to K draft tokens of each request. A row without a request gets none."""
+        arguments = (*texts, self._on_device(), *proposals, self.counts_3)
+        if texts.slots_B.is_cuda:
             from nemo_specrollout.remote.verifier.draft_stream_triton import align
 
             align(*arguments)

@@ -9,8 +9,8 @@ from functools import partial
 from threading import Lock
 
 import numpy as np
-import torch
 
+from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import KEPT, LATE, STALE, WRONG
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.protocol.messages import FrameError
@@ -98,20 +98,12 @@ class RemoteDrafter:
         """Returns a function that takes the tokens of this step's requests when they are on the host, in any thread."""
         return partial(self._committed, slots_B.tolist(), self._tenures_S[slots_B].tolist())
 
-    def propose(
-        self,
-        slots_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        tokens_BK: torch.Tensor,
-        levels_BK: torch.Tensor,
-        found_B: torch.Tensor,
-    ) -> None:
+    def propose(self, texts: Texts, proposals: Proposals) -> None:
         """Takes what has arrived, then writes the proposals (see `DraftStream.propose`)."""
         with self._lock:
             self._receive()
             self.side.buffers.write(self.stream.table_SX)
-        self.stream.propose(slots_B, total_len_S, token_ids_SL, tokens_BK, levels_BK, found_B)
+        self.stream.propose(texts, proposals)
 
     def stats(self) -> DrafterStats:
         """Returns the drafter stats since the start. Waits for the device."""
