@@ -16,13 +16,13 @@ from test_equality import NGRAM, assert_equal, requests
 from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.drafter_configs import (
     BlockDrafterConfig,
     DflashDrafterConfig,
     DsparkDrafterConfig,
     build_drafter,
 )
+from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation import compat, speculator_patches
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout

@@ -13,8 +13,7 @@ from shard_world import OneAtATime, ThreadLink, given, rolled_out, sharded
 from test_equality import assert_equal, requests
 from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
 
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.vllm_requests import (

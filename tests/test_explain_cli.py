@@ -14,9 +14,8 @@ from test_simulate_cli import NEMO_RL, written
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config import known_traps
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.known_traps import TRAPS, MetTrap
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import drafter_types

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder, LadderFile, Rung

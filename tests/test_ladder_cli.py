@@ -13,9 +13,8 @@ from test_plan_cli import NEMO_RL, refused
 
 from nemo_specrollout.cli.ladder import ladder_table
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.requests import RolloutRequest

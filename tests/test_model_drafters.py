@@ -15,8 +15,7 @@ from conftest import STEP_ADDER
 from mtp_policy import save_mtp_policy
 from test_equality import NGRAM, SAMPLINGS, assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import BudgetConfig, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
     DraftModelDrafterConfig,

@@ -11,9 +11,16 @@ import pytest
 from nemo_rl_records import watching_logger
 
 from nemo_specrollout.cli.describe import describe_nemo_rl
-from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, as_key, check_address, secret_of_run
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, build_drafter
+from nemo_specrollout.config.drafter_configs import (
+    SECRET_VARIABLE,
+    RemoteDrafterConfig,
+    any_port,
+    as_key,
+    build_drafter,
+    check_address,
+    secret_of_run,
+)
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.remote_drafters import (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from nemo_rl_records import watching_logger
 
-from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink

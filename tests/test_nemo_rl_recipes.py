@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 from test_nemo_rl_config import tree
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
-from nemo_specrollout.config.nemo_rl_scripts import script_of
-from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config, script_of
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 
 pytestmark = pytest.mark.unit

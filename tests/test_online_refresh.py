@@ -100,8 +100,7 @@ def test_a_replay_shows_what_refreshes_would_have_gained(head: Path, tmp_path: P
 def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: Path) -> None:
     import torch
 
-    from nemo_specrollout.config.block import SpecrolloutConfig
-    from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+    from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
     from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
     from nemo_specrollout.training.features.feature_store import FeatureStore

@@ -20,9 +20,8 @@ from rollout_world import EnginesInTurn, WildPolicy
 from safetensors.torch import load_file
 from test_equality import assert_equal, requests
 
-from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import RolloutEngine

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.scheduling.heads.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
 from nemo_specrollout.scheduling.heads.context_canary import ContextCanary, context_edges, count_by_context

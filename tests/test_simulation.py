@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
 from nemo_specrollout.scheduling.racing.dispatch import in_shards
 from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s

@@ -15,8 +15,7 @@ from shard_world import LoopLink, StreamingEngine, given
 from test_equality import count_equal
 from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollouts, six_prompts
 
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request

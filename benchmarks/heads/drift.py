@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.torch import load_file
 
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.reports.chart_panels import STYLE

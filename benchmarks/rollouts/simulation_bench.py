@@ -24,9 +24,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.rollouts.bench_command import bench_parser, write_facts
-from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError

@@ -21,8 +21,7 @@ from rich.table import Table
 
 from benchmarks.rollouts.bench import WIDTH_OF_LOGS
 from benchmarks.rollouts.bench_command import bench_parser, write_facts
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest

@@ -8,11 +8,10 @@ from nemo_specrollout.cli.consoles import complain
 from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, check_trains, place_drafter, prepare_local, use_threads
 from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
-from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at
-from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.training.head.head_checks import misfit
 
 

@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_specrollout.cli.prepare import Prepared
-from nemo_specrollout.config.addresses import is_loopback
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
     DrafterConfig,
     FolderDrafterConfig,
     LookupDrafterConfig,
     ModelDrafterConfig,
     RemoteDrafterConfig,
+    is_loopback,
 )
 from nemo_specrollout.config.engine_words import engine_in_words
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
-from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed
-from nemo_specrollout.config.nemo_rl_scripts import script_of
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     SPECULATIVE_CONFIG,

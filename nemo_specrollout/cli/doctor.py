@@ -23,8 +23,7 @@ from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, p
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_tree import Tree
-from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.nemo_rl_tree import Tree, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor import device, installed_versions, machine, patch_point_check, self_test

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.cli.prepare import use_threads
-from nemo_specrollout.config.addresses import check_address, shared_secret
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, check_address, shared_secret
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build

@@ -18,9 +18,8 @@ from nemo_specrollout.cli.launch_directory import LaunchDirectory
 from nemo_specrollout.cli.slurm_script import Job
 from nemo_specrollout.cli.slurm_settings import ClusterSettings, absolute, check_mountable, read_settings, seconds
 from nemo_specrollout.config.load import NEMO_RL_DIR, load_config
-from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
-from nemo_specrollout.config.nemo_rl_scripts import script_of
-from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 
 _KEYS_OF_FLAGS = {

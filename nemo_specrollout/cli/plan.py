@@ -15,9 +15,8 @@ from nemo_specrollout.cli.consoles import log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_config
-from nemo_specrollout.config.nemo_rl_tree import Tree, at, generating_gpus, size_at
+from nemo_specrollout.config.nemo_rl_tree import Tree, at, generating_gpus, runtime_of, size_at
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
 from nemo_specrollout.scheduling.placement.planner import DECOUPLED, Option, Placement, counted, place

@@ -10,16 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.addresses import shared_secret
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.block_drafter import misfit_of_block_drafter
-from nemo_specrollout.config.drafter_configs import BlockDrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    BlockDrafterConfig,
+    DraftModelDrafterConfig,
+    RemoteDrafterConfig,
+    shared_secret,
+)
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.model_folder import read_object, tensor_shapes
-from nemo_specrollout.config.nemo_rl_engine_rules import runner_findings
+from nemo_specrollout.config.model_folder import misfit_of_block_drafter, read_object, tensor_shapes
+from nemo_specrollout.config.nemo_rl_rules import runner_findings
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.run_config import RunConfig, check_prompt, read_run_config
 from nemo_specrollout.config.run_sections import PROCESSED_LOGPROBS, DataConfig
-from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout

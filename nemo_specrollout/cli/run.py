@@ -11,7 +11,7 @@ from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, check_trains, pl
 from nemo_specrollout.cli.scratch import scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
-from nemo_specrollout.config.runtime import runtime_of
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import nemo_rl_version
 

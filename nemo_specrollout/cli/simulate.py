@@ -14,8 +14,8 @@ from rich.table import Table
 from nemo_specrollout.cli.consoles import log_console, new_table
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
+from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.strict import ConfigError, nearest
 from nemo_specrollout.simulation.compare import Comparison, compare
 from nemo_specrollout.simulation.devices import DEVICES, device_named

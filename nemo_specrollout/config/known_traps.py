@@ -17,8 +17,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
     drafter_types,
     is_on,
     native_drafts,
+    runtime_of,
 )
-from nemo_specrollout.config.runtime import runtime_of
 from nemo_specrollout.config.versions import (
     installed_versions,
     nemo_rl_is_a_release,

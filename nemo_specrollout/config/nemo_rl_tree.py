@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads values of a NeMo-RL config tree, and evaluates tables of rules about them; without NeMo-RL and without torch."""
+"""Reads values of a config tree in NeMo-RL's shape, and evaluates tables of rules about them; without NeMo-RL."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.model_folder import read_object
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, nearest
 
 Tree = Mapping[str, Any]
 GENERATION = "policy.generation"
@@ -162,3 +162,23 @@ def is_off(value: Any) -> bool:
 def is_set(value: Any) -> bool:
     """Returns whether a value is neither absent nor null."""
     return value is not None
+
+
+RUNTIMES = ("local", "nemo_rl")
+
+
+def runtime_of(tree: Mapping[str, Any]) -> str:
+    """Returns `local` or `nemo_rl`: what the key `runtime` says, else what the config is written for.
+
+    NeMo-RL's own configs have no such key. All of them name the GPUs of a node, which the local runner does not use.
+    Raises ConfigError for another value.
+    """
+    runtime = tree.get("runtime", "nemo_rl" if _has_gpus(tree) else "local")
+    if runtime not in RUNTIMES:
+        raise ConfigError(f"runtime: {runtime!r} is not available{nearest(str(runtime), RUNTIMES)}")
+    return str(runtime)
+
+
+def _has_gpus(tree: Mapping[str, Any]) -> bool:
+    cluster = tree.get("cluster")
+    return isinstance(cluster, Mapping) and bool(cluster.get("gpus_per_node"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from nemo_specrollout.config.nemo_rl_engine_rules import RUNNER_VARIABLE
+from nemo_specrollout.config.nemo_rl_rules import RUNNER_VARIABLE
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor.child import Outcome, run_child
 from nemo_specrollout.doctor.device import is_cpu_build

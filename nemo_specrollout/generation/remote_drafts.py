@@ -10,8 +10,7 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu import buffer_utils
 
-from nemo_specrollout.config.addresses import shared_secret
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, shared_secret
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling

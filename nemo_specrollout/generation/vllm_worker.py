@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from vllm.v1.worker.gpu_worker import Worker
 
-from nemo_specrollout.config.addresses import as_key
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import as_key
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat

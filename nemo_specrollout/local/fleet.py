@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_specrollout.config.block import BLOCK_PATH
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest

@@ -13,7 +13,7 @@ from typing import Any
 import nemo_rl
 import yaml
 
-from nemo_specrollout.config.nemo_rl_scripts import script_of
+from nemo_specrollout.config.nemo_rl_config import script_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.installation import install
 

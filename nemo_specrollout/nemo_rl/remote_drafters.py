@@ -12,8 +12,7 @@ from typing import Any
 
 import ray
 
-from nemo_specrollout.config.addresses import SECRET_VARIABLE, any_port, secret_of_run
-from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
+from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
 from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
 from nemo_specrollout.nemo_rl.step_log import StepLog

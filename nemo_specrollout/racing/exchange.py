@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.mailboxes import Mailboxes

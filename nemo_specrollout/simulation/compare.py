@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.simulation.engine_setup import APART, AUTO, FIXED, PLAIN, Fleet
 from nemo_specrollout.simulation.rl import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import Scenario

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.simulation.engine_setup import APART, FIXED, PLAIN, Fleet
 from nemo_specrollout.simulation.rl import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import read_scenario

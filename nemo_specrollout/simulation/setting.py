@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.simulation.engine_setup import PLAIN, Fleet
 from nemo_specrollout.simulation.event_loop import Rollout

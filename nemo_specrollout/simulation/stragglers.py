@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
-from nemo_specrollout.config.addresses import shared_secret
+from nemo_specrollout.config.drafter_configs import shared_secret
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
 from nemo_specrollout.remote.protocol.engine_commands import (

@@ -7,7 +7,7 @@ Acceptance length: mean tokens that a request emits in a decode step, 1 without 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.scheduling.heads.refresh_trigger import (
     DecodeCosts,

@@ -7,7 +7,7 @@ Acceptance length: mean tokens that a request emits in a decode step, 1 without 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
-from nemo_specrollout.config.draft_refresh import DraftRefreshConfig
+from nemo_specrollout.config.block import DraftRefreshConfig
 
 FIRST_SURPLUS = 0.1
 """Acceptance length that the first refresh is expected to win beyond the loss since the last publish."""

@@ -9,7 +9,7 @@ requests with the worst acceptance. Here each change must promise an earlier end
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from nemo_specrollout.config.fastest_of_n import FastestOfNConfig
+from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.scheduling.racing.draft_ladder import SpeedModel
 from nemo_specrollout.scheduling.racing.tail_forecast import TailForecast, TailObservation
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from speculators.losses.utils import LossConfig, resolve_loss_config
 
-from nemo_specrollout.config.draft_refresh import MIXED_LOSS
+from nemo_specrollout.config.block import MIXED_LOSS
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.draft_forward import row_loss, training_loss
 from nemo_specrollout.training.head.head import DraftHead

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.draft_refresh import MIXED_LOSS, DraftRefreshConfig
+from nemo_specrollout.config.block import MIXED_LOSS, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshRate, RefreshSchedule, StepFacts
 from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.draft_refresh import MIXED_LOSS
+from nemo_specrollout.config.block import MIXED_LOSS
 from nemo_specrollout.config.strict import bounded
 
 DEFAULT_MINUTES = 10.0
