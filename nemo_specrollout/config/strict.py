@@ -12,10 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Field = dataclasses.Field[Any]
 
 
 class ConfigError(ValueError):
     """A value that cannot be run; the message names the field, the value and what to write instead."""
+
+
+def refuse(path: str, *mistakes: tuple[object, str, str]) -> None:
+    """Raises ConfigError for the first of `mistakes`, (is it made, field, value and fix), whose first entry is true.
+
+    Fields are relative to `path`; the empty one is `path` itself.
+    """
+    for is_made, field, text in mistakes:
+        if is_made:
+            raise ConfigError(f"{join(path, field) if field else path}: {text}")
 
 
 def nearest(name: str, known: Iterable[str], most_listed: int = 20) -> str:
@@ -81,18 +92,14 @@ def build(cls: type[T], values: Any, path: str) -> T:
     Calls its method `check(path)`, if it has one. Raises ConfigError for a key that is unknown or missing, and for a value of
     another type or out of its bounds.
     """
-    fields = _fields(cls)
+    fields, hints = _fields(cls), typing.get_type_hints(cls)
     _check_keys(values, fields, path)
-    hints = typing.get_type_hints(cls)
-    arguments = {
-        name: _convert(hints[name], values[name], join(path, name), field)
-        for name, field in fields.items()
-        if name in values
-    }
+    arguments = {}
     for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            fix = field.metadata.get("fix", "it has no default")
-            raise ConfigError(f"{join(path, name)}: missing; {fix}")
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], join(path, name), field)
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{join(path, name)}: missing; {field.metadata.get('fix', 'it has no default')}")
     instance = cls(**arguments)
     if hasattr(instance, "check"):
         instance.check(path)
@@ -102,7 +109,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
 def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
     """Returns an instance of the dataclass that the key `type` of `values` names in `variants`.
 
-    Raises ConfigError as `build` does. An error about a key of another variant names the types that have it.
+    A key of another variant is an error that names the types that have it, unless its value is the default there.
     """
     _check_keys(values, {name for cls in variants.values() for name in _fields(cls)}, path)
     if "type" not in values:
@@ -110,17 +117,22 @@ def build_tagged(variants: Mapping[str, type[T]], values: Any, path: str) -> T:
     tag = _convert_scalar(str, values["type"], join(path, "type"))
     if tag not in variants:
         raise ConfigError(f"{join(path, 'type')}: {tag!r} is not available{nearest(tag, variants)}")
+    own = _fields(variants[tag])
     for key, value in values.items():
-        if key not in _fields(variants[tag]):
-            owners = " or ".join(name for name, cls in variants.items() if key in _fields(cls))
-            raise ConfigError(
-                f"{join(path, key)}: {value!r}; type {tag} does not have it: remove it, or use type {owners}"
-            )
-    return build(variants[tag], values, path)
+        owners = {name: fields[key] for name, cls in variants.items() if key in (fields := _fields(cls))}
+        if key not in own and not any(_is_default(value, field) for field in owners.values()):
+            fix = f"type {tag} does not have it: remove it, or use type {' or '.join(owners)}"
+            raise ConfigError(f"{join(path, key)}: {value!r}; {fix}")
+    return build(variants[tag], {key: value for key, value in values.items() if key in own}, path)
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+def _fields(cls: type) -> dict[str, Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def _is_default(value: Any, field: Field) -> bool:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return bool((tuple(value) if isinstance(value, list) else value) == default)
 
 
 def _check_keys(values: Any, known: Iterable[str], path: str) -> None:
@@ -131,7 +143,7 @@ def _check_keys(values: Any, known: Iterable[str], path: str) -> None:
             raise ConfigError(f"{join(path, key)}: unknown key{nearest(str(key), known)}")
 
 
-def _convert(hint: Any, value: Any, path: str, field: dataclasses.Field[Any]) -> Any:
+def _convert(hint: Any, value: Any, path: str, field: Field) -> Any:
     if dataclasses.is_dataclass(hint):
         variants = field.metadata.get("variants")
         return build_tagged(variants, value, path) if variants else build(typing.cast(type, hint), value, path)
@@ -145,10 +157,7 @@ def _convert(hint: Any, value: Any, path: str, field: dataclasses.Field[Any]) ->
             raise ConfigError(f"{path}: expected a list, got {value!r}")
         return tuple(_convert(arguments[0], item, f"{path}[{i}]", field) for i, item in enumerate(value))
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        hint = next(a for a in arguments if a is not type(None))
-        return _convert(hint, value, path, field)
+        return None if value is None else _convert(arguments[0], value, path, field)
     return _check_bounds(_convert_scalar(hint, value, path), path, field)
 
 
@@ -166,7 +175,7 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
-def _check_bounds(value: Any, path: str, field: dataclasses.Field[Any]) -> Any:
+def _check_bounds(value: Any, path: str, field: Field) -> Any:
     options, bounds = field.metadata.get("options"), field.metadata.get("bounds", {})
     if options is not None and value not in options:
         raise ConfigError(f"{path}: {value!r} is not available{nearest(str(value), options)}")
