@@ -12,26 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import BudgetConfig
+from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread, bin_of
 from nemo_specrollout.scheduling.speculation.draft_plan import (
+    FIRST_WATCH_SHARE,
+    GENERATIONS,
+    HOPELESS_STEPS,
     PLANNED_STEPS,
+    WATCH_SHARE,
     AutoPlanner,
     DraftPlan,
     DraftPlanner,
     FixedPlanner,
+    Following,
     PlanObservation,
     RandomPlanner,
     build_planner,
 )
 from nemo_specrollout.scheduling.speculation.draft_time import ENOUGH, REMEMBERED, WARM_UP, DraftCosts, DraftTimes
-from nemo_specrollout.scheduling.speculation.following import (
-    FIRST_WATCH_SHARE,
-    GENERATIONS,
-    HOPELESS_STEPS,
-    WATCH_SHARE,
-    Following,
-)
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
-from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread, bin_of
 
 pytestmark = pytest.mark.unit
 
@@ -257,7 +255,7 @@ def test_the_budget_policy_selects_the_planner() -> None:
 
 
 def test_shares_describe_the_latest_proposals_and_fade() -> None:
-    spread = SurvivalSpread(2, K)
+    spread = SurvivalSpread(K)
     latest_PNK = np.zeros((2, 3, K))
     latest_PNK[1, :, 0] = 0.9, 0.9, 0.1
     spread.observe(latest_PNK)
@@ -277,7 +275,7 @@ def test_sure_drafts_pay_even_if_the_mean_draft_does_not() -> None:
     costs = StepCosts(0.010 + 0.0022 * np.arange(MAX_ROWS))
     observed = observe(0.0, 0.0, costs, DraftCosts(0.0005), requests=32)
     observed.forecast_BK[:, 0] = 0.7
-    spread = SurvivalSpread(2, K)
+    spread = SurvivalSpread(K)
     latest_PNK = np.zeros((2, 10, K))
     latest_PNK[1, :, 0] = [0.99] * 7 + [0.02] * 3
     spread.observe(latest_PNK)
@@ -290,7 +288,7 @@ def test_sure_drafts_pay_even_if_the_mean_draft_does_not() -> None:
 @given(st.floats(0.01, 0.99), st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8))
 def test_the_spread_of_survival_keeps_a_request_s_mean(mean: float, latest: list[float]) -> None:
     """On a flat step all drafts are verified, so only the mean counts."""
-    spread = SurvivalSpread(2, K)
+    spread = SurvivalSpread(K)
     latest_PNK = np.zeros((2, len(latest), K))
     latest_PNK[1, :, 0] = latest
     spread.observe(latest_PNK)

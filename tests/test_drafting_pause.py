@@ -4,7 +4,7 @@
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.drafting_pause import (
+from nemo_specrollout.scheduling.speculation.budget import (
     LOOKS,
     PATIENCE,
     PAUSE_SHARE,

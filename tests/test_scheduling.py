@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification budgets, step times, and the counterfactual."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +11,16 @@ from hypothesis import strategies as st
 from nemo_specrollout.config.block import BUDGET_POLICIES, BudgetConfig
 from nemo_specrollout.scheduling.speculation.budget import (
     AutoBudget,
-    BudgetObservation,
+    BudgetDecision,
+    BudgetPolicy,
     build_budget,
 )
-from nemo_specrollout.scheduling.speculation.counterfactual import plain_batch_sizes, plain_estimate_s
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable, non_decreasing
+from nemo_specrollout.scheduling.speculation.step_time import (
+    StepCosts,
+    StepTimeTable,
+    plain_batch_sizes,
+    plain_estimate_s,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -28,9 +35,21 @@ def survival(rates: list[float], num_positions: int = 4) -> np.ndarray:
     return np.array([[r ** (k + 1) for k in range(num_positions)] for r in rates])
 
 
-def observe(rates: list[float], table: StepCosts | None, num_positions: int = 4) -> BudgetObservation:
+@dataclass(frozen=True)
+class Observed:
+    """Drafts of one step, and the cost of verifying them."""
+
+    survival_BK: np.ndarray
+    caps_B: np.ndarray
+    costs: StepCosts | None
+
+    def decide(self, policy: BudgetPolicy) -> BudgetDecision:
+        return policy.allocate(self.survival_BK, self.caps_B, self.costs)
+
+
+def observe(rates: list[float], table: StepCosts | None, num_positions: int = 4) -> Observed:
     """Returns requests whose draft tokens have these acceptance rates, without caps."""
-    return BudgetObservation(survival(rates, num_positions), np.full(len(rates), 99), table)
+    return Observed(survival(rates, num_positions), np.full(len(rates), 99), table)
 
 
 def learned(table: StepTimeTable) -> StepCosts:
@@ -40,26 +59,26 @@ def learned(table: StepTimeTable) -> StepCosts:
 
 
 @st.composite
-def observations(draw: st.DrawFn) -> BudgetObservation:
+def observations(draw: st.DrawFn) -> Observed:
     rates = draw(st.lists(st.floats(0.0, 0.99), min_size=1, max_size=12))
     caps = draw(st.lists(st.integers(0, 6), min_size=len(rates), max_size=len(rates)))
     row_s = draw(st.floats(0.0, 0.5))
     table = costs(1.0, row_s, draw(st.floats(0.0, 0.5)), row_s * draw(st.floats(0.0, 1.0)))
-    return BudgetObservation(survival(rates), np.array(caps), table)
+    return Observed(survival(rates), np.array(caps), table)
 
 
 @pytest.mark.parametrize("name", BUDGET_POLICIES)
 @given(observed=observations())
-def test_budgets_respect_caps_and_proposals(name: str, observed: BudgetObservation) -> None:
+def test_budgets_respect_caps_and_proposals(name: str, observed: Observed) -> None:
     available = np.count_nonzero(observed.survival_BK, axis=1)
-    counts = build_budget(BudgetConfig(policy=name)).allocate(observed).counts_B
+    counts = observed.decide(build_budget(BudgetConfig(policy=name))).counts_B
     assert (counts >= 0).all()
     assert (counts <= np.minimum(observed.caps_B, available)).all()
 
 
 @given(observations())
-def test_no_other_number_of_the_likeliest_tokens_is_faster(observed: BudgetObservation) -> None:
-    decision = AutoBudget(0.0).allocate(observed)
+def test_no_other_number_of_the_likeliest_tokens_is_faster(observed: Observed) -> None:
+    decision = observed.decide(AutoBudget(0.0))
     counts = decision.counts_B
     num_requests = len(counts)
     allowed = np.arange(observed.survival_BK.shape[1]) < observed.caps_B[:, None]
@@ -74,7 +93,7 @@ def test_no_other_number_of_the_likeliest_tokens_is_faster(observed: BudgetObser
 
 
 def test_the_likelier_drafts_are_verified_first() -> None:
-    counts = AutoBudget(0.0).allocate(observe([0.9, 0.2], costs(1.0, 0.15))).counts_B
+    counts = observe([0.9, 0.2], costs(1.0, 0.15)).decide(AutoBudget(0.0)).counts_B
     assert counts[0] > counts[1]
 
 
@@ -84,25 +103,25 @@ def test_the_likelier_drafts_are_verified_first() -> None:
     ids=["free rows", "expensive rows", "useless drafts", "nothing measured"],
 )
 def test_drafts_are_verified_as_far_as_they_pay(rate: float, table: StepCosts | None, num_drafts: int) -> None:
-    assert AutoBudget(0.03).allocate(observe([rate] * 8, table)).counts_B.sum() == num_drafts
+    assert observe([rate] * 8, table).decide(AutoBudget(0.03)).counts_B.sum() == num_drafts
 
 
 def test_the_row_price_is_the_worth_of_a_row_s_time() -> None:
     """A draft row takes 0.02 s: its price is the number of tokens that the engine produces in that time."""
     observed = observe([0.5] * 8, costs(1.0, 0.02))
-    decision = AutoBudget(0.0).allocate(observed)
+    decision = observed.decide(AutoBudget(0.0))
     counts = decision.counts_B
     tokens = 8 + sum(observed.survival_BK[b, : counts[b]].sum() for b in range(8))
     assert observed.costs is not None
     seconds = observed.costs.step_s(8, int(counts.sum()))
     assert counts.sum() and decision.row_price == pytest.approx(0.02 * tokens / seconds)
-    assert AutoBudget(0.0).allocate(observe([0.5] * 8, costs(1.0, 0.0))).row_price == 0.0
-    nothing = AutoBudget(0.0).allocate(observe([0.0] * 8, costs(1.0, 0.02)))
+    assert observe([0.5] * 8, costs(1.0, 0.0)).decide(AutoBudget(0.0)).row_price == 0.0
+    nothing = observe([0.0] * 8, costs(1.0, 0.02)).decide(AutoBudget(0.0))
     assert nothing.counts_B.sum() == 0 and nothing.row_price > 0.0
 
 
 def test_the_overhead_of_drafts_counts() -> None:
-    assert AutoBudget(0.0).allocate(observe([0.3], costs(1.0, 0.0, overhead_s=0.5), 1)).counts_B.sum() == 0
+    assert observe([0.3], costs(1.0, 0.0, overhead_s=0.5), 1).decide(AutoBudget(0.0)).counts_B.sum() == 0
 
 
 @given(st.floats(4e-3, 1e-1), st.floats(1e-5, 1e-3), st.floats(0.0, 1e-3), st.floats(0.1, 1.5))
@@ -133,15 +152,6 @@ def test_predicted_steps_never_get_shorter_by_more_rows(samples: list[tuple[int,
     assert (np.diff(known.plain_s) >= -1e-12).all()
     assert known.overhead_s >= 0
     assert all(known.step_s(8, n) >= known.plain_s[8] for n in range(100))
-
-
-@given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 5.0)), min_size=1, max_size=20))
-def test_pooling_is_monotone_and_keeps_the_weighted_mean(samples: list[tuple[float, float]]) -> None:
-    values, weights = np.array(samples).T
-    pooled = non_decreasing(values, weights)
-    assert (np.diff(pooled) >= -1e-9).all()
-    assert (pooled * weights).sum() == pytest.approx((values * weights).sum())
-    assert non_decreasing(np.sort(values), weights) == pytest.approx(np.sort(values))
 
 
 def test_plain_steps_are_inferred_from_steps_with_drafts() -> None:
@@ -194,7 +204,7 @@ def test_a_stall_in_the_first_drafted_step_is_soon_forgotten() -> None:
             table.observe(requests, requests, 0.008 + 0.00015 * requests, requests)
         known = learned(table)
         observed = observe([0.7] * requests, known)
-        assert AutoBudget(0.03).allocate(observed).counts_B.sum() > 0
+        assert observed.decide(AutoBudget(0.03)).counts_B.sum() > 0
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 8))

@@ -14,7 +14,7 @@ import torch
 from nemo_specrollout.generation.device_reads import HostCopy
 from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.ranks import agreed
-from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, BudgetPolicy
+from nemo_specrollout.scheduling.speculation.budget import BudgetPolicy
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 
 
@@ -73,7 +73,7 @@ class HostBudget:
         slots_B = [self._slot_of[name] for name in names]
         survival_BK = self._known_rates.values[slots_B].astype(np.float64).cumprod(axis=1)
         caps_B = np.array([len(drafts.get(name, ())) for name in names], np.int64)
-        decision = agreed(self._policy.allocate(BudgetObservation(survival_BK, caps_B, self._costs())))
+        decision = agreed(self._policy.allocate(survival_BK, caps_B, self._costs()))
         counts_B = decision.counts_B
         self._drafting.budgeted(int(counts_B.sum()), decision.row_price)
         kept = {name: drafts[name][:n] for name, n in zip(names, counts_B.tolist(), strict=True) if n}

@@ -28,10 +28,10 @@ from nemo_specrollout.generation.speculator_patches import (
     share_noise_of_block,
     verify_block_speculator,
 )
+from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, PlanObservation, build_planner
 from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts, DraftTimes
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
-from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread
 
 
 class ModelDrafter:
@@ -55,7 +55,7 @@ class ModelDrafter:
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self._is_followed = np.zeros(num_slots, np.bool_)
         self._outlook = HostCopy(board.outlook_S4K)
-        self._spread = SurvivalSpread(2, num_positions)
+        self._spread = SurvivalSpread(num_positions)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
         self._planner = build_planner(config.budget)
         self.plan = DraftPlan(0)
@@ -147,7 +147,7 @@ class ModelDrafter:
         if not self._planner.should_plan(len(slots_B)):
             return
         found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
-        observed = PlanObservation(found_BK, forecast_BK, costs, draft_costs, now_s, row_price, self._spread.share_PKQ)
+        observed = PlanObservation(found_BK, forecast_BK, costs, draft_costs, row_price, self._spread.share_PKQ)
         self.plan = agreed(self._planner.plan(observed))
 
     def propose(self, *inputs: Any, **options: Any) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from nemo_specrollout.generation.device_reads import HostCopy
 from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, BudgetPolicy
+from nemo_specrollout.scheduling.speculation.budget import BudgetPolicy
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
 
 
@@ -72,7 +72,7 @@ class VerificationBudget(AdaptiveVerificationManager):
         slots_B = [self.req_states.req_id_to_index[name] for name in num_tokens_per_req]
         survival_BK = self._known_rates.values[slots_B].astype(np.float64).cumprod(axis=1)
         caps_B = np.fromiter(num_drafts.values(), np.int64, len(num_drafts))
-        decision = self._policy.allocate(BudgetObservation(survival_BK, caps_B, self._costs()))
+        decision = self._policy.allocate(survival_BK, caps_B, self._costs())
         most = min(int(caps_B.sum()), self._max_total_logits - len(slots_B) * self.num_bonus_tokens)
         budget = max(min(int(decision.counts_B.sum()), most), 0)
         self._batch_budget = (num_drafts, num_others, budget)

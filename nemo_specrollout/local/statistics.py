@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.scheduling.speculation.counterfactual import plain_estimate_s
+from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 from nemo_specrollout.telemetry.engine_totals import totals_of
 

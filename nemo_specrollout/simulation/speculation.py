@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
 from nemo_specrollout.scheduling.placement.pipeline import SteadyState, coupled_tokens, steady_state
-from nemo_specrollout.scheduling.speculation.budget import BudgetObservation, build_budget
+from nemo_specrollout.scheduling.speculation.budget import build_budget
 from nemo_specrollout.scheduling.speculation.draft_plan import PlanObservation, build_planner
 from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
@@ -107,7 +107,7 @@ class CoupledSpeculation(Speculation):
         if depth == 0:
             return 0, math.inf
         survival_BK[:, depth:] = 0.0
-        decision = self.budget.allocate(BudgetObservation(survival_BK, caps_B, costs))
+        decision = self.budget.allocate(survival_BK, caps_B, costs)
         return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
 
     def _planned_depth(self, survival_BK: np.ndarray, costs: StepCosts, context: float) -> int:

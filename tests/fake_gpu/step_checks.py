@@ -106,7 +106,7 @@ class Fixed:
     def __init__(self, budget: int) -> None:
         self._budget = budget
 
-    def allocate(self, _: Any) -> BudgetDecision:
+    def allocate(self, *_: Any) -> BudgetDecision:
         return BudgetDecision(np.full(1, self._budget))
 
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled kernel of `draft_plan.AutoPlanner`: the draft depth of a draft model that promises the most tokens a second.
+"""Compiled kernel of `draft_plan.AutoPlanner`: the draft depth of a model that promises the most tokens a second.
 
-Shapes: B requests, P proposers (0: the text drafters, 1: the draft model), K draft positions, Q bins of survival.
+It weighs draft tokens by histograms of their survival. Most tokens of a good drafter are nearly sure, and a few are not. A
+planner that knows only the mean takes all draft tokens for equally likely. If rows are expensive it then sees no gain,
+although the sure tokens alone would pay.
+
+Shapes: B requests, P proposers (0: the text drafters, 1: the draft model), K draft positions, Q bins of survival, N requests.
 Text drafts are "found", because they exist before the model drafts. The model's drafts are "forecast".
 """
 
@@ -9,14 +13,63 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.scheduling.speculation.draft_time import drafting_s
-from nemo_specrollout.scheduling.speculation.survival_spread import NUM_BINS, bin_of
+from nemo_specrollout.scheduling.speculation.step_time import speculated_s
+
+NUM_BINS = 128
+"""Bins of survival between 0 and 1."""
+DECAY = 0.98
+"""Factor on the earlier counts of a histogram at each step with proposals."""
+
+
+class SurvivalSpread:
+    """A histogram of survival for each proposer and draft position. Owns the decayed counts.
+
+    Example: call `observe(latest_PNK)` in each step, with 0 where nothing was proposed. Then `share_PKQ` sums to 1 over Q
+    wherever a draft was seen.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self._count_PKQ = np.zeros((2, num_positions, NUM_BINS))
+
+    def observe(self, survival_PNK: np.ndarray) -> None:
+        """Adds the survival of the latest proposals, float64 [P, N, K], to the histograms."""
+        _count(self._count_PKQ, survival_PNK)
+
+    def forget(self, proposer: int) -> None:
+        """Drops the counts of a proposer whose model has changed."""
+        self._count_PKQ[proposer] = 0.0
+
+    @property
+    def share_PKQ(self) -> np.ndarray:
+        """Share of draft tokens whose survival lies in each bin, float64 [P, K, Q]; 0 where none was seen."""
+        total_PK1 = self._count_PKQ.sum(axis=2, keepdims=True)
+        return np.divide(self._count_PKQ, total_PK1, out=np.zeros_like(self._count_PKQ), where=total_PK1 > 0)
+
+
+@njit(cache=True)
+def bin_of(survival):  # type: ignore[no-untyped-def]
+    """Returns the bin of a survival between 0 and 1."""
+    return min(int(survival * NUM_BINS), NUM_BINS - 1)
+
+
+@njit(cache=True)
+def _count(count_PKQ, survival_PNK):  # type: ignore[no-untyped-def]
+    for p in range(survival_PNK.shape[0]):
+        for k in range(survival_PNK.shape[2]):
+            is_faded = False
+            for n in range(survival_PNK.shape[1]):
+                if survival_PNK[p, n, k] <= 0.0:
+                    continue
+                if not is_faded:
+                    count_PKQ[p, k] *= DECAY
+                    is_faded = True
+                count_PKQ[p, k, bin_of(survival_PNK[p, n, k])] += 1.0
 
 
 @njit(cache=True)
 def _summarize(share_KQ, row_price, mean_K, top_K, worth_K):  # type: ignore[no-untyped-def]
     """Writes for each position's histogram the mean, the centre of the highest bin, and the mean worth of a token."""
     for k in range(len(share_KQ)):
-        mean_K[k] = top_K[k] = worth_K[k] = 0.0
         for q in range(NUM_BINS):
             if share_KQ[k, q] > 0.0:
                 top_K[k] = (q + 0.5) / NUM_BINS
@@ -83,13 +136,15 @@ def _collect(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, error_model="numpy")
-def best_depth(  # type: ignore[no-untyped-def]
-    found_BK, forecast_BK, share_PKQ, plain_s, overhead_s, discount_s, fixed_s, row_s, pass_s, token_s, read_s, least_gain,
-    row_price,
-):  # fmt: skip
+def best_depth(found_BK, forecast_BK, share_PKQ, costs, draft, read_s, least_gain, row_price):  # type: ignore[no-untyped-def]
     """Returns the best depth, its tokens a second, and the tokens a second without the model.
 
-    At depth 0 the model still reads the sampled tokens, which takes `read_s`. Without the model that time is saved.
+    At depth 0 the model still reads the sampled tokens, which takes `read_s`. Without the model that time is saved. So four
+    rates are compared, all in tokens a second at the best number of verified tokens:
+    - `rate`: of the depth in question, with the time for drafting, or for reading at depth 0;
+    - `rate_reading`: of depth 0. Another depth must exceed it by the factor `least_gain`;
+    - `best_rate`: of the best depth so far;
+    - `rate_without`: of text drafts alone, without the model. The planner computes from it what the model wins.
     Survival is binned because sorting all draft tokens takes longer.
     """
     num_requests, num_positions = found_BK.shape
@@ -109,16 +164,16 @@ def best_depth(  # type: ignore[no-untyped-def]
             continue
         draft_s, read_row_s = read_s, 0.0
         if depth > 0:
-            draft_s, read_row_s = drafting_s(num_requests, num_requests, depth, fixed_s, row_s, pass_s, token_s), row_s
-        tokens, drafts, plain = float(num_requests), 0.0, plain_s[num_requests]
-        rate, rate_alone = tokens / (plain + draft_s), tokens / plain
+            draft_s, read_row_s = drafting_s(draft, num_requests, num_requests, depth), draft.row_s
+        tokens, drafts, plain_s = float(num_requests), 0.0, costs.plain_s[num_requests]
+        rate, rate_alone = tokens / (plain_s + draft_s), tokens / plain_s
         for i in range(NUM_BINS - 1, -1, -1):
             drafts += counts[i]
             tokens += sums[i]
             num_drafts = round(drafts)
-            if counts[i] == 0.0 or num_requests + num_drafts >= len(plain_s):
+            if counts[i] == 0.0 or num_requests + num_drafts >= len(costs.plain_s):
                 continue
-            step_s = max(plain_s[num_requests + num_drafts] + overhead_s - num_drafts * discount_s, plain)
+            step_s = speculated_s(costs, num_requests, num_drafts)
             rate = max(rate, tokens / (step_s + draft_s + num_drafts * read_row_s))
             rate_alone = max(rate_alone, tokens / step_s)
         if depth == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification budgets: pure policies that decide how many draft tokens of each request are verified.
+"""Verification budgets: pure policies that decide how many draft tokens of each request are verified, and in which steps.
 
 Shapes: B requests, K draft positions.
 """
@@ -11,21 +11,18 @@ import numpy as np
 from numba import njit
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+from nemo_specrollout.scheduling.speculation.step_time import StepCosts, speculated_s
 
-
-@dataclass(frozen=True)
-class BudgetObservation:
-    """Drafts of one engine step, and the cost of verifying them."""
-
-    survival_BK: np.ndarray
-    """P(drafts 0..k of a request are all accepted), float64. Non-increasing in k; 0 where there is no draft."""
-
-    caps_B: np.ndarray
-    """Maximum number of drafts of each request (its remaining length), int64."""
-
-    costs: StepCosts | None
-    """Predicted step times; None before the first measurement."""
+PATIENCE = 4
+"""Budgets without drafts in a row before the first pause."""
+LOOKS = 2
+"""Budgets without drafts in a row before each later pause. The first of them still uses numbers from the pause."""
+SIZES = 16
+"""Batch size classes, by the bit length of the number of requests."""
+FIRST_PAUSE = 2
+"""Steps of the shortest pause."""
+PAUSE_SHARE = 1 / 8
+"""Steps of a longer pause, as a share of the steps since drafts last paid. Drafts that begin to pay are found that soon."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,8 @@ class BudgetDecision:
 
     counts_B: np.ndarray
     """Number of draft tokens of each request, int64."""
-
     least_survival: float = 0.0
     """Survival of the least likely token that is verified; 0 if there is none or the policy ignores survival."""
-
     row_price: float = 0.0
     """Tokens that the engine produces in the time of one more row; 0 if the policy ignores costs."""
 
@@ -46,8 +41,12 @@ class BudgetPolicy(ABC):
     """Decides the number of draft tokens of each request, never above its cap."""
 
     @abstractmethod
-    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
-        """Returns the number of draft tokens of each request."""
+    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
+        """Returns the number of draft tokens of each request.
+
+        `survival_BK` is P(drafts 0..k of a request are all accepted), float64, non-increasing in k, and 0 where there is no
+        draft. `caps_B` is each request's remaining length, int64. `costs` is None before the first measurement.
+        """
 
 
 class AutoBudget(BudgetPolicy):
@@ -60,16 +59,12 @@ class AutoBudget(BudgetPolicy):
     def __init__(self, margin: float) -> None:
         self.margin = margin
 
-    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
-        counts_B, costs = np.zeros(len(observed.caps_B), np.int64), observed.costs
+    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
+        counts_B = np.zeros(len(caps_B), np.int64)
         if costs is None:
             return BudgetDecision(counts_B)
-        least_survival, tokens_per_s = _hand_out(
-            observed.survival_BK, observed.caps_B, costs.plain_s, costs.overhead_s, costs.discount_s,
-            1.0 + self.margin, counts_B,
-        )  # fmt: skip
-        row_price = tokens_per_s * costs.row_s(len(counts_B), int(counts_B.sum()))
-        return BudgetDecision(counts_B, least_survival, row_price)
+        least_survival, tokens_per_s = _hand_out(survival_BK, caps_B, costs, 1.0 + self.margin, counts_B)
+        return BudgetDecision(counts_B, least_survival, tokens_per_s * costs.row_s(len(counts_B), int(counts_B.sum())))
 
 
 class FixedBudget(BudgetPolicy):
@@ -78,19 +73,19 @@ class FixedBudget(BudgetPolicy):
     def __init__(self, k: int) -> None:
         self.k = k
 
-    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
-        available_B = np.count_nonzero(observed.survival_BK, axis=1)
-        return BudgetDecision(np.minimum(np.minimum(available_B, self.k), observed.caps_B))
+    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
+        available_B = np.count_nonzero(survival_BK, axis=1)
+        return BudgetDecision(np.minimum(np.minimum(available_B, self.k), caps_B))
 
 
 class RandomBudget(BudgetPolicy):
     """Verifies a random number of draft tokens. Tests use it to show that outputs do not depend on budgets."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
 
-    def allocate(self, observed: BudgetObservation) -> BudgetDecision:
-        available_B = np.minimum(np.count_nonzero(observed.survival_BK, axis=1), observed.caps_B)
+    def allocate(self, survival_BK: np.ndarray, caps_B: np.ndarray, costs: StepCosts | None) -> BudgetDecision:
+        available_B = np.minimum(np.count_nonzero(survival_BK, axis=1), caps_B)
         return BudgetDecision(self._rng.integers(0, available_B + 1))
 
 
@@ -98,19 +93,11 @@ def build_budget(config: BudgetConfig) -> BudgetPolicy:
     """Returns the policy that `config.policy` names."""
     if config.policy == "auto":
         return AutoBudget(config.margin)
-    if config.policy == "fixed":
-        return FixedBudget(config.k)
-    if config.policy == "random":
-        return RandomBudget()
-    raise ValueError(f"no budget policy for {config.policy!r}")
+    return {"fixed": lambda: FixedBudget(config.k), "random": RandomBudget}[config.policy]()
 
 
-@njit(
-    "Tuple((float64, float64))(float64[:,:], int64[:], float64[:], float64, float64, float64, int64[:])",
-    cache=True,
-    error_model="numpy",
-)
-def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, counts_B):  # type: ignore[no-untyped-def]
+@njit(cache=True, error_model="numpy")
+def _hand_out(survival_BK, caps_B, costs, least_gain, counts_B):  # type: ignore[no-untyped-def]
     """Writes the number of draft tokens of each request that pay.
 
     Returns the survival of the least likely of them (0 if there is none) and the tokens a second.
@@ -125,12 +112,11 @@ def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, 
                 num_gains += 1
     gains = np.sort(gains[:num_gains])[::-1]
     tokens = float(num_requests)
-    most_tokens_per_s = least_gain * num_requests / plain_s[num_requests]
+    most_tokens_per_s = least_gain * num_requests / costs.plain_s[num_requests]
     threshold = np.inf
-    for i in range(min(num_gains, len(plain_s) - 1 - num_requests)):
+    for i in range(min(num_gains, len(costs.plain_s) - 1 - num_requests)):
         tokens += gains[i]
-        speculated_s = plain_s[num_requests + 1 + i] + overhead_s - (i + 1) * discount_s
-        tokens_per_s = tokens / max(speculated_s, plain_s[num_requests])
+        tokens_per_s = tokens / speculated_s(costs, num_requests, i + 1)
         if tokens_per_s >= most_tokens_per_s:
             most_tokens_per_s = tokens_per_s
             threshold = gains[i]
@@ -138,3 +124,75 @@ def _hand_out(survival_BK, caps_B, plain_s, overhead_s, discount_s, least_gain, 
         for k in range(min(num_positions, caps_B[b])):
             counts_B[b] += survival_BK[b, k] >= threshold
     return (0.0 if threshold == np.inf else threshold), most_tokens_per_s
+
+
+class DraftingPause:
+    """Never pauses drafting: the policy for budgets that ignore the value of drafts. Base of the other policies."""
+
+    def drafts_decided(self, num_drafts: int) -> None:
+        """Takes note that the budget gave the batch `num_drafts` draft tokens."""
+
+    def requests_arrived(self, num_requests: int) -> None:
+        """Takes note of new requests."""
+
+    def should_pause(self, num_requests: int) -> bool:
+        """Returns whether to leave out drafts in this step of `num_requests` requests. Call it once in each step."""
+        return False
+
+
+class AutoPause(DraftingPause):
+    """Pauses after some steps whose drafts did not pay. The longer they have not paid, the longer a pause lasts.
+
+    Two states: drafting, and paused with some steps left.
+    - Drafting becomes paused when budgets in a row have refused all drafts: `PATIENCE` before the first pause, `LOOKS` later.
+    - Paused becomes drafting when no step is left. The steps since drafts last paid count on.
+    - Drafts that pay lead to drafting from either state, and reset that count.
+    - So do another batch size class, and a batch with at least half new requests. But each class keeps its count.
+
+    Example: call `drafts_decided(0)` after each budget, then `should_pause(8)` for the next step.
+    """
+
+    def __init__(self) -> None:
+        self._num_idle = [0] * SIZES
+        """Steps since drafts last paid, for each batch size class."""
+        self._size = self._num_refused = self._num_left = self._num_new = 0
+
+    def drafts_decided(self, num_drafts: int) -> None:
+        if num_drafts:
+            self._num_idle[self._size] = self._num_refused = self._num_left = 0
+        elif not self._num_left:
+            self._num_refused += 1
+
+    def requests_arrived(self, num_requests: int) -> None:
+        self._num_new += num_requests
+
+    def should_pause(self, num_requests: int) -> bool:
+        size = min(num_requests.bit_length(), SIZES - 1)
+        if size != self._size or 2 * self._num_new >= num_requests:
+            self._size, self._num_refused, self._num_left, self._num_new = size, 0, 0, 0
+        self._num_idle[size] += 1
+        if self._num_left:
+            self._num_left -= 1
+            return self._num_left > 0
+        num_idle = self._num_idle[size]
+        if self._num_refused < (PATIENCE if num_idle <= PATIENCE else LOOKS):
+            return False
+        self._num_left = max(FIRST_PAUSE, int(num_idle * PAUSE_SHARE))
+        self._num_refused = 0
+        return True
+
+
+class RandomPause(DraftingPause):
+    """Begins and ends pauses at random. Tests use it to show that outputs do not depend on pauses."""
+
+    def __init__(self) -> None:
+        self._rng, self._is_paused = np.random.default_rng(1), False
+
+    def should_pause(self, num_requests: int) -> bool:
+        self._is_paused ^= bool(self._rng.random() < 1 / 4)
+        return self._is_paused
+
+
+def build_pause(config: BudgetConfig) -> DraftingPause:
+    """Returns the pause policy that goes with the budget policy `config.policy`."""
+    return {"auto": AutoPause, "fixed": DraftingPause, "random": RandomPause}[config.policy]()

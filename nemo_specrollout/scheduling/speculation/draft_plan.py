@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft planners: decide before a step whether a draft model drafts in it, and how deep.
+"""Draft planners: decide before a step whether a draft model drafts in it, how deep, and which requests it follows.
 
 Shapes: B requests, P proposers, K draft positions, Q bins of survival.
 """
@@ -10,14 +10,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.scheduling.speculation.best_depth import best_depth
+from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread, best_depth
 from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
-from nemo_specrollout.scheduling.speculation.following import Following
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
-from nemo_specrollout.scheduling.speculation.survival_spread import SurvivalSpread
 
 PLANNED_STEPS = 4
 """Steps for which a plan is valid, as long as the bit length of the number of requests stays the same."""
+GENERATIONS = 2
+"""Length of an evaluation: ended requests, as a multiple of the requests that ran at once. It covers beginnings and tails."""
+FIRST_WATCH_SHARE = 0.02
+"""Share of the engine's time for the first new trial of a dormant model. The share halves after each trial that fails."""
+WATCH_SHARE = 0.0025
+"""Smallest share of the engine's time for trials: the tasks may change, but a hopeless model must cost nothing."""
+HOPELESS_STEPS = 64
+"""Hopeless steps in a row before the model is given up, and steps of a new trial before its forecast is trusted. By then the
+forecast of a model without drafts has returned to its prior."""
 
 
 @dataclass(frozen=True)
@@ -26,22 +33,14 @@ class PlanObservation:
 
     found_BK: np.ndarray
     """Survival of the text drafts, which cost nothing more, averaged over the last steps; float64."""
-
     forecast_BK: np.ndarray
     """Expected survival of the model's drafts, float64; 0 for requests that the model does not follow."""
-
     costs: StepCosts | None
     """Predicted step times; None while too little was measured."""
-
     draft_costs: DraftCosts | None
     """Predicted drafting times; None while too little was measured."""
-
-    now_s: float = 0.0
-    """Seconds that the engine has worked so far."""
-
     row_price: float = 0.0
     """Tokens that the engine produces in the time of one more row."""
-
     share_PKQ: np.ndarray | None = None
     """Histograms of survival (`SurvivalSpread`) of the text drafts and of the model's; None if they are unknown."""
 
@@ -52,16 +51,21 @@ class DraftPlan:
 
     depth: int
     """Draft tokens for each request; 0 if the model only reads the sampled tokens, so that it can draft later."""
-
     won_s: float = 0.0
     """Seconds by which the step's tokens come sooner than without the model; negative if it loses time by reading."""
-
     is_hopeless: bool = False
     """Whether the model will win less, until these requests end, than reading takes."""
 
 
 class DraftPlanner(ABC):
     """Decides what a draft model does in a step."""
+
+    follows = True
+    """Whether the model follows new requests from their first token on. Otherwise it can never draft for them."""
+    gives_up = False
+    """Whether the model stops following the running requests."""
+    weighs_model = False
+    """Whether the planner itself detects that the model does not pay."""
 
     @abstractmethod
     def plan(self, observed: PlanObservation) -> DraftPlan:
@@ -70,21 +74,6 @@ class DraftPlanner(ABC):
     def should_plan(self, num_requests: int) -> bool:
         """Returns whether a step of `num_requests` requests needs a new plan."""
         return True
-
-    @property
-    def follows(self) -> bool:
-        """Whether the model follows new requests from their first token on. Otherwise it can never draft for them."""
-        return True
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether the model stops following the running requests."""
-        return False
-
-    @property
-    def weighs_model(self) -> bool:
-        """Whether the planner itself detects that the model does not pay."""
-        return False
 
     def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:  # noqa: B027
         """Takes note of a finished step of `plan`, `now_s` seconds into the engine's work."""
@@ -106,29 +95,22 @@ class AutoPlanner(DraftPlanner):
     win more in the tail than reading costs until then (`_hope_s`).
     """
 
+    weighs_model = True
+
     def __init__(self, margin: float) -> None:
         self.margin = margin
         self._following = Following()
-        self._num_tried, self._has_tried = 0, False
-        self._num_since, self._size = 0, 0
+        self._num_tried = 0
+        self._drafts_for_trial = False
+        """True if the last plan drafted only because the model is on trial."""
+        self._size = self._num_steps_left = 0
+        """Bit length of the number of requests of the last plan, and the steps for which the plan is still valid."""
 
     def should_plan(self, num_requests: int) -> bool:
-        self._num_since += 1
-        is_due = self._num_since > PLANNED_STEPS or num_requests.bit_length() != self._size
-        if is_due:
-            self._num_since, self._size = 1, num_requests.bit_length()
-        return is_due
-
-    @property
-    def follows(self) -> bool:
-        return self._following.is_on
-
-    @property
-    def gives_up(self) -> bool:
-        return self._following.gives_up
-
-    @property
-    def weighs_model(self) -> bool:
+        self._num_steps_left -= 1
+        if self._num_steps_left > 0 and num_requests.bit_length() == self._size:
+            return False
+        self._num_steps_left, self._size = PLANNED_STEPS, num_requests.bit_length()
         return True
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
@@ -137,15 +119,15 @@ class AutoPlanner(DraftPlanner):
         if costs is None:
             return DraftPlan(0)
         if draft is None:
-            self._num_tried, self._num_since = self._num_tried + 1, PLANNED_STEPS
+            self._num_tried, self._num_steps_left = self._num_tried + 1, 1
             return DraftPlan(1 + self._num_tried % num_positions)
-        share_PKQ = SurvivalSpread(2, num_positions).share_PKQ if observed.share_PKQ is None else observed.share_PKQ
-        observed = replace(observed, share_PKQ=share_PKQ)
+        if observed.share_PKQ is None:
+            observed = replace(observed, share_PKQ=SurvivalSpread(num_positions).share_PKQ)
         depth, won_s = self._best(observed, costs, draft)
         is_hopeless = won_s <= 0.0 and self._hope_s(observed, costs, draft) <= 0.0
-        self._has_tried = depth == 0 and self._following.is_looking and not self._has_tried
-        if self._has_tried:
-            self._num_since = PLANNED_STEPS  # for one step
+        self._drafts_for_trial = depth == 0 and self._following.is_on_trial and not self._drafts_for_trial
+        if self._drafts_for_trial:
+            self._num_steps_left = 1
             return DraftPlan(1, -draft.draft_s(num_requests, num_requests, 1), is_hopeless)
         return DraftPlan(depth, won_s, is_hopeless)
 
@@ -154,8 +136,8 @@ class AutoPlanner(DraftPlanner):
         num_requests = len(observed.found_BK)
         plain_s, read_s = float(costs.plain_s[num_requests]), draft.read_s(num_requests)
         depth, rate, rate_without = best_depth(
-            observed.found_BK, observed.forecast_BK, observed.share_PKQ, costs.plain_s, costs.overhead_s, costs.discount_s,
-            draft.fixed_s, draft.row_s, draft.pass_s, draft.token_s, read_s, 1.0 + self.margin, observed.row_price,
+            observed.found_BK, observed.forecast_BK, observed.share_PKQ, costs, draft, read_s, 1.0 + self.margin,
+            observed.row_price,
         )  # fmt: skip
         return depth, rate * plain_s * (1.0 / rate_without - 1.0 / rate) if depth else -read_s
 
@@ -183,12 +165,14 @@ class AutoPlanner(DraftPlanner):
 
     def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
         self._following.step(num_requests, max(plan.won_s, 0.0), max(-plan.won_s, 0.0), now_s, plan.is_hopeless)
+        self.follows, self.gives_up = self._following.is_on, self._following.gives_up
 
     def observe_ended(self, num_requests: int) -> None:
         self._following.ended(num_requests)
 
     def model_changed(self) -> None:
         self._following.begin()
+        self.follows, self.gives_up = True, False
 
 
 class FixedPlanner(DraftPlanner):
@@ -204,21 +188,12 @@ class FixedPlanner(DraftPlanner):
 class RandomPlanner(DraftPlanner):
     """Drafts a random depth. For tests, it also stops following at random: new requests, or the running ones."""
 
-    def __init__(self, seed: int = 1) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._follows, self._gives_up = True, False
-
-    @property
-    def follows(self) -> bool:
-        return self._follows
-
-    @property
-    def gives_up(self) -> bool:
-        return self._gives_up
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(1)
 
     def observe_step(self, plan: DraftPlan, num_requests: int, now_s: float) -> None:
-        self._follows = bool(self._rng.random() < (31 / 32 if self._follows else 1 / 4))
-        self._gives_up = bool(self._rng.random() < 1 / 128)
+        self.follows = bool(self._rng.random() < (31 / 32 if self.follows else 1 / 4))
+        self.gives_up = bool(self._rng.random() < 1 / 128)
 
     def plan(self, observed: PlanObservation) -> DraftPlan:
         return DraftPlan(int(self._rng.integers(0, observed.forecast_BK.shape[1] + 1)))
@@ -228,8 +203,75 @@ def build_planner(config: BudgetConfig) -> DraftPlanner:
     """Returns the planner that goes with the budget policy `config.policy`."""
     if config.policy == "auto":
         return AutoPlanner(config.margin)
-    if config.policy == "fixed":
-        return FixedPlanner(config.k)
-    if config.policy == "random":
-        return RandomPlanner()
-    raise ValueError(f"no draft planner for {config.policy!r}")
+    return {"fixed": lambda: FixedPlanner(config.k), "random": RandomPlanner}[config.policy]()
+
+
+class Following:
+    """Decides whether a draft model follows new requests. Owns the seconds that drafts saved and that following took.
+
+    A model can only draft for a request that it has followed from the first token on. The model follows new requests as
+    long as its drafts save more time than following takes. Otherwise it lies dormant until the next trial. A request that
+    arrives meanwhile never gets drafts of the model. If there is no hope that the model recovers its cost, the evaluation
+    comes early and the running requests are given up.
+
+    Example: call `step(64, 0.002, 0.0002, now_s)` after each step and `ended(3)` when 3 followed requests have ended. Then
+    `is_on` tells whether new requests are followed.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._won_s = self._cost_s = self._resumes_at_s = 0.0
+        self._num_ended = self._most_at_once = self._num_hopeless = 0
+        self._num_trial_steps = 0
+        self._watch_share = FIRST_WATCH_SHARE
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether this is one of the first steps of a trial."""
+        return self.is_on and self._num_trial_steps > 0
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the model stops following the running requests."""
+        return self._num_hopeless >= HOPELESS_STEPS
+
+    def step(self, num_requests: int, won_s: float, cost_s: float, now_s: float, is_hopeless: bool = False) -> None:
+        """Takes note of a finished step.
+
+        `won_s`: seconds that drafts saved. `cost_s`: seconds that following took. `now_s`: seconds that the engine has
+        worked. `is_hopeless`: until these requests end, the model will save less than following takes.
+        """
+        self._num_hopeless = self._num_hopeless + 1 if is_hopeless and not self.gives_up else 0
+        if not self.is_on:
+            if now_s >= self._resumes_at_s:
+                self._begin_trial()
+            return
+        self._num_trial_steps = max(self._num_trial_steps - (won_s + cost_s > 0.0), 0)
+        self._won_s += won_s
+        self._cost_s += cost_s
+        self._most_at_once = max(self._most_at_once, num_requests)
+        if self.gives_up or self._num_ended >= GENERATIONS * self._most_at_once:
+            self.is_on = self._won_s >= self._cost_s
+            if self.is_on:
+                self._watch_share = FIRST_WATCH_SHARE
+            else:
+                self._resumes_at_s = now_s + self._cost_s / self._watch_share
+                self._watch_share = max(WATCH_SHARE, self._watch_share / 2)
+            self._restart_evaluation()
+
+    def ended(self, num_requests: int) -> None:
+        """Takes note of followed requests that have ended."""
+        self._num_ended += num_requests
+
+    def begin(self) -> None:
+        """Starts a trial of a model whose weights have changed."""
+        self._watch_share = FIRST_WATCH_SHARE
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self.is_on, self._num_trial_steps, self._num_hopeless = True, HOPELESS_STEPS, 0
+        self._restart_evaluation()
+
+    def _restart_evaluation(self) -> None:
+        self._won_s = self._cost_s = 0.0
+        self._num_ended = self._most_at_once = 0

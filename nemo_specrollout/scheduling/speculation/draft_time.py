@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured cost of drafting with a model: seconds by the tokens that it reads and the depth that it drafts."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -26,14 +26,7 @@ READING_DECAY = 0.9
 """Factor on the earlier estimate of the read share at each new sample."""
 
 
-@njit("float64(int64, int64, int64, float64, float64, float64, float64)", cache=True, inline="always")
-def drafting_s(num_rows, num_requests, depth, fixed_s, row_s, pass_s, token_s):  # type: ignore[no-untyped-def]
-    """Returns `DraftCosts.draft_s`, for use in compiled kernels."""
-    return fixed_s + num_rows * row_s + (depth - 1) * pass_s + depth * num_requests * token_s
-
-
-@dataclass(frozen=True)
-class DraftCosts:
+class DraftCosts(NamedTuple):
     """Cost model of one drafting: a first pass over the unread tokens, then a short pass for each further draft token.
 
     Each pass samples one token for each request.
@@ -41,26 +34,28 @@ class DraftCosts:
 
     fixed_s: float = 0.0
     """Seconds of the first pass without its rows."""
-
     row_s: float = 0.0
     """Seconds for each unread token in the first pass."""
-
     pass_s: float = 0.0
     """Seconds of each further pass."""
-
     token_s: float = 0.0
     """Seconds to sample one token of one request."""
-
     read_share: float = 1.0
     """Duration of a first pass that samples nothing, relative to one that samples."""
 
     def draft_s(self, num_rows: int, num_requests: int, depth: int) -> float:
         """Returns the seconds to read `num_rows` tokens and draft `depth` (at least one) tokens for each request."""
-        return drafting_s(num_rows, num_requests, depth, self.fixed_s, self.row_s, self.pass_s, self.token_s)
+        return drafting_s(self, num_rows, num_requests, depth)
 
     def read_s(self, num_rows: int) -> float:
         """Returns the seconds to read `num_rows` tokens and draft none."""
         return self.read_share * self.draft_s(num_rows, 0, 1)
+
+
+@njit(cache=True, inline="always")
+def drafting_s(draft, num_rows, num_requests, depth):  # type: ignore[no-untyped-def]
+    """Returns `DraftCosts.draft_s`, for use in compiled kernels."""
+    return draft.fixed_s + num_rows * draft.row_s + (depth - 1) * draft.pass_s + depth * num_requests * draft.token_s
 
 
 class DraftTimes:
@@ -100,39 +95,29 @@ class DraftTimes:
         if self._costs is None or whole_s == 0.0:
             return
         self._read_share += (1.0 - READING_DECAY) * (min(seconds / whole_s, 1.0) - self._read_share)
-        self._costs = replace(self._costs, read_share=self._read_share)
+        self._costs = self._costs._replace(read_share=self._read_share)
 
     def costs(self) -> DraftCosts | None:
         """Returns the fitted cost model, or None before enough samples."""
         return self._costs
 
 
-@njit("float64[:](float64[:,:], float64[:])", cache=True)
+@njit("float64[:](float64[:,::1], float64[::1])", cache=True)
 def _least_deviations(terms, seconds):  # type: ignore[no-untyped-def]
     """Returns the x >= 0 that minimises sum |terms x - seconds|, by iteratively reweighted least squares.
 
-    A slight regularisation draws terms to zero that the samples do not determine.
+    Coordinate descent and a slight regularisation give the earlier of two terms that the samples do not tell apart.
     """
     num_samples, num_terms = terms.shape
     x = np.zeros(num_terms)
     weights = np.ones(num_samples)
     least = 0.02 * np.median(seconds) + 1e-9
     for _ in range(REWEIGHTINGS):
-        gram = np.zeros((num_terms, num_terms))
-        moment = np.zeros(num_terms)
-        for n in range(num_samples):
-            for i in range(num_terms):
-                moment[i] += weights[n] * terms[n, i] * seconds[n]
-                for j in range(num_terms):
-                    gram[i, j] += weights[n] * terms[n, i] * terms[n, j]
-        scale = np.sqrt(np.maximum(np.diag(gram), 1e-12))
+        weighted = terms * weights.reshape(-1, 1)
+        gram, moment = weighted.T @ terms, weighted.T @ seconds
         for _ in range(SWEEPS):
             for i in range(num_terms):
-                rest = moment[i]
-                for j in range(num_terms):
-                    if j != i:
-                        rest -= gram[i, j] * x[j]
-                x[i] = max(0.0, rest / (1.0001 * scale[i] * scale[i]))
-        for n in range(num_samples):
-            weights[n] = 1.0 / max(abs((terms[n] * x).sum() - seconds[n]), least)
+                rest = moment[i] - gram[i] @ x + gram[i, i] * x[i]
+                x[i] = max(0.0, rest / (1.0001 * max(gram[i, i], 1e-12)))
+        weights = 1.0 / np.maximum(np.abs(terms @ x - seconds), least)
     return x

@@ -4,11 +4,18 @@
 A step with n draft rows takes about as long as a plain step of as many rows, plus a constant for handling drafts. A draft row
 costs more or less than a request's row: it needs no scheduling, but it is accepted or rejected (docs/benchmarks/index.md).
 Samples are clipped and decayed, because clocks are noisy and contexts grow.
+
+The constants say how fast the table learns and forgets; none is a time of some machine. They were set by hand so that one
+stall has no lasting effect and drafts are tried again soon. `tests/test_scheduling.py` holds what they must achieve.
 """
 
-from dataclasses import dataclass
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numba import njit
+from scipy.optimize import isotonic_regression
 
 DECAY = 0.05
 """Learning rate of a bucket's mean."""
@@ -43,27 +50,20 @@ REFRESH = 32
 """Maximum number of samples between two predictions."""
 
 
-@dataclass(frozen=True)
-class StepCosts:
+class StepCosts(NamedTuple):
     """Predicted step times. A step of b requests and n > 0 draft rows takes `plain_s[b + n] + overhead_s - n * discount_s`
     seconds, and never less than `plain_s[b]`."""
 
     plain_s: np.ndarray
     """Seconds of a step without drafts by the number of requests, float64."""
-
     overhead_s: float = 0.0
     """Constant seconds of a step with drafts."""
-
     discount_s: float = 0.0
     """Seconds by which a draft row is cheaper than a request's row; negative if it is more expensive."""
 
     def step_s(self, num_requests: int, num_drafts: int) -> float:
         """Returns the predicted seconds of one step."""
-        plain_s = float(self.plain_s[num_requests])
-        if num_drafts == 0:
-            return plain_s
-        speculated_s = float(self.plain_s[num_requests + num_drafts]) + self.overhead_s - num_drafts * self.discount_s
-        return max(plain_s, speculated_s)
+        return speculated_s(self, num_requests, num_drafts) if num_drafts else float(self.plain_s[num_requests])
 
     def row_s(self, num_requests: int, num_drafts: int) -> float:
         """Returns the mean seconds that each of `num_drafts` draft rows adds. If there are none, assumes one a request."""
@@ -71,6 +71,14 @@ class StepCosts:
         if num_drafts <= 0:
             return 0.0
         return (self.step_s(num_requests, num_drafts) - self.step_s(num_requests, 0)) / num_drafts
+
+
+@njit(cache=True, inline="always")
+def speculated_s(costs, num_requests, num_drafts):  # type: ignore[no-untyped-def]
+    """Returns `StepCosts.step_s` of a step with drafts, for use in compiled kernels."""
+    plain_s = costs.plain_s
+    seconds = plain_s[num_requests + num_drafts] + costs.overhead_s - num_drafts * costs.discount_s
+    return max(seconds, plain_s[num_requests])
 
 
 class DraftSurcharge:
@@ -202,7 +210,8 @@ class StepTimeTable:
         rows, seconds, weights = np.array(self._rows)[known], np.array(self._seconds)[known], weights[known]
         fixed_s, row_s = _line(rows, seconds, weights)
         blended = (weights * seconds + LINE_WEIGHT * (fixed_s + row_s * rows)) / (weights + LINE_WEIGHT)
-        pooled = non_decreasing(blended, weights + LINE_WEIGHT)
+        # A running maximum would instead let one slow sample raise every larger batch.
+        pooled = isotonic_regression(blended, weights=weights + LINE_WEIGHT).x
         grid = np.arange(self._max_rows + 1)
         plain = np.interp(grid, rows, pooled)
         beyond = grid > rows[-1]
@@ -228,19 +237,30 @@ def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[f
     return float(mean_s) - row_s * float(mean_rows), row_s
 
 
-def non_decreasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns the non-decreasing sequence nearest to `values` in weighted squares, by pooling adjacent violators.
+def plain_batch_sizes(lengths: Sequence[int], max_num_seqs: int) -> np.ndarray:
+    """Returns the number of requests in each decode step, int64, if responses of these lengths get one token a step.
 
-    A running maximum would instead let one slow sample raise every larger batch. Source: Barlow et al. 1972.
+    Prefill produces a request's first token, so that token costs no decode step. At most `max_num_seqs` requests run at a
+    time, in the given order. The next request starts when one ends.
     """
-    # Each pool is [mean, weight, count].
-    pools: list[list[float]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        pools.append([value, weight, 1])
-        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
-            mean, total, count = pools.pop()
-            last = pools[-1]
-            last[0] = (last[0] * last[1] + mean * total) / (last[1] + total)
-            last[1] += total
-            last[2] += count
-    return np.repeat([p[0] for p in pools], [int(p[2]) for p in pools])
+    running: list[int] = []
+    spans = []
+    for length in lengths:
+        start = heapq.heappop(running) if len(running) == max_num_seqs else 0
+        spans.append((start, start + length - 1))
+        heapq.heappush(running, spans[-1][1])
+    changes = np.zeros(max(end for _, end in spans) + 1, np.int64)
+    for start, end in spans:
+        changes[start] += 1
+        changes[end] -= 1
+    return np.cumsum(changes)[:-1]
+
+
+def plain_estimate_s(lengths: Sequence[int], max_num_seqs: int, plain_step_s: Sequence[float], other_s: float) -> float:
+    """Returns the counterfactual: the estimated seconds of a plain rollout with these response lengths.
+
+    `plain_step_s[b]` is the table's time of a decode step of b requests. `other_s` is the time that the measured rollout
+    spent outside decode steps (prefill, start), which speculation does not change.
+    """
+    batches = plain_batch_sizes(lengths, max_num_seqs)
+    return other_s + float(np.asarray(plain_step_s)[batches].sum())
