@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from test_megatron import write_model as write_random_model
 from torch import Tensor
 
 from nemo_specrollout.config.run_sections import OptimizerConfig
-from nemo_specrollout.local import megatron_host, megatron_model
+from nemo_specrollout.local import megatron_model
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
@@ -39,8 +40,8 @@ from nemo_specrollout.training.checkpoints.weight_map import FusedQkv, weights_o
 pytestmark = pytest.mark.integration
 
 
-def load_policy(folder: Path, size: int = 1) -> MegatronPolicy:
-    return MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-3), tensor_model_parallel_size=size)
+def load_policy(folder: Path) -> MegatronPolicy:
+    return MegatronPolicy.from_pretrained(folder, optimizer=OptimizerConfig(lr=1e-3))
 
 
 # ---- layouts ----
@@ -192,10 +193,8 @@ def test_vocabulary_padding_is_cut(tmp_path: Path) -> None:
 
 def load_policy_of(tensors: dict[str, Tensor], shape: PolicyShape) -> GPTModel:
     """Returns a model whose first rows are the tensors."""
-    megatron_host.install()
-    config = megatron_model._transformer_config(shape, 1)
-    spec = megatron_model._layer_spec()
-    model = GPTModel(config, spec, shape.vocab_size, 128, position_embedding_type="rope")
+    megatron_model.install()
+    model = megatron_model.build_model(shape)
     fill(model, tensors, shape, range(shape.num_layers))
     return model
 
@@ -331,6 +330,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rank_main(rank: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(2)
     _tensor_parallel(folder)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(1, 2)
@@ -341,12 +343,31 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
 
 def _tensor_parallel(folder: Path) -> None:
     for name in ("model", "tied_model"):
-        policy = load_policy(folder / name, 2)
-        save_torch_dist(policy.model, folder / f"{name}_torch_dist_tp2")
+        model = _half(folder / name)
+        save_torch_dist(model, folder / f"{name}_torch_dist_tp2")
         if name == "model":
-            save_torch_dist(policy.model, folder / f"{name}_halved_tp2", singleton_local_shards=True)
-        save_torch(policy.model, folder / f"{name}_torch_tp2", f"mp_rank_0{dist.get_rank()}")
-        policy.save(folder / f"{name}_local_tp2" / "step_1")
+            save_torch_dist(model, folder / f"{name}_halved_tp2", singleton_local_shards=True)
+        save_torch(model, folder / f"{name}_torch_tp2", f"mp_rank_0{dist.get_rank()}")
+
+
+@torch.no_grad()
+def _half(folder: Path) -> GPTModel:
+    """Returns the tensor-parallel shard of this rank."""
+    shape, tensors = _shape(folder), _float32(folder)
+    config = replace(megatron_model.transformer_config(shape), tensor_model_parallel_size=2)
+    model = _gpt_model(config, shape)
+    parameters = dict(model.named_parameters())
+    for weight in weights_of_shape(shape):
+        shard = weight.layout.shard([tensors[name] for name in weight.hf], dist.get_rank(), 2)
+        parameters[weight.megatron].copy_(shard)
+    return model
+
+
+def _gpt_model(config: TransformerConfig, shape: PolicyShape, **stage: bool) -> GPTModel:
+    return GPTModel(
+        config, megatron_model.layer_spec(), shape.vocab_size, shape.max_positions, position_embedding_type="rope",
+        rotary_base=shape.rotary_base, share_embeddings_and_output_weights=shape.tied, **stage,
+    )  # fmt: skip
 
 
 def _pipeline_parallel(folder: Path) -> None:
@@ -372,14 +393,13 @@ def _float32(folder: Path) -> dict[str, Tensor]:
 def _first_or_last_stage(shape: PolicyShape) -> GPTModel:
     """Returns the pipeline stage of this rank: one layer on the first, the rest on the second."""
     config = replace(
-        megatron_model._transformer_config(shape, 1),
+        megatron_model.transformer_config(shape),
         pipeline_dtype=torch.float32, batch_p2p_comm=False, pipeline_model_parallel_size=2,
         num_layers_in_first_pipeline_stage=1,
     )  # fmt: skip
-    return GPTModel(
-        config, megatron_model._layer_spec(), shape.vocab_size, shape.max_positions, position_embedding_type="rope",
-        rotary_base=shape.rotary_base, share_embeddings_and_output_weights=shape.tied,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+    return _gpt_model(
+        config, shape, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
 
 
@@ -387,9 +407,7 @@ def _first_or_last_stage(shape: PolicyShape) -> GPTModel:
     ("name", "model"),
     [
         ("halved_tp2", "model"),
-        *itertools.product(
-            ("torch_dist_tp2", "torch_tp2", "local_tp2/step_1", "torch_dist_pp2", "torch_pp2"), ("model", "tied_model")
-        ),
+        *itertools.product(("torch_dist_tp2", "torch_tp2", "torch_dist_pp2", "torch_pp2"), ("model", "tied_model")),
     ],
 )
 def test_checkpoints_of_two_ranks_are_read_bit_exactly(two_ranks: Path, name: str, model: str, tmp_path: Path) -> None:
@@ -401,13 +419,11 @@ def test_a_checkpoint_without_one_of_its_ranks_is_refused(two_ranks: Path, tmp_p
         ("torch_tp2", "iter_0000005/mp_rank_01", "the config says"),
         ("torch_pp2", "iter_0000005/mp_rank_00_001", "lacks decoder"),
         ("torch_pp2", "iter_0000005/mp_rank_00_000", "is incomplete"),
-        ("local_tp2", "step_1/rank_1_of_2.pt", "is incomplete"),
         ("torch_dist_tp2", "iter_0000000/__1_0.distcp", "is damaged or incomplete"),
     ):
         shutil.copytree(two_ranks / f"model_{name}", tmp_path / "run")
         path = tmp_path / "run" / gone
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         with pytest.raises(ValueError, match=what):
-            folder = path.parent if name == "local_tp2" else tmp_path / "run"
-            policy_folder(folder, tmp_path / "out", str(two_ranks / "model"))
+            policy_folder(tmp_path / "run", tmp_path / "out", str(two_ranks / "model"))
         shutil.rmtree(tmp_path / "run")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, TINY_ROLLOUTS
+from safetensors.torch import save_file
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -374,7 +375,8 @@ def test_refit_arrives_bit_exactly(
     inputs = LossInputs(batch.response_mask_BT, advantages_B, prev_BT, prev_BT)
     assert policy.train_step(batch, inputs, LossConfig())[0]["grad_norm"] > 0
     engine.load_weights(policy.hf_tensors())
-    policy.save_pretrained(tmp_path / "trained")
+    shutil.copytree(model, tmp_path / "trained")
+    save_file(dict(policy.hf_tensors()), tmp_path / "trained" / "model.safetensors", metadata={"format": "pt"})
     after = engine.generate(requests())
     assert_same(after, start_engine(tmp_path / "trained", SpecrolloutConfig()).generate(requests()))
     assert [r.token_ids for r in after] != [r.token_ids for r in before], "the step changed nothing"

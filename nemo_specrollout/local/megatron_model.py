@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron-Core `GPTModel` on the CPU, the batches it reads and their log-probs.
+"""A Megatron-Core `GPTModel` in this process, on the CPU: its setup and weights, its batches and their log-probs.
 
-Shapes: B sequences, b of a micro batch, T positions, V vocabulary, H hidden, N heads, D head dimension. Sequences are
+Shapes: B sequences, b of a micro batch, T positions, V vocabulary, N heads, D head dimension. Sequences are
 right-padded, so the causal mask is enough: results at padded positions are never used.
 """
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -20,16 +22,35 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+from nemo_specrollout.training.checkpoints.weight_map import EMBEDDING, LM_HEAD, weights_of_shape
 
-NO_FUSIONS = {
-    "gradient_accumulation_fusion": False,
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "persist_layer_norm": False,
-}
+_world: dist.ProcessGroup | None = None
+"""Default process group of Megatron's groups. If torch has another one now, they are stale."""
+
+
+def install() -> None:
+    """Sets up Megatron-Core's device and groups, for one process. Cheap: repeat it before each use of a model.
+
+    Megatron-Core asks `torch.cuda.current_device()` where to put its rotary table; here the answer is the CPU. vLLM in
+    the same process may share the process group, and destroys it when an engine shuts down.
+
+    Raises:
+        RuntimeError: CUDA is available. Part of the local policy would end up on the GPU.
+    """
+    global _world  # noqa: PLW0603
+    if torch.cuda.is_available():
+        raise RuntimeError("the local policy runs on the CPU: hide the GPUs with CUDA_VISIBLE_DEVICES=''")
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if _world is not dist.group.WORLD:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        _world = dist.group.WORLD
+
+
+# Batches
 
 
 @dataclass(frozen=True)
@@ -69,29 +90,25 @@ class TokenBatch:
     @property
     def valid_mask_BT(self) -> Tensor:
         """True at tokens, false at padding."""
-        return self._positions_T < self.lengths_B.unsqueeze(1)
+        return torch.arange(self.tokens_BT.shape[1]) < self.lengths_B.unsqueeze(1)
 
     @property
     def response_mask_BT(self) -> Tensor:
         """True at generated tokens."""
-        return self.valid_mask_BT & (self._positions_T >= self.prompt_lengths_B.unsqueeze(1))
-
-    @property
-    def _positions_T(self) -> Tensor:
-        return torch.arange(self.tokens_BT.shape[1])
+        return self.valid_mask_BT & (torch.arange(self.tokens_BT.shape[1]) >= self.prompt_lengths_B.unsqueeze(1))
 
     def micro_batches(self, micro_batch_tokens: int) -> Iterator[tuple[Tensor, int]]:
         """Yields (rows [b], longest length), rows sorted by length, with b x longest <= micro_batch_tokens if b > 1."""
         rows: list[int] = []
         for row in self.lengths_B.argsort(stable=True).tolist():
             if rows and (len(rows) + 1) * int(self.lengths_B[row]) > micro_batch_tokens:
-                yield self._micro_batch(rows)
+                yield torch.tensor(rows), int(self.lengths_B[rows[-1]])
                 rows = []
             rows.append(row)
-        yield self._micro_batch(rows)
+        yield torch.tensor(rows), int(self.lengths_B[rows[-1]])
 
-    def _micro_batch(self, rows: list[int]) -> tuple[Tensor, int]:
-        return torch.tensor(rows), int(self.lengths_B[rows[-1]])
+
+# The model
 
 
 class CausalAttention(MegatronModule):
@@ -110,19 +127,11 @@ class CausalAttention(MegatronModule):
         return context_BNTD.permute(2, 0, 1, 3).flatten(2)
 
 
-def build_model(
-    hf_config: Mapping[str, Any], tensor_model_parallel_size: int = 1, dtype: torch.dtype = torch.float32
-) -> GPTModel:
-    """Returns this rank's shard of the model in `dtype`, with uninitialised weights. Call `megatron_host.install` first.
-
-    Raises:
-        ValueError: The config needs something that this trainer lacks, or does not divide over the ranks.
-    """
-    shape = PolicyShape.from_hf(hf_config)
-    shape.check_divides(tensor_model_parallel_size)
+def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTModel:
+    """Returns the model in `dtype`, with uninitialised weights. Call `install` first."""
     model = GPTModel(
-        _transformer_config(shape, tensor_model_parallel_size, dtype),
-        _layer_spec(shape.has_qk_norm),
+        transformer_config(shape, dtype),
+        layer_spec(shape.has_qk_norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_positions,
         position_embedding_type="rope",
@@ -132,11 +141,9 @@ def build_model(
     return model.to(dtype)  # norms are made in float32
 
 
-def _transformer_config(
-    shape: PolicyShape, tensor_model_parallel_size: int, dtype: torch.dtype = torch.float32
-) -> TransformerConfig:
+def transformer_config(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> TransformerConfig:
+    """Returns Megatron-Core's config of the network, without the fusions that need a GPU."""
     return TransformerConfig(
-        tensor_model_parallel_size=tensor_model_parallel_size,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -156,14 +163,45 @@ def _transformer_config(
         use_cpu_initialization=True,
         perform_initialization=False,
         cuda_graph_scope=[],
-        **NO_FUSIONS,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        persist_layer_norm=False,
     )
 
 
-def _layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
+def layer_spec(has_qk_norm: bool = True) -> ModuleSpec:
+    """Returns the modules of a layer: Megatron's own, but for the attention."""
     spec = get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     return spec
+
+
+@torch.no_grad()
+def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the Hugging Face tensors of a checked folder into the model.
+
+    Raises:
+        ValueError: The embedding is also the LM head, but the checkpoint has another LM head.
+    """
+    if shape.tied and LM_HEAD in tensors and not torch.equal(tensors[LM_HEAD], tensors[EMBEDDING]):
+        raise ValueError(f"{LM_HEAD} differs from {EMBEDDING}, but config.json ties the two: set tie_word_embeddings")
+    parameters = dict(model.named_parameters())
+    for weight in weights_of_shape(shape):
+        parameters[weight.megatron].copy_(weight.layout.shard([tensors[name] for name in weight.hf], 0, 1))
+
+
+@torch.no_grad()
+def export_hf(model: GPTModel, shape: PolicyShape) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, float32 tensor): copies."""
+    parameters = dict(model.named_parameters())
+    for weight in weights_of_shape(shape):
+        full = weight.layout.unshard([parameters[weight.megatron].detach()])
+        for name, tensor in zip(weight.hf, full, strict=True):
+            yield name, tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0) -> Tensor:
@@ -176,6 +214,6 @@ def token_logprobs(model: GPTModel, tokens_BT: Tensor, temperature: float = 1.0)
 
 
 def next_token_logits(model: GPTModel, tokens_BT: Tensor) -> Tensor:
-    """Returns logits [B, T, V / tensor-parallel size] after each position, for this rank's slice of the vocabulary."""
+    """Returns logits [B, T, V] after each position."""
     positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
     return model(tokens_BT, positions_BT, attention_mask=None)

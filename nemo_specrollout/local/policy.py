@@ -4,39 +4,36 @@
 Shapes: B sequences of a global batch, b of a micro batch, T positions. Sequences are right-padded.
 """
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_specrollout.config.files import check_seal, seal_folder, sync_folder
+from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
-from nemo_specrollout.local import megatron_host
-from nemo_specrollout.local.grpo import LossInputs, LossMetrics, Normalizer, clipped_policy_loss
-from nemo_specrollout.local.megatron_model import TokenBatch, build_model, token_logprobs
-from nemo_specrollout.local.megatron_weights import export_hf, load_hf, weights_of
-from nemo_specrollout.training.checkpoints.weight_map import Replicated
+from nemo_specrollout.local.grpo import LossInputs, clipped_policy_loss
+from nemo_specrollout.local.megatron_model import TokenBatch, build_model, export_hf, install, load_hf, token_logprobs
+from nemo_specrollout.training.checkpoints.policy_folder import check_trainable
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 
 MICRO_BATCH_TOKENS = 2048
 """Padded tokens of one forward pass: few enough for a CPU's cache, enough to hide the overhead of a call."""
+STATE_FILE = "rank_0_of_1.pt"
+"""File of a checkpoint. The name says that one rank has the whole model."""
 
 
 class MegatronPolicy:
     """The model being trained, with its optimizer and step count.
 
-    Owns this rank's shard of the weights. With tensor parallelism, every rank calls every method with the same arguments.
     In bfloat16, the optimizer works on float32 copies, from which the model's weights are rounded.
 
     Invariant: weights, optimizer state and learning rate are the result of exactly `step` optimizer steps. A step that fails
@@ -49,42 +46,52 @@ class MegatronPolicy:
         engine.load_weights(policy.hf_tensors())
     """
 
-    def __init__(self, model: GPTModel, optimizer: OptimizerConfig, tensor_model_parallel_size: int, source: Path):
+    def __init__(self, model: GPTModel, shape: PolicyShape, optimizer: OptimizerConfig) -> None:
         self.model = model
         self.config = optimizer
         self.step = 0
-        self._size = tensor_model_parallel_size
-        self._source = source
-        self._masters = {name: _master_of(p) for name, p in model.named_parameters()}
-        self._optimizer = _build_optimizer(list(self._masters.values()), optimizer)
-        self._scheduler = _build_scheduler(self._optimizer, optimizer)
+        self._shape = shape
+        # What the optimizer changes: a float32 parameter itself, or a float32 copy of another.
+        self._masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in model.named_parameters()
+        }
+        self._copied = {name: p for name, p in model.named_parameters() if p is not self._masters[name]}
+        matrices, norms = (
+            [p for p in self._masters.values() if (p.dim() == 1) == is_norm] for is_norm in (False, True)
+        )
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(
+            groups,
+            lr=optimizer.lr,
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            weight_decay=optimizer.weight_decay,
+        )
 
     @classmethod
     def from_pretrained(
-        cls,
-        folder: Path,
-        *,
-        optimizer: OptimizerConfig,
-        tensor_model_parallel_size: int = 1,
-        dtype: torch.dtype = torch.float32,
+        cls, folder: Path, *, optimizer: OptimizerConfig, dtype: torch.dtype = torch.float32
     ) -> "MegatronPolicy":
         """Reads a Hugging Face folder of a Qwen3 or a Llama (config.json and *.safetensors) into a model of `dtype`.
 
         Raises:
-            ValueError: The folder lacks a file, or this trainer does not support the model.
+            ValueError: The folder lacks a file or a tensor, or this trainer does not support the model.
         """
-        megatron_host.install(tensor_model_parallel_size)
-        hf_config, tensors = _read_hf_folder(folder)
-        model = build_model(hf_config, tensor_model_parallel_size, dtype)
-        load_hf(model, tensors)
-        return cls(model, optimizer, tensor_model_parallel_size, folder)
+        install()
+        hf_config = read_object(folder / "config.json")
+        check_trainable(folder, hf_config)
+        shape = PolicyShape.from_hf(hf_config)
+        model = build_model(shape, dtype)
+        load_hf(model, shape, {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()})
+        return cls(model, shape, optimizer)
 
     @torch.no_grad()
     def logprobs(
         self, batch: TokenBatch, temperature: float = 1.0, micro_batch_tokens: int = MICRO_BATCH_TOKENS
     ) -> Tensor:
         """Returns log p(token | prefix) under logits / temperature, [B, T]; 0.0 at position 0 and at padding."""
-        megatron_host.install(self._size)
+        install()
         logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         for rows_b, longest in batch.micro_batches(micro_batch_tokens):
             logprobs_BT[rows_b, :longest] = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
@@ -102,92 +109,91 @@ class MegatronPolicy:
         """Takes one optimizer step on the whole batch. The gradient does not depend on the micro batches.
 
         Returns:
-            The fields of `LossMetrics` with grad_norm (before clipping), lr and num_valid_tokens; and the result that
-            `logprobs` would have had before the step, [B, T].
+            The metrics of `clipped_policy_loss` with grad_norm (before clipping), lr and num_valid_tokens; and the result
+            that `logprobs` would have had before the step, [B, T].
 
         Raises:
             FloatingPointError: The gradient is not finite. The policy is unchanged.
         """
-        megatron_host.install(self._size)
-        metrics, logprobs_BT = self._backward(batch, inputs, loss_cfg, temperature, micro_batch_tokens)
-        grad_norm, lr = self._clip_gradient(), self._optimizer.param_groups[0]["lr"]
-        self._optimizer.step()
-        self._publish()
-        self._scheduler.step(1)
-        self.step += 1
-        num_valid_tokens = float(inputs.mask_BT.sum())
-        figures = {**asdict(metrics), "grad_norm": grad_norm, "lr": lr, "num_valid_tokens": num_valid_tokens}
-        return figures, logprobs_BT
-
-    def _backward(
-        self, batch: TokenBatch, inputs: LossInputs, loss_cfg: LossConfig, temperature: float, micro_batch_tokens: int
-    ) -> tuple[LossMetrics, Tensor]:
-        """Sums the gradients of all micro batches, each normalised by the counts of the whole batch."""
+        install()
         self._optimizer.zero_grad()
-        normalizer, total = Normalizer.of(inputs.mask_BT), LossMetrics.zero()
-        all_BT = torch.zeros(batch.tokens_BT.shape)
+        metrics: dict[str, float] = {}
+        logprobs_BT = torch.zeros(batch.tokens_BT.shape)
         for rows_b, longest in batch.micro_batches(micro_batch_tokens):
             logprobs_bT = token_logprobs(self.model, batch.tokens_BT[rows_b, :longest], temperature)
-            loss, metrics = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, normalizer)
+            loss, figures = clipped_policy_loss(logprobs_bT, inputs.rows(rows_b, longest), loss_cfg, inputs.mask_BT)
             loss.backward()
             self._collect_gradients()
-            total = total + metrics
-            all_BT[rows_b, :longest] = logprobs_bT.detach()
-        return total, all_BT.where(batch.valid_mask_BT, 0.0)
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in figures.items()}
+            logprobs_BT[rows_b, :longest] = logprobs_bT.detach()
+        grad_norm, lr = self._clip_gradient(), self._learning_rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._round_copies()
+        self.step += 1
+        num_valid_tokens = float(inputs.mask_BT.sum())
+        totals = {**metrics, "grad_norm": grad_norm, "lr": lr, "num_valid_tokens": num_valid_tokens}
+        return totals, logprobs_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
-        """Moves the gradients of a micro batch from the model to its float32 copies, where there are copies."""
-        for name, parameter in self.model.named_parameters():
-            master = self._masters[name]
-            if master is not parameter and parameter.grad is not None:
-                gradient = parameter.grad.float()
+        """Adds the gradients of a micro batch to those of the float32 copies."""
+        for name, parameter in self._copied.items():
+            if parameter.grad is not None:
+                master, gradient = self._masters[name], parameter.grad.float()
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Rounds the float32 copies into the model, where there are copies."""
-        for name, parameter in self.model.named_parameters():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
+    def _round_copies(self) -> None:
+        for name, parameter in self._copied.items():
+            parameter.copy_(self._masters[name])
 
     def _clip_gradient(self) -> float:
-        """Completes the gradient over the ranks, scales it to at most `clip_grad`, and returns its norm before that."""
-        parameters = self._masters
-        split_sum, replicated_sum = torch.zeros(()), torch.zeros(())
-        for weight in weights_of(self.model):
-            grad = _finished_gradient(parameters[weight.megatron], weight.megatron)
-            total = replicated_sum if isinstance(weight.layout, Replicated) else split_sum
-            total += grad.square().sum()
-        dist.all_reduce(split_sum)
-        norm = math.sqrt(float(split_sum + replicated_sum))
-        if not math.isfinite(norm):
+        """Scales the gradient to a norm of at most `clip_grad`; returns its norm before that."""
+        masters = list(self._masters.values())
+        total = torch.nn.utils.get_total_norm([p.grad for p in masters if p.grad is not None])
+        if not math.isfinite(norm := float(total)):
             raise FloatingPointError(f"the gradient norm is {norm} at optimizer step {self.step}, which is not taken")
-        if 0 < self.config.clip_grad < norm:
-            for parameter in parameters.values():
-                assert parameter.grad is not None
-                parameter.grad.mul_(self.config.clip_grad / (norm + 1e-6))
+        if self.config.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(masters, self.config.clip_grad, total)
         return norm
 
+    def _learning_rate(self) -> float:
+        """Returns the rate of the next step: a linear warm-up, then constant."""
+        c = self.config
+        if self.step >= c.lr_warmup_iters:
+            return c.lr
+        return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * self.step / c.lr_warmup_iters
+
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, full float32 tensor) for the engine: copies that later steps do not change."""
-        megatron_host.install(self._size)
-        return export_hf(self.model)
+        """Yields (Hugging Face name, float32 tensor) for the engine: copies that later steps do not change."""
+        return export_hf(self.model, self._shape)
 
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer state and step count to `folder` atomically; replaces an older one.
+        """Writes weights, optimizer state and step count to `folder` by one rename; replaces an older one.
 
-        With `checksums.json`, `load` can tell whether the files are undamaged. Raises OSError, e.g. if the disk is full.
+        With `checksums.json`, `load` can tell whether the files are undamaged. If the disk is full, the unfinished folder
+        is removed. Raises OSError.
         """
-        megatron_host.install(self._size)
         state = {
             "model": {name: p.detach() for name, p in self._masters.items()},
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "optimizer_config": asdict(self.config),
         }
-        with _replacing(folder, sealed=True) as temporary:
-            _save(state, temporary / self._shard_name)
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            _save(state, temporary / STATE_FILE)
+            seal_folder(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        sync_folder(folder.parent)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -195,96 +201,26 @@ class MegatronPolicy:
 
         Raises:
             DamagedFolder: A file is not what `save` wrote.
-            ValueError: There is no checkpoint for this number of ranks, or it has another model or optimizer config.
+            ValueError: The checkpoint has another model or optimizer config.
         """
-        megatron_host.install(self._size)
-        if not (file := folder / self._shard_name).is_file():
-            raise ValueError(f"{folder} has no {self._shard_name}: save and load with equal tensor_model_parallel_size")
         check_seal(folder)
-        state = torch.load(file, weights_only=True)
-        self._check_same_optimizer(state["optimizer_config"], folder)
-        _check_same_parameters(self._masters, state["model"], folder)
+        state = torch.load(folder / STATE_FILE, weights_only=True)
+        for field in fields(self.config):
+            if (ours := getattr(self.config, field.name)) != state["optimizer_config"][field.name]:
+                raise ValueError(
+                    f"optimizer.{field.name}={ours}, but {folder} was trained with "
+                    f"{state['optimizer_config'][field.name]}: restore the old value, or start a new run"
+                )
+        ours, saved = ({(n, p.shape) for n, p in tensors.items()} for tensors in (self._masters, state["model"]))
+        if differing := sorted(name for name, _ in ours ^ saved):
+            raise ValueError(
+                f"{folder} holds another model: {differing[0]} differs; load the model it was trained from"
+            )
         for name, parameter in self._masters.items():
             parameter.copy_(state["model"][name])
-        self._publish()
+        self._round_copies()
         self._optimizer.load_state_dict(state["optimizer"])
-        self.step = self._scheduler.num_steps = state["step"]
-        self._scheduler.step(0)
-
-    def _check_same_optimizer(self, saved: dict[str, Any], folder: Path) -> None:
-        for field in fields(self.config):
-            if (ours := getattr(self.config, field.name)) != saved[field.name]:
-                raise ValueError(
-                    f"optimizer.{field.name}={ours}, but {folder} was trained with {saved[field.name]}: "
-                    "restore the old value, or start a new run from save_pretrained's folder"
-                )
-
-    @property
-    def _shard_name(self) -> str:
-        return f"rank_{dist.get_rank()}_of_{self._size}.pt"
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Writes a Hugging Face folder: model.safetensors, and copies of the config and tokenizer files."""
-        tensors = dict(self.hf_tensors())
-        with _replacing(folder) as temporary:
-            if dist.get_rank() == 0:
-                save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-                for file in _companion_files(self._source):
-                    shutil.copy(file, temporary)
-
-
-def _master_of(parameter: Tensor) -> Tensor:
-    """Returns the tensor that the optimizer changes: a float32 parameter itself, or a float32 copy of another."""
-    if parameter.dtype == torch.float32:
-        return parameter
-    return parameter.detach().float().requires_grad_()
-
-
-def _build_optimizer(parameters: list[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "wd_mult": 1.0},
-        {"params": [p for p in parameters if p.dim() == 1], "wd_mult": 0.0},
-    ]
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, weight_decay=config.weight_decay)
-
-
-def _build_scheduler(optimizer: torch.optim.AdamW, config: OptimizerConfig) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=config.lr_warmup_init,
-        max_lr=config.lr,
-        min_lr=0.0,
-        lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=config.lr_warmup_iters + 1,
-        lr_decay_style="constant",
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-
-
-def _finished_gradient(parameter: Tensor, name: str) -> Tensor:
-    assert parameter.grad is not None, f"{name} took no part in the loss"
-    if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-        # Each rank has the gradient through its own heads only. Other replicated weights have their full gradient already.
-        dist.all_reduce(parameter.grad)
-    return parameter.grad
-
-
-def _check_same_parameters(ours: dict[str, Tensor], saved: dict[str, Tensor], folder: Path) -> None:
-    shapes = [{(name, tuple(tensor.shape)) for name, tensor in tensors.items()} for tensors in (ours, saved)]
-    if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
-        raise ValueError(f"{folder} holds another model: {differing[0]} differs; load the model it was trained from")
-
-
-def _read_hf_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files or not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not a Hugging Face model folder: it needs config.json and *.safetensors")
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return json.loads((folder / "config.json").read_text()), tensors
+        self.step = state["step"]
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -294,37 +230,3 @@ def _save(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
         except RuntimeError as error:
             raise (error.__context__ or error) from None
-
-
-def _companion_files(folder: Path) -> list[Path]:
-    files = [file for pattern in ("*.json", "*.txt", "*.jinja") for file in folder.glob(pattern)]
-    return [file for file in files if not file.name.endswith(".index.json")]
-
-
-@contextmanager
-def _replacing(folder: Path, sealed: bool = False) -> Iterator[Path]:
-    """Yields a new folder that takes the place of `folder` when the block ends without an error; all ranks together.
-
-    `sealed` adds the checksums of its files. If the block fails, the new folder is removed, which frees a full disk.
-    """
-    temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old")
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    try:
-        yield temporary
-        dist.barrier()
-        if sealed and dist.get_rank() == 0:
-            seal_folder(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if dist.get_rank() == 0:
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(temporary, folder)
-        sync_folder(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()

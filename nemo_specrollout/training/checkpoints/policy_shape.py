@@ -87,15 +87,6 @@ class PolicyShape:
             **({} if self.tied else {LM_HEAD: (self.vocab_size, hidden)}),
         }
 
-    def check_divides(self, tensor_model_parallel_size: int) -> None:
-        """Raises ValueError unless every split dimension divides by the number of tensor-parallel ranks."""
-        for field in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
-            if (value := getattr(self, field)) % tensor_model_parallel_size:
-                raise ValueError(
-                    f"{field}={value} does not divide by tensor_model_parallel_size={tensor_model_parallel_size}: "
-                    "choose a size that does"
-                )
-
 
 def _positive(config: Mapping[str, Any], name: str) -> float:
     value = config.get(name)
