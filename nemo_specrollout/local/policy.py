@@ -137,7 +137,7 @@ class MegatronPolicy:
         return totals, logprobs_BT.where(batch.valid_mask_BT, 0.0)
 
     def _collect_gradients(self) -> None:
-        """Adds the gradients of a micro batch to those of the float32 copies."""
+        """Adds the gradients of a micro batch to the gradients of the float32 copies."""
         for name, parameter in self._copied.items():
             if parameter.grad is not None:
                 master, gradient = self._masters[name], parameter.grad.float()
