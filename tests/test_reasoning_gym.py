@@ -13,9 +13,8 @@ from conftest import STEP_ADDER
 from benchmarks.policies.worked_solutions import DIRECT_RATE, worked_solution
 from nemo_specrollout.config.run_sections import DataConfig, TaskConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.local.reasoning_gym_task import GymProblem, ReasoningGymTask, check_tasks
 from nemo_specrollout.local.step_rollout import load_tokenizer
-from nemo_specrollout.local.tasks import build_task
+from nemo_specrollout.local.tasks import GymProblem, ReasoningGymTask, build_task, check_tasks
 
 pytestmark = pytest.mark.unit
 

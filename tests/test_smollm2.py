@@ -221,9 +221,9 @@ def test_the_tokens_of_the_real_model_equal_plain_decoding(
     real_model: Path, start_engine: Callable[..., Any], sampling: dict[str, Any]
 ) -> None:
     from nemo_specrollout.generation.requests import RolloutRequest
-    from nemo_specrollout.local.free_text import FreeText
     from nemo_specrollout.local.statistics import count_equal
     from nemo_specrollout.local.step_rollout import load_tokenizer
+    from nemo_specrollout.local.tasks import FreeText
 
     task = FreeText(load_tokenizer(real_model))
     requests = [RolloutRequest(task.encode(p), i, s) for i, p in enumerate(task.problems(3, 4)) for s in range(2)]

@@ -198,7 +198,7 @@ def test_warm_start_depends_on_its_seed_and_keeps_other_folders(tmp_path):
 
 
 def test_free_text_is_a_list_of_prompts_without_a_reward() -> None:
-    from nemo_specrollout.local.free_text import FreeText
+    from nemo_specrollout.local.tasks import FreeText
 
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

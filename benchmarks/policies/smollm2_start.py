@@ -34,9 +34,8 @@ from benchmarks.policies.warm_start_data import IGNORED, Example, cut_batches, p
 from benchmarks.policies.worked_solutions import worked_solution
 from nemo_specrollout.config.run_sections import TaskConfig
 from nemo_specrollout.generation.arguments import set_process_environment
-from nemo_specrollout.local.free_text import FreeText
-from nemo_specrollout.local.reasoning_gym_task import ReasoningGymTask
 from nemo_specrollout.local.step_rollout import load_tokenizer
+from nemo_specrollout.local.tasks import FreeText, ReasoningGymTask
 
 TASKS = (
     TaskConfig("chain_sum", 1.0, {"min_terms": 2, "max_terms": 12, "max_digits": 2}),

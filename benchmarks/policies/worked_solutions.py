@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_specrollout.local.grammar import Grammar, Writer
+from nemo_specrollout.local.step_addition import Grammar, Writer
 
 HABIT = 0.75
 """Probability that a solution words a step like the step before."""

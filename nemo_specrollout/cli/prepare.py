@@ -193,7 +193,7 @@ def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
 def check_task(data: DataConfig) -> None:
     """Raises ConfigError for tasks or options that do not exist."""
     if data.dataset_name == "reasoning_gym":
-        from nemo_specrollout.local.reasoning_gym_task import check_tasks
+        from nemo_specrollout.local.tasks import check_tasks
 
         check_tasks(data.tasks, "data.tasks")
 

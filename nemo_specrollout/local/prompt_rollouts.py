@@ -54,9 +54,8 @@ def task_prompts(config_file: Path, num: int, seed: int) -> list[list[int]]:
     The prompts come from its `bench.workloads` in turn, or else from its `data`. Raises ConfigError for an invalid
     config, and for tasks that do not exist.
     """
-    from nemo_specrollout.local.reasoning_gym_task import check_tasks
     from nemo_specrollout.local.step_rollout import load_tokenizer
-    from nemo_specrollout.local.tasks import build_task
+    from nemo_specrollout.local.tasks import build_task, check_tasks
 
     config, _ = read_run_config(load_config(config_file, []))  # a full check would want the head that is to be made
     for data in config.workloads.values():

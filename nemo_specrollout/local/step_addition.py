@@ -11,22 +11,18 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from nemo_specrollout.local.grammar import Writer
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MIN_TERMS = 2
-"""Fewest terms of a sum."""
-MAX_TERMS = 16
-"""Most terms of a sum."""
+MIN_TERMS, MAX_TERMS = 2, 16
+"""Fewest and most terms of a sum."""
 MAX_TERM = 30
 """Largest term."""
 MEDIAN_TERMS = 5.0
@@ -78,6 +74,36 @@ PROMPT = "please add {terms} . work step by step ."
 ANSWER = "answer : {s}"
 
 _ANSWER = re.compile(r"answer\s*:\s*([0-9](?:\s*[0-9])*)")
+_SYMBOL = re.compile(r"<(\w+)>")
+
+Grammar = Mapping[str, Mapping[str, float]]
+"""Symbol -> its expansions and their odds. `<symbol>` in an expansion is expanded, `{name}` is filled in at the end."""
+
+
+class Writer:
+    """Writes the sentences of one response by a grammar.
+
+    With probability `habit`, a writer expands a symbol as it did the last time. The responses of two writers differ more
+    than two sentences of one writer do, as with people and with language models.
+    """
+
+    def __init__(self, grammar: Grammar, rng: random.Random, habit: float) -> None:
+        self._grammar, self._rng, self._habit = grammar, rng, habit
+        self._last: dict[str, str] = {}
+
+    def write(self, symbol: str, **values: object) -> str:
+        """Returns a sentence of `symbol`. An expansion that names `{rest}` is left out where `rest` is empty."""
+        return self._expand(symbol, bool(values.get("rest"))).format(**values)
+
+    def _expand(self, symbol: str, has_rest: bool) -> str:
+        odds = {text: odds for text, odds in self._grammar[symbol].items() if has_rest or "{rest}" not in text}
+        last = self._last.get(symbol)
+        if last in odds and self._rng.random() < self._habit:
+            chosen = last
+        else:
+            chosen = self._rng.choices(list(odds), list(odds.values()))[0]
+            self._last[symbol] = chosen
+        return _SYMBOL.sub(lambda match: self._expand(match.group(1), has_rest), chosen)
 
 
 @dataclass(frozen=True)
