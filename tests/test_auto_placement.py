@@ -10,12 +10,13 @@ from conftest import QUICKSTART, ROOT
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
+    DRAFTERS,
     MtpDrafterConfig,
+    NgramDrafterConfig,
     RemoteDrafterConfig,
     SuffixDrafterConfig,
-    build_drafter,
 )
-from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.config.strict import ConfigError, build, build_tagged
 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
 from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
@@ -82,7 +83,12 @@ def test_unmeasured_thread_counts_use_the_measured_ones() -> None:
 def test_auto_placement_needs_a_profile_and_own_drafters(change: dict[str, object]) -> None:
     values = {"type": "remote", "model": "x", "workers": 1, "placement": "auto", "profile": "p", **change}
     with pytest.raises(ConfigError, match=r"drafters\.placement: 'auto'.*nemo-specrollout profile"):
-        build_drafter({k: v for k, v in values.items() if v is not None}, "drafters")
+        build_tagged(DRAFTERS, {k: v for k, v in values.items() if v is not None}, "drafters")
+
+
+def test_options_of_another_type_may_have_their_default() -> None:
+    values = {"type": "ngram", "most_ahead": 24, "addresses": [], "vllm_kwargs": {}, "sampling": "shared_noise"}
+    assert build_tagged(DRAFTERS, values, "drafters[0]") == NgramDrafterConfig()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_auto_placement_needs_a_profile_and_own_drafters(change: dict[str, objec
 )
 def test_an_option_of_another_drafter_type_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^drafters\[0\]\.{message}"):
-        build_drafter(values, "drafters[0]")
+        build_tagged(DRAFTERS, values, "drafters[0]")
 
 
 def test_check_prints_the_placement(

@@ -17,13 +17,13 @@ from test_model_drafters import LONG, assert_same_drafts, recorded, worker_of
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
+    DRAFTERS,
     BlockDrafterConfig,
     DflashDrafterConfig,
     DsparkDrafterConfig,
-    build_drafter,
 )
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation import compat, speculator_patches
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
 from nemo_specrollout.generation.engine import RolloutEngine
@@ -186,7 +186,7 @@ def test_a_drafter_that_this_vllm_lacks_is_refused(monkeypatch: pytest.MonkeyPat
 
     def check(method: str) -> None:
         values = {"type": method} if method == "mtp" else {"type": method, "model": "a/b"}
-        compat.check_drafters(SpecrolloutConfig(drafters=(NGRAM, build_drafter(values, "drafter"))))
+        compat.check_drafters(SpecrolloutConfig(drafters=(NGRAM, build_tagged(DRAFTERS, values, "drafter"))))
 
     for method in ("eagle3", "draft_model", "mtp", "dflash", "dspark"):
         check(method)
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_another_kind_or_policy_is_refused(
     policy: Path, tmp_path: Path, kind: str, changes: dict[str, Any], words: str | None
 ) -> None:
     found = misfit_of_block_drafter(
-        build_drafter({"type": kind, "model": str(save_dflash(tmp_path, **changes))}, "drafter"), policy
+        build_tagged(DRAFTERS, {"type": kind, "model": str(save_dflash(tmp_path, **changes))}, "drafter"), policy
     )
     if words is None:
         assert found is None

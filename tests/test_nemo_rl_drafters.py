@@ -13,15 +13,15 @@ from nemo_rl_records import watching_logger
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.drafter_configs import (
+    DRAFTERS,
     SECRET_VARIABLE,
     RemoteDrafterConfig,
     any_port,
     as_key,
-    build_drafter,
     check_address,
     secret_of_run,
 )
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.remote_drafters import (
     DrafterLink,
@@ -205,7 +205,7 @@ def test_any_port_is_an_address(host: str) -> None:
 )
 def test_gpus_are_of_drafters_that_ray_places(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        build_drafter({"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
+        build_tagged(DRAFTERS, {"type": "remote", "model": "DRAFT", **fields}, f"{BLOCK_PATH}.drafters[0]")
 
 
 def test_a_drafter_that_shares_a_gpu_takes_its_share_of_it() -> None:

@@ -11,12 +11,12 @@ from test_equality import SAMPLINGS, assert_equal, requests
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
+    DRAFTERS,
     Eagle3DrafterConfig,
     NgramDrafterConfig,
     SuffixDrafterConfig,
-    build_drafter,
 )
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
 
@@ -105,6 +105,6 @@ def test_the_default_budget_and_new_weights(
 @pytest.mark.parametrize("type_", ["draft_model", "remote"])
 def test_drafters_that_an_older_vllm_lacks_are_refused(start: Callable[..., RolloutEngine], type_: str) -> None:
     more: dict[str, Any] = {"addresses": ("tcp://127.0.0.1:1",)} if type_ == "remote" else {}
-    drafter = build_drafter({"type": type_, "model": str(STEP_ADDER), **more}, "drafter")
+    drafter = build_tagged(DRAFTERS, {"type": type_, "model": str(STEP_ADDER), **more}, "drafter")
     with pytest.raises(ConfigError, match=rf"drafters\[1\]\.type: {type_}; the V2 model runner of vLLM .* no place"):
         start(SpecrolloutConfig(drafters=(NGRAM, drafter)))

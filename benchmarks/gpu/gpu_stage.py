@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import build_drafter
+from nemo_specrollout.config.drafter_configs import DRAFTERS
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
+from nemo_specrollout.config.strict import build_tagged
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.step_addition import encode_prompt, make_problems
@@ -55,7 +56,7 @@ class Stage:
 def block(*drafters: str, budget: BudgetConfig | None = None) -> SpecrolloutConfig:
     """Returns a block with drafters of these types. Without any, it is plain decoding with our sampler."""
     named = ({"type": name, "model": str(HEAD)} if name == "eagle3" else {"type": name} for name in drafters)
-    built = tuple(build_drafter(values, "drafters") for values in named)
+    built = tuple(build_tagged(DRAFTERS, values, "drafters") for values in named)
     return SpecrolloutConfig(drafters=built, budget=budget or BudgetConfig())
 
 

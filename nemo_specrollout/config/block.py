@@ -13,7 +13,7 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     SuffixDrafterConfig,
 )
-from nemo_specrollout.config.strict import ConfigError, bounded, choice, nearest, tagged
+from nemo_specrollout.config.strict import bounded, choice, nearest, refuse, tagged
 
 TRIGGERS = ("auto", "interval", "every_step", "never")
 MIXED_LOSS = '{"kl_div": 0.5, "tv": 0.5}'
@@ -84,10 +84,8 @@ class FastestOfNConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the options allow neither moves nor races."""
-        if self.enabled and not self.moving and self.max_racers == 1:
-            raise ConfigError(
-                f"{path}: moving false and max_racers 1 leave nothing to do; allow one of them, or set enabled: false"
-            )
+        text = "moving false and max_racers 1 leave nothing to do; allow one of them, or set enabled: false"
+        refuse(path, (self.enabled and not self.moving and self.max_racers == 1, "", text))
 
 
 BLOCK_PATH = "policy.generation.specrollout"
@@ -173,27 +171,22 @@ class SpecrolloutConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if a drafter is named twice, an engine would have two with weights, or options contradict."""
         types = [d.type for d in self.drafters]
-        for name in types:
-            if types.count(name) > 1:
-                raise ConfigError(
-                    f"{path}.drafters: {name!r} is named {types.count(name)} times; name each drafter once"
-                )
+        twice = next((name for name in types if types.count(name) > 1), "")
+        refuse(path, (twice, "drafters", f"{twice!r} is named {types.count(twice)} times; name each drafter once"))
         self._check_methods(f"{path}.fastest_of_n", types)
-        for drafters in self.drafters_of_engines:
-            with_weights = [d.type for d in drafters if isinstance(d, ModelDrafterConfig)]
-            if len(with_weights) > 1:
-                raise ConfigError(
-                    f"{path}.drafters: {' and '.join(with_weights)}; an engine of vLLM holds one drafter with weights: keep "
-                    "one, or give them to different engines by fastest_of_n.methods"
-                )
-        if self.draft_refresh is not None and self.head is None:
-            raise ConfigError(
-                f"{path}.draft_refresh: there is no head to refresh; name a drafter of type eagle3, or remove the block"
-            )
-        if self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens:
-            raise ConfigError(
-                f"{path}.budget.k: {self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"
-            )
+        with_weights = (
+            [d.type for d in kind if isinstance(d, ModelDrafterConfig)] for kind in self.drafters_of_engines
+        )
+        several = next((" and ".join(names) for names in with_weights if len(names) > 1), "")
+        refuse(
+            path,
+            (several, "drafters", f"{several}; an engine of vLLM holds one drafter with weights: keep one, or give them to "
+             "different engines by fastest_of_n.methods"),
+            (self.draft_refresh is not None and self.head is None, "draft_refresh",
+             "there is no head to refresh; name a drafter of type eagle3, or remove the block"),
+            (self.budget.policy == "fixed" and self.budget.k > self.num_speculative_tokens, "budget.k",
+             f"{self.budget.k} is above num_speculative_tokens {self.num_speculative_tokens}; raise that"),
+        )  # fmt: skip
 
     def _check_methods(self, path: str, types: list[str]) -> None:
         """Raises ConfigError unless `methods` of `fastest_of_n`, at `path`, and the drafters' types name the same drafters."""
@@ -201,19 +194,15 @@ class SpecrolloutConfig:
         if fastest is None:
             return
         named = [name for types_of_engine in fastest.methods for name in types_of_engine]
-        for name in named:
-            if name not in types:
-                raise ConfigError(
-                    f"{path}.methods: {name!r} is not among the drafters{nearest(name, types)}; add it to drafters"
-                )
+        unknown = next((name for name in named if name not in types), None)
         kinds = {frozenset(d.type for d in drafters) for drafters in self.drafters_of_engines}
-        if fastest.enabled and not fastest.moving and len(kinds) == 1:
-            raise ConfigError(
-                f"{path}.moving: false, and all engines have the same drafters, so no request would be raced; set it to true, "
-                "or give each engine its own drafters by methods"
-            )
         unused = [t for t in types if fastest.methods and t not in named]
-        if unused:
-            raise ConfigError(
-                f"{path}.methods: no engine drafts by {', '.join(unused)}; give it to one, or remove the drafter"
-            )
+        refuse(
+            path,
+            (unknown is not None, "methods",
+             f"{unknown!r} is not among the drafters{nearest(str(unknown), types)}; add it to drafters"),
+            (fastest.enabled and not fastest.moving and len(kinds) == 1, "moving",
+             "false, and all engines have the same drafters, so no request would be raced; set it to true, or give each "
+             "engine its own drafters by methods"),
+            (unused, "methods", f"no engine drafts by {', '.join(unused)}; give it to one, or remove the drafter"),
+        )  # fmt: skip

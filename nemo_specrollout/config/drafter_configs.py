@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_specrollout.config.strict import ConfigError, bounded, build_tagged, choice, required
+from nemo_specrollout.config.strict import ConfigError, bounded, choice, refuse, required
+
+DRAFT_SAMPLING = ("shared_noise", "greedy")
+PLACEMENTS = ("as_written", "auto")
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
 """Environment variable with the shared secret."""
-SHORTEST_SECRET = 16
+_SHORTEST_SECRET = 16
 """Characters that a secret must have."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -37,11 +40,9 @@ def shared_secret(addresses: Iterable[str]) -> bytes:
     Raises ConfigError if other machines can reach an address, and the secret is missing or short.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
-    if len(secret) < SHORTEST_SECRET and not all(map(is_loopback, addresses)):
-        raise ConfigError(
-            f"{SECRET_VARIABLE}: drafters that other machines can reach need a shared secret of at least {SHORTEST_SECRET} "
-            "characters in the environment of both ends"
-        )
+    if len(secret) < _SHORTEST_SECRET and not all(map(is_loopback, addresses)):
+        need = f"drafters that other machines can reach need a shared secret of at least {_SHORTEST_SECRET} characters"
+        raise ConfigError(f"{SECRET_VARIABLE}: {need} in the environment of both ends")
     return as_key(secret)
 
 
@@ -56,21 +57,15 @@ def secret_of_run() -> str:
     Raises ConfigError if the secret in the environment is too short.
     """
     secret = os.environ.get(SECRET_VARIABLE, "")
-    if secret and len(secret) < SHORTEST_SECRET:
-        raise ConfigError(
-            f"{SECRET_VARIABLE}: too short; give it at least {SHORTEST_SECRET} characters, or remove it: drafters that "
-            "the run starts then get a secret of their own"
-        )
+    if secret and len(secret) < _SHORTEST_SECRET:
+        fix = f"give it at least {_SHORTEST_SECRET} characters, or remove it: the run then makes a secret of its own"
+        raise ConfigError(f"{SECRET_VARIABLE}: too short; {fix}")
     return secret or secrets.token_hex(32)
 
 
 def any_port(host: str) -> str:
     """Returns the address by which a socket takes any free port of `host`, an IP address of this machine."""
     return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
-
-
-DRAFT_SAMPLING = ("shared_noise", "greedy")
-PLACEMENTS = ("as_written", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +100,9 @@ class LookupDrafterConfig(TextDrafterConfig):
 
     def check(self, path: str) -> None:
         """Raises ConfigError if `num_slots` is not a power of two."""
-        if self.num_slots is not None and self.num_slots & (self.num_slots - 1):
-            rounded = 1 << self.num_slots.bit_length()
-            raise ConfigError(f"{path}.num_slots: {self.num_slots} is not a power of two; the next is {rounded}")
+        slots = self.num_slots or 1
+        text = f"{slots} is not a power of two; the next is {1 << slots.bit_length()}"
+        refuse(path, (slots & (slots - 1), "num_slots", text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,39 +210,25 @@ class RemoteDrafterConfig(DrafterConfig):
 
     def check(self, path: str) -> None:
         """Raises ConfigError if options contradict each other, or an address is malformed."""
-        if bool(self.workers) == bool(self.addresses):
-            raise ConfigError(
-                f"{path}: workers {self.workers} and addresses {list(self.addresses)}; set either the number of drafters that "
-                "the run starts, or the addresses of running drafters"
-            )
-        if self.gpus and not self.workers:
-            raise ConfigError(
-                f"{path}.gpus: {self.gpus}; drafters at addresses use the device that `serve-drafter` found: remove it, or "
-                "set workers"
-            )
+        refuse(
+            path,
+            (bool(self.workers) == bool(self.addresses), "", f"workers {self.workers} and addresses {list(self.addresses)}; "
+             "set either the number of drafters that the run starts, or the addresses of running drafters"),
+            (self.gpus and not self.workers, "gpus", f"{self.gpus}; drafters at addresses use the device that "
+             "`serve-drafter` found: remove it, or set workers"),
+            (self.placement == "auto" and not (self.workers and self.profile), "placement",
+             f"'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or more, and the file "
+             "that `nemo-specrollout profile` wrote"),
+        )  # fmt: skip
         for address in self.addresses:
             check_address(f"{path}.addresses", address, any_port=False)
-        if self.placement == "auto" and not (self.workers and self.profile):
-            raise ConfigError(
-                f"{path}.placement: 'auto' with workers {self.workers} and profile {self.profile}; it needs workers of 1 or "
-                "more, and the file that `nemo-specrollout profile` wrote"
-            )
 
 
-DRAFTERS: dict[str, type[DrafterConfig]] = {
-    cls.type: cls
-    for cls in (
-        NgramDrafterConfig,
-        SuffixDrafterConfig,
-        RandomDrafterConfig,
-        Eagle3DrafterConfig,
-        DraftModelDrafterConfig,
-        MtpDrafterConfig,
-        DflashDrafterConfig,
-        DsparkDrafterConfig,
-        RemoteDrafterConfig,
-    )
-}
+_CLASSES = (
+    NgramDrafterConfig, SuffixDrafterConfig, RandomDrafterConfig, Eagle3DrafterConfig, DraftModelDrafterConfig,
+    MtpDrafterConfig, DflashDrafterConfig, DsparkDrafterConfig, RemoteDrafterConfig,
+)  # fmt: skip
+DRAFTERS: dict[str, type[DrafterConfig]] = {cls.type: cls for cls in _CLASSES}
 """The class of each `type`."""
 
 
@@ -264,8 +245,3 @@ BLOCK_DRAFTERS = types_of(BlockDrafterConfig)
 """Types of the drafters that propose all draft tokens of a step in one pass."""
 REMOTE_DRAFTER = RemoteDrafterConfig.type
 """Type of the drafter in an engine of its own."""
-
-
-def build_drafter(values: Any, path: str) -> DrafterConfig:
-    """Returns the drafter that a mapping at `path` of the config describes. Raises ConfigError if it is not valid."""
-    return build_tagged(DRAFTERS, values, path)

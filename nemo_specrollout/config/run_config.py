@@ -4,6 +4,7 @@
 NeMo-RL's keys that the local runner does not use are allowed and listed as ignored. Unknown keys of our block are errors.
 """
 
+import copy
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from nemo_specrollout.config.run_sections import (
     LossConfig,
     PolicyConfig,
 )
-from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, refuse
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,11 @@ class BenchConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if two workloads have one name, or `rows_at_a_time` leaves no room for a row."""
         names = [workload.name for workload in self.workloads]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"{path}.workloads: {names}; give each a name of its own")
-        if self.rows_at_a_time == 1:
-            raise ConfigError(f"{path}.rows_at_a_time: 1 has no room beside plain; set 2 or more, or 0 for all")
+        refuse(
+            path,
+            (len(set(names)) < len(names), "workloads", f"{names}; give each a name of its own"),
+            (self.rows_at_a_time == 1, "rows_at_a_time", "1 has no room beside plain; set 2 or more, or 0 for all"),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,99 +102,74 @@ class RunConfig:
         self._check_rollout_workers()
         self._check_asynchrony()
         samples, batch = self.grpo.samples_per_step, self.policy.train_global_batch_size
-        if samples % batch:
-            raise ConfigError(
-                f"policy.train_global_batch_size: {batch} does not divide the {samples} samples of a step; choose a divisor"
-            )
-        if self.loss_fn.force_on_policy_ratio and samples != batch:
-            raise ConfigError(
-                f"loss_fn.force_on_policy_ratio: true, but a step has {samples} samples and policy.train_global_batch_size is "
-                f"{batch}: later optimizer steps would be off-policy; set it to {samples}"
-            )
+        refuse(
+            path,
+            (samples % batch, "policy.train_global_batch_size",
+             f"{batch} does not divide the {samples} samples of a step; choose a divisor"),
+            (self.loss_fn.force_on_policy_ratio and samples != batch, "loss_fn.force_on_policy_ratio",
+             f"true, but a step has {samples} samples and policy.train_global_batch_size is {batch}: later optimizer steps "
+             f"would be off-policy; set it to {samples}"),
+        )  # fmt: skip
 
     def _check_lengths(self) -> None:
         generation, longest = self.policy.generation, self.policy.max_total_sequence_length
-        max_len = generation.vllm_cfg.max_model_len
-        if max_len != longest:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.max_model_len: {max_len} differs from policy.max_total_sequence_length "
-                f"{longest}; set both to the same"
-            )
-        num_drafts = generation.specrollout.num_speculative_tokens
-        if num_drafts >= max_len:
-            raise ConfigError(
-                f"{BLOCK_PATH}.num_speculative_tokens: {num_drafts} drafts do not fit a context of {max_len}; lower it"
-            )
-        if generation.max_new_tokens >= max_len:
-            raise ConfigError(
-                f"policy.generation.max_new_tokens: {generation.max_new_tokens} leaves no room for a prompt in a context "
-                f"of {max_len}; lower it"
-            )
+        context, drafts = generation.vllm_cfg.max_model_len, generation.specrollout.num_speculative_tokens
+        refuse(
+            "policy",
+            (context != longest, "generation.vllm_cfg.max_model_len",
+             f"{context} differs from policy.max_total_sequence_length {longest}; set both to the same"),
+            (drafts >= context, "generation.specrollout.num_speculative_tokens",
+             f"{drafts} drafts do not fit a context of {context}; lower it"),
+            (generation.max_new_tokens >= context, "generation.max_new_tokens",
+             f"{generation.max_new_tokens} leaves no room for a prompt in a context of {context}; lower it"),
+        )  # fmt: skip
 
     def _check_asynchrony(self) -> None:
         asynchronous, block = self.grpo.async_grpo, self.policy.generation.specrollout
-        if not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1):
-            raise ConfigError(
-                f"{BLOCK_PATH}.enabled: false; several rollout workers, and asynchronous runs, need it true: set drafters: [] "
-                "for no speculation"
-            )
+        recomputes = asynchronous.recompute_kv_cache_after_weight_updates
+        in_flight, verified = asynchronous.in_flight_weight_updates, block.verify.requests_per_step
+        fastest = block.fastest_of_n
+        refuse("", (
+            not block.enabled and (asynchronous.enabled or self.cluster.rollout_workers > 1), f"{BLOCK_PATH}.enabled",
+            "false; several rollout workers, and asynchronous runs, need it true: set drafters: [] for no speculation",
+        ))  # fmt: skip
         if not asynchronous.enabled:
             return
-        if not self.loss_fn.use_importance_sampling_correction:
-            raise ConfigError(
-                "loss_fn.use_importance_sampling_correction: false; samples of an asynchronous run are of older policies: set "
-                "it to true"
-            )
-        if block.verify.requests_per_step:
-            raise ConfigError(
-                f"{BLOCK_PATH}.verify.requests_per_step: {block.verify.requests_per_step}; when a sample of an asynchronous "
-                "run ends, the weights that made it may be gone: set it to 0"
-            )
-        recomputes = asynchronous.recompute_kv_cache_after_weight_updates
-        if recomputes and not asynchronous.in_flight_weight_updates:
-            raise ConfigError(
-                "grpo.async_grpo.recompute_kv_cache_after_weight_updates: true without in_flight_weight_updates; no request "
-                "is running when weights change: set it to false, or in_flight_weight_updates to true"
-            )
-        fastest = block.fastest_of_n
-        if fastest is not None and fastest.enabled and asynchronous.in_flight_weight_updates and not recomputes:
-            raise ConfigError(
-                "grpo.async_grpo.recompute_kv_cache_after_weight_updates: false with fastest_of_n; after an update, a request "
-                "that moved would continue from another KV cache than one that stayed: set it to true"
-            )
+        kv_cache = "grpo.async_grpo.recompute_kv_cache_after_weight_updates"
+        refuse(
+            "",
+            (not self.loss_fn.use_importance_sampling_correction, "loss_fn.use_importance_sampling_correction",
+             "false; samples of an asynchronous run are of older policies: set it to true"),
+            (verified, f"{BLOCK_PATH}.verify.requests_per_step", f"{verified}; when a sample of an asynchronous run ends, the "
+             "weights that made it may be gone: set it to 0"),
+            (recomputes and not in_flight, kv_cache, "true without in_flight_weight_updates; no request is running when "
+             "weights change: set it to false, or in_flight_weight_updates to true"),
+            (fastest is not None and fastest.enabled and in_flight and not recomputes, kv_cache, "false with fastest_of_n; "
+             "after an update, a request that moved would have another KV cache than one that stayed: set it to true"),
+        )  # fmt: skip
 
     def _check_rollout_workers(self) -> None:
-        fastest, num_workers = self.policy.generation.specrollout.fastest_of_n, self.cluster.rollout_workers
-        if num_workers > self.grpo.samples_per_step:
-            raise ConfigError(
-                f"cluster.rollout_workers: {num_workers} workers for {self.grpo.samples_per_step} requests of a step; lower it"
-            )
+        workers, samples = self.cluster.rollout_workers, self.grpo.samples_per_step
+        text = f"{workers} workers for {samples} requests of a step; lower it"
+        refuse("cluster", (workers > samples, "rollout_workers", text))
+        fastest = self.policy.generation.specrollout.fastest_of_n
         if fastest is None or not fastest.enabled:
             return
-        if num_workers < 2:
-            raise ConfigError(
-                f"{BLOCK_PATH}.fastest_of_n: there is only one rollout worker, so requests cannot move; set "
-                "cluster.rollout_workers to 2 or more, or remove the block"
-            )
-        if fastest.max_racers > num_workers:
-            raise ConfigError(
-                f"{BLOCK_PATH}.fastest_of_n.max_racers: {fastest.max_racers} racers for {num_workers} rollout workers; lower "
-                "it to at most the number of workers"
-            )
-        if len(fastest.methods) > num_workers:
-            raise ConfigError(
-                f"{BLOCK_PATH}.fastest_of_n.methods: {len(fastest.methods)} entries for {num_workers} rollout workers; the "
-                "last would never draft: list at most one per worker"
-            )
+        refuse(
+            f"{BLOCK_PATH}.fastest_of_n",
+            (workers < 2, "", "there is only one rollout worker, so requests cannot move; set cluster.rollout_workers to 2 or "
+             "more, or remove the block"),
+            (fastest.max_racers > workers, "max_racers", f"{fastest.max_racers} racers for {workers} rollout workers; lower "
+             "it to at most the number of workers"),
+            (len(fastest.methods) > workers, "methods", f"{len(fastest.methods)} entries for {workers} rollout workers; the "
+             "last would never draft: list at most one per worker"),
+        )  # fmt: skip
 
 
 def check_prompt(num_tokens: int, context: int) -> None:
     """Raises ConfigError for a prompt that leaves no room for a response in `context` tokens."""
-    if num_tokens >= context:
-        raise ConfigError(
-            f"policy.max_total_sequence_length: {context}; a prompt has {num_tokens} tokens, and none is left for a response: "
-            "raise it"
-        )
+    text = f"{context}; a prompt has {num_tokens} tokens, and none is left for a response: raise it"
+    refuse("policy", (num_tokens >= context, "max_total_sequence_length", text))
 
 
 def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -207,27 +184,20 @@ def read_run_config(tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
 
 def _with_scheduler_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy in which the warm-up options are in the optimizer's block, where our trainer looks for them."""
-    result = _copy(tree)
-    megatron = _block(_block(result, "policy"), "policy.megatron_cfg")
-    scheduler, optimizer = (_block(megatron, f"policy.megatron_cfg.{name}") for name in ("scheduler", "optimizer"))
+    result = copy.deepcopy(dict(tree))
+    policy = result.get("policy")
+    megatron = policy.get("megatron_cfg") if isinstance(policy, dict) else None
+    if not isinstance(megatron, dict) or "scheduler" not in megatron:
+        return result
+    scheduler, optimizer = megatron["scheduler"], megatron.get("optimizer")
+    if not isinstance(scheduler, dict):
+        raise ConfigError(f"policy.megatron_cfg.scheduler: expected a block of keys, got {scheduler!r}")
     moved = {key: scheduler.pop(key) for key in ("lr_warmup_iters", "lr_warmup_init") if key in scheduler}
-    if moved:
-        megatron["optimizer"] = {**optimizer, **moved}
+    if isinstance(optimizer, dict):
+        optimizer.update(moved)
     if not scheduler:
-        megatron.pop("scheduler", None)
+        del megatron["scheduler"]
     return result
-
-
-def _block(parent: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Returns the block at `path`, a child of `parent`; empty if absent. Raises ConfigError if it is not a block."""
-    block = parent.get(path.rpartition(".")[2], {})
-    if not isinstance(block, dict):
-        raise ConfigError(f"{path}: expected a block of keys, got {block!r}")
-    return block
-
-
-def _copy(tree: Any) -> Any:
-    return {k: _copy(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
 
 
 def _keep_known(cls: type, tree: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:

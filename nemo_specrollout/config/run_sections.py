@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.strict import ConfigError, bounded, choice
+from nemo_specrollout.config.strict import bounded, choice, refuse
 
-LOWEST_TEMPERATURE = 0.01
+_LOWEST_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
 PROCESSED_LOGPROBS = "processed_logprobs"
 """vLLM's name of log-probs after temperature, top-p and top-k; by default it returns the log-probs before them."""
@@ -86,10 +86,8 @@ class LossConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the dual clip would cut the ordinary loss."""
-        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
-            raise ConfigError(
-                f"{path}.ratio_clip_c: {self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
-            )
+        text = f"{self.ratio_clip_c}; it must exceed 1, or be null for no dual clipping"
+        refuse(path, (self.ratio_clip_c is not None and self.ratio_clip_c <= 1, "ratio_clip_c", text))
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ class OptimizerConfig:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the warm-up starts above its end."""
-        if self.lr_warmup_init > self.lr:
-            raise ConfigError(f"{path}.lr_warmup_init: {self.lr_warmup_init} exceeds lr {self.lr}; lower it")
+        text = f"{self.lr_warmup_init} exceeds lr {self.lr}; lower it"
+        refuse(path, (self.lr_warmup_init > self.lr, "lr_warmup_init", text))
 
 
 @dataclass(frozen=True)
@@ -131,13 +129,13 @@ class MegatronConfig:
     """Must be 1, because the local runner is one process."""
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for values that only NeMo-RL itself can run."""
-        if not self.enabled:
-            raise ConfigError(f"{path}.enabled: false; the local runner trains with Megatron-Core only: set it to true")
-        if self.tensor_model_parallel_size != 1:
-            raise ConfigError(
-                f"{path}.tensor_model_parallel_size: {self.tensor_model_parallel_size}; the local runner is one process: set 1"
-            )
+        """Raises ConfigError for values that only NeMo-RL can run."""
+        size = self.tensor_model_parallel_size
+        refuse(
+            path,
+            (not self.enabled, "enabled", "false; the local runner trains with Megatron-Core only: set it to true"),
+            (size != 1, "tensor_model_parallel_size", f"{size}; the local runner is one process: set 1"),
+        )
 
 
 @dataclass(frozen=True)
@@ -177,12 +175,10 @@ class GenerationConfig:
         """Raises ConfigError for a temperature that vLLM changes, and for sizes that are not positive integers."""
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             size = self.vllm_kwargs.get(name)
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ConfigError(f"{path}.vllm_kwargs.{name}: {size!r}; it must be a whole number, at least 1")
-        if 0 < self.temperature < LOWEST_TEMPERATURE:
-            raise ConfigError(
-                f"{path}.temperature: {self.temperature}; vLLM samples at {LOWEST_TEMPERATURE}: write that, or 0 for greedy"
-            )
+            is_wrong = size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
+            refuse(path, (is_wrong, f"vllm_kwargs.{name}", f"{size!r}; it must be a whole number, at least 1"))
+        text = f"{self.temperature}; vLLM samples at {_LOWEST_TEMPERATURE}: write that, or 0 for greedy"
+        refuse(path, (0 < self.temperature < _LOWEST_TEMPERATURE, "temperature", text))
 
 
 @dataclass(frozen=True)
@@ -237,12 +233,14 @@ class DataConfig:
     def check(self, path: str) -> None:
         """Raises ConfigError if tasks are missing, superfluous or named twice."""
         names = [task.name for task in self.tasks]
-        if self.dataset_name == "reasoning_gym" and not names:
-            raise ConfigError(f"{path}.tasks: empty; name a task of reasoning_gym, such as [{{name: chain_sum}}]")
-        if self.dataset_name != "reasoning_gym" and names:
-            raise ConfigError(f"{path}.tasks: {names} with dataset_name {self.dataset_name}; set it to reasoning_gym")
-        if len(set(names)) < len(names):
-            raise ConfigError(f"{path}.tasks: {names}; name each task once")
+        has_tasks = self.dataset_name == "reasoning_gym"
+        refuse(
+            path,
+            (has_tasks and not names, "tasks", "empty; name a task of reasoning_gym, such as [{name: chain_sum}]"),
+            (names and not has_tasks, "tasks",
+             f"{names} with dataset_name {self.dataset_name}; set it to reasoning_gym"),
+            (len(set(names)) < len(names), "tasks", f"{names}; name each task once"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
