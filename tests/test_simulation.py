@@ -12,15 +12,12 @@ from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
 from nemo_specrollout.scheduling.racing.dispatch import in_shards
 from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
-from nemo_specrollout.simulation.compare import compare
-from nemo_specrollout.simulation.costs import Costs, LinearCosts, RoundCosts
-from nemo_specrollout.simulation.devices import DEVICES
-from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN, Fleet
+from nemo_specrollout.simulation.compare import compare, simulate_step
+from nemo_specrollout.simulation.costs import Calibration, Costs, LinearCosts, Parallel, RooflineCosts, RoundCosts
+from nemo_specrollout.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
 from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
-from nemo_specrollout.simulation.rl import simulate_step
-from nemo_specrollout.simulation.roofline import Calibration, Parallel, RooflineCosts
 from nemo_specrollout.simulation.scenario import Scenario, read_scenario, scenario_of, shipped
-from nemo_specrollout.simulation.setting import Setting, Variant
+from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
 from nemo_specrollout.simulation.speculation import (
     CoupledSpeculation,
@@ -28,7 +25,6 @@ from nemo_specrollout.simulation.speculation import (
     NoSpeculation,
     Speculation,
 )
-from nemo_specrollout.simulation.transformer import MODELS, eagle3_head, model_named
 from nemo_specrollout.simulation.workload import (
     AcceptanceTerms,
     LengthConfig,

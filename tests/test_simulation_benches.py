@@ -23,7 +23,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve
-from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN
+from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN
 
 pytestmark = pytest.mark.unit
 CONFIG = read_run_config(load_config(ROOT / "examples" / "configs" / "quickstart_head_cpu.yaml", []))[0]

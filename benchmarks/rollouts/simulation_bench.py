@@ -39,10 +39,9 @@ from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTab
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
-from nemo_specrollout.simulation.engine_setup import AUTO, FIXED, PLAIN, Fleet
-from nemo_specrollout.simulation.rl import simulate_step
+from nemo_specrollout.simulation.compare import simulate_step
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
-from nemo_specrollout.simulation.setting import Setting, Variant
+from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.simulation.workload import acceptance_for, fitted
 from nemo_specrollout.telemetry.step_trace import StepRows
 

@@ -27,9 +27,9 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
 from nemo_specrollout.simulation.compare import TAIL, Comparison, Drafted, as_configured, drafted, onset
-from nemo_specrollout.simulation.devices import device_named
-from nemo_specrollout.simulation.engine_setup import Fleet
+from nemo_specrollout.simulation.data_sheets import device_named
 from nemo_specrollout.simulation.scenario import Scenario
+from nemo_specrollout.simulation.setting import Fleet
 
 OFF = SpecrolloutConfig(enabled=False)
 

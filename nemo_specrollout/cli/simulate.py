@@ -17,14 +17,12 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.config.strict import ConfigError, nearest
-from nemo_specrollout.simulation.compare import Comparison, compare
-from nemo_specrollout.simulation.devices import DEVICES, device_named
+from nemo_specrollout.simulation.compare import Comparison, StepResult, compare
+from nemo_specrollout.simulation.data_sheets import DEVICES, device_named
 from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
 from nemo_specrollout.simulation.papers import account
-from nemo_specrollout.simulation.rl import StepResult
 from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
-from nemo_specrollout.simulation.traces import read_trace
-from nemo_specrollout.simulation.workload import fitted
+from nemo_specrollout.simulation.workload import fitted, read_trace
 
 LIST = "list"
 """Subject that lists the scenarios."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
-from nemo_specrollout.simulation.simulated_engine import SimulatedEngine, Span
-from nemo_specrollout.simulation.stragglers import TailPolicy
+from nemo_specrollout.simulation.simulated_engine import SimulatedEngine, Span, TailPolicy
 from nemo_specrollout.simulation.workload import Workload
 
 

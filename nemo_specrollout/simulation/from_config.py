@@ -23,8 +23,7 @@ from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, Tree, at,
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables, sizes_of
-from nemo_specrollout.simulation.scenario import Scenario, scenario_of
-from nemo_specrollout.simulation.scenario_blocks import HEAD, TEXT
+from nemo_specrollout.simulation.scenario import HEAD, TEXT, Scenario, scenario_of
 
 OWN_BLOCK = "simulation"
 """Key of the config block that overrides the scenario."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from nemo_specrollout.config.block import FastestOfNConfig
-from nemo_specrollout.simulation.engine_setup import APART, FIXED, PLAIN, Fleet
-from nemo_specrollout.simulation.rl import StepResult, simulate_step
+from nemo_specrollout.simulation.compare import StepResult, simulate_step
 from nemo_specrollout.simulation.scenario import read_scenario
-from nemo_specrollout.simulation.setting import Setting, Variant
+from nemo_specrollout.simulation.setting import APART, FIXED, PLAIN, Fleet, Setting, Variant
 
 ZERO, THINK, ASYNC = "nvidia-8b-zero", "nvidia-8b-think", "nvidia-8b-async"
 SMALL, LARGE, DAPO = "nvidia-235b-512", "nvidia-235b-2048", "specactor-dapo-32b"

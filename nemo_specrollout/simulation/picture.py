@@ -14,8 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from nemo_specrollout.simulation.compare import Comparison
-from nemo_specrollout.simulation.rl import StepResult
+from nemo_specrollout.simulation.compare import Comparison, StepResult
 
 BLUE, SKY, ORANGE, PINK = "#0072B2", "#56B4E9", "#E69F00", "#CC79A7"
 INK, GREY, PALE, SILVER = "#24292f", "#6e7781", "#d0d7de", "#8c959f"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenario: the strict, frozen schema of a simulation, and the scenarios that ship with the package.
+"""Scenario: the strict, frozen schema of a simulation with its blocks, and the scenarios that ship with the package.
 
 Calibrated figures are in `calibration` and `costs`; `calibrated_from` names their source.
 """
@@ -9,18 +9,222 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join
-from nemo_specrollout.simulation.devices import device_named
-from nemo_specrollout.simulation.roofline import Calibration
-from nemo_specrollout.simulation.scenario_blocks import (
-    BatchConfig,
-    ClusterConfig,
-    CostConfig,
-    DraftingConfig,
-    TrainingConfig,
-)
-from nemo_specrollout.simulation.transformer import model_named
+from nemo_specrollout.config.strict import ConfigError, bounded, build, choice, join, nearest
+from nemo_specrollout.simulation.costs import Calibration, LinearCosts, RoundCosts
+from nemo_specrollout.simulation.data_sheets import device_named, model_named
 from nemo_specrollout.simulation.workload import LengthConfig
+
+HEAD, TEXT = "eagle3", "text"
+"""Special values of `draft`: an EAGLE-3 head of the policy's width, and a look-up in text, which costs no GPU time."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """GPUs of a run."""
+
+    device: str
+    """Name of a data sheet (`data_sheets.py`); `measured` if the costs are not of kind `roofline`."""
+
+    num_gpus: int = bounded(low=1)
+    """All GPUs."""
+
+    gpus_per_engine: int = bounded(1, low=1)
+    """Tensor-parallel size of an engine."""
+
+    train_gpus: int = bounded(0, low=0)
+    """GPUs that train and never generate; 0 if generation and training take turns on all GPUs."""
+
+    expert_parallel: bool = False
+    """Whether each expert lies whole on one GPU."""
+
+    @property
+    def generating_gpus(self) -> int:
+        """GPUs that generate."""
+        return self.num_gpus - self.train_gpus
+
+    @property
+    def training_gpus(self) -> int:
+        """GPUs that train."""
+        return self.train_gpus or self.num_gpus
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if the engines do not fit the GPUs."""
+        if self.generating_gpus < self.gpus_per_engine:
+            raise ConfigError(
+                f"{path}.num_gpus: {self.num_gpus}, of which {self.train_gpus} train, leave {self.generating_gpus} to "
+                f"generate; an engine needs {self.gpus_per_engine}: raise num_gpus, or lower one of the others"
+            )
+        if self.generating_gpus % self.gpus_per_engine:
+            raise ConfigError(
+                f"{path}.gpus_per_engine: {self.gpus_per_engine} does not divide the {self.generating_gpus} GPUs that "
+                "generate; choose a divisor"
+            )
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Requests of a step."""
+
+    num_prompts: int = bounded(low=1)
+    num_samples: int = bounded(low=1)
+    """Samples of each prompt."""
+
+    prompt_tokens: int = bounded(256, low=1)
+    max_requests: int = bounded(256, low=1)
+    """Maximum number of requests in an engine: vLLM's max_num_seqs."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_prompts * self.num_samples
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """Draft method."""
+
+    name: str
+    draft: str = HEAD
+    """`eagle3`, `text`, or the name of a small model."""
+
+    acceptance: float | None = bounded(None, low=0.0, below=1.0)
+    """P(a draft token is right | all before it were) of the typical request. Alternative to `acceptance_length`."""
+
+    acceptance_length: float | None = bounded(None, low=1.0)
+    """Tokens of a step with `at_k` drafts, including the verifier's own."""
+
+    at_k: int = bounded(3, low=1)
+    spread: float = bounded(0.0, low=0.0, high=3.0)
+    """Standard deviation of the acceptance's log-odds over requests."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError unless exactly one acceptance is given and it is possible."""
+        if (self.acceptance is None) == (self.acceptance_length is None):
+            raise ConfigError(
+                f"{path}.acceptance: {self.acceptance}, with acceptance_length {self.acceptance_length}; give one of the two"
+            )
+        if self.acceptance_length is not None and self.acceptance_length > self.at_k + 1:
+            raise ConfigError(
+                f"{path}.acceptance_length: {self.acceptance_length}; {self.at_k} drafts emit {self.at_k + 1} tokens at most: "
+                "lower it, or raise at_k"
+            )
+
+
+@dataclass(frozen=True)
+class DraftingConfig:
+    """Draft methods and draft lengths."""
+
+    methods: tuple[MethodConfig, ...]
+    """Draft methods. The first drafts in every variant, the others only if methods race."""
+
+    k: int = bounded(3, low=1, high=64)
+    """Draft tokens of a step under a fixed budget."""
+
+    max_k: int = bounded(8, low=1, high=64)
+    """Maximum draft tokens of a step under other budgets."""
+
+    methods_of_workers: tuple[str, ...] = ()
+    """Methods of engines 0, 1, ... if methods race, repeated cyclically. Empty: each method in turn."""
+
+    freed_workers_switch: bool = True
+    """Whether a racing engine has the first method until it is idle, then its own, as in SpecActor. Otherwise it has its own
+    from the start, as in `fastest_of_n.methods` of the block."""
+
+    method_correlation: float = bounded(0.5, low=0.0, high=1.0)
+    """Correlation of the log-odds of two methods on the same request."""
+
+    drafter_gpus: tuple[int, ...] = bounded((), low=1)
+    """Possible sizes of a separate drafter in GPUs; empty to disable it."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if methods are missing, repeated or unsuitable."""
+        names = [method.name for method in self.methods]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"{path}.methods: {names}; name at least one, and each once")
+        for name in self.methods_of_workers:
+            if name not in names:
+                raise ConfigError(f"{path}.methods_of_workers: {name!r} is not one of methods{nearest(name, names)}")
+        if self.drafter_gpus and self.methods[0].draft in (HEAD, TEXT):
+            raise ConfigError(
+                f"{path}.drafter_gpus: {list(self.drafter_gpus)}; drafts of {self.methods[0].draft!r} are not made elsewhere: "
+                "name a small model as the first method's draft, or leave it empty"
+            )
+
+
+@dataclass(frozen=True)
+class CostConfig:
+    """Cost model."""
+
+    kind: str = choice("roofline", "rounds", "linear", "tables", default="roofline")
+    """`rounds` and `linear` have the forms of the two papers; `tables` come from `nemo-specrollout profile`."""
+
+    rounds: RoundCosts | None = None
+    linear: LinearCosts | None = None
+    profile: str | None = None
+    """File of cost tables, for kind `tables`."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError unless exactly the block of the kind is given."""
+        given = {"rounds": self.rounds, "linear": self.linear, "tables": self.profile}
+        for kind, block in given.items():
+            key = "profile" if kind == "tables" else kind
+            if (block is not None) != (kind == self.kind):
+                fix = "give it" if block is None else f"remove it, or set kind: {kind}"
+                raise ConfigError(
+                    f"{path}.{key}: {'missing' if block is None else 'given'} with kind {self.kind!r}; {fix}"
+                )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Training part of a step. Missing seconds are derived from the model's arithmetic on the training GPUs."""
+
+    mode: str = choice("sync", "async", default="sync")
+    """`sync`: generate, then train. `async`: generate batches while earlier ones train."""
+
+    lag: int = bounded(0, low=0, high=64)
+    """Maximum policy versions by which a batch is behind when its training begins, for `async`."""
+
+    max_age: int | None = bounded(None, low=0)
+    """`max_trajectory_age_steps`: older samples are discarded. Default: the lag."""
+
+    buffer_batches: int | None = bounded(None, low=1)
+    """Capacity of the replay buffer, including batches under generation. Default: one more than the lag."""
+
+    data_s: float = bounded(0.0, low=0.0)
+    prepare_s: float = bounded(0.0, low=0.0)
+    refit_s: float = bounded(0.0, low=0.0)
+    """Seconds to transfer the weights to the engines."""
+    logprob_s: float | None = bounded(None, low=0.0)
+    train_s: float | None = bounded(None, low=0.0)
+    num_steps: int = bounded(12, low=2, high=1000)
+    """Simulated steps if they overlap. About the second half counts."""
+
+    def check(self, path: str) -> None:
+        """Raises ConfigError if a value contradicts the lag."""
+        if self.mode == "sync" and (self.lag or self.max_age):
+            raise ConfigError(
+                f"{path}.lag: {self.lag}, max_age {self.max_age}; a synchronous step has no lag: set both to 0, or mode: async"
+            )
+        if self.mode == "async" and self.lag == 0:
+            raise ConfigError(
+                f"{path}.lag: 0; asynchronous steps without a lag wait for each other: raise it, or set mode: sync"
+            )
+        if self.max_age is not None and self.max_age < self.lag:
+            raise ConfigError(
+                f"{path}.max_age: {self.max_age} discards the samples of a lag of {self.lag}; raise it to the lag, or "
+                "lower the lag"
+            )
+        if self.mode == "async" and self.num_steps < 2 * self.lag + 2:
+            raise ConfigError(
+                f"{path}.num_steps: {self.num_steps} steps do not reach a steady state with a lag of {self.lag}; "
+                f"raise it to at least {2 * self.lag + 2}"
+            )
+        if self.buffer_batches is not None and self.buffer_batches < self.lag:
+            raise ConfigError(
+                f"{path}.buffer_batches: {self.buffer_batches} cannot hold the batches of a lag of {self.lag}; raise it, or "
+                "lower the lag"
+            )
+
 
 MOST_REQUESTS = 2_000_000
 """Maximum number of simulated requests, which take about a kilobyte each."""

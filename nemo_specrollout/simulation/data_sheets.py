@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a transformer, dense or a mixture of experts: its parameters, memory reads and arithmetic."""
+"""Public figures that the roofline needs: data sheets of GPUs, and shapes of transformers.
 
-import dataclasses
+GPUs have dense peaks (never "with sparsity"), and link bandwidth in one direction.
+"""
+
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,62 @@ from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest
 
 _HEAD_VOCABULARY = 32_000
 """Vocabulary of an EAGLE-3 head (arXiv 2503.01840), which drafts only the most frequent tokens."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Figures of a GPU's data sheet: dense operations a second, bytes a second, and bytes."""
+
+    name: str
+    source: str
+    """Name of the data sheet."""
+    bf16_flops: float
+    fp8_flops: float | None
+    """None if the tensor cores do not support fp8."""
+    hbm_bytes_per_s: float
+    hbm_bytes: float
+    nvlink_bytes_per_s: float
+    """Bandwidth within the NVLink domain, in one direction."""
+    nvlink_gpus: int
+    """GPUs in an NVLink domain."""
+    network_bytes_per_s: float
+    """Bandwidth to other GPUs: the network adapter of the system in the data sheet."""
+
+    def flops(self, precision: str) -> float:
+        """Returns the dense operations a second in `bf16` or `fp8`. Raises ConfigError if the GPU lacks that precision."""
+        peak = self.bf16_flops if precision == "bf16" else self.fp8_flops
+        if peak is None:
+            raise ConfigError(
+                f"precision: {precision!r}; {self.name} has no such tensor cores: use bf16, or another device"
+            )
+        return peak
+
+    def link_bytes_per_s(self, num_gpus: int) -> float:
+        """Returns the bandwidth between the GPUs of a group of `num_gpus`."""
+        return self.nvlink_bytes_per_s if num_gpus <= self.nvlink_gpus else self.network_bytes_per_s
+
+
+_SXM = "NVIDIA {0} data sheet (SXM); DGX {1} data sheet for the network"
+_B200 = "NVIDIA DGX B200 data sheet, an eighth of it"
+_GB200 = "NVIDIA GB200 NVL72 data sheet, a seventy-second of it; ConnectX-7 of the DGX GB200 data sheet"
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", _SXM.format("A100 80GB", "A100"), 312e12, None, 2.039e12, 80e9, 300e9, 8, 25e9),
+        Device("H100", _SXM.format("H100", "H100"), 989e12, 1979e12, 3.35e12, 80e9, 450e9, 8, 50e9),
+        Device("H200", _SXM.format("H200", "H200"), 989e12, 1979e12, 4.8e12, 141e9, 450e9, 8, 50e9),
+        Device("B200", _B200, 2.25e15, 4.5e15, 8e12, 180e9, 900e9, 8, 50e9),
+        Device("GB200", _GB200, 2.5e15, 5e15, 8e12, 186e9, 900e9, 72, 50e9),
+    )
+}
+
+
+def device_named(name: str, field: str) -> Device:
+    """Returns the GPU of that name. Raises ConfigError with the field, the value and the known names."""
+    if name not in DEVICES:
+        raise ConfigError(f"{field}: {name!r} is not known{nearest(name, DEVICES)}")
+    return DEVICES[name]
 
 
 @dataclass(frozen=True)
@@ -80,7 +138,7 @@ class ModelShape:
 
 def eagle3_head(policy: ModelShape) -> ModelShape:
     """Returns the shape of an EAGLE-3 head for a policy: one dense layer of the same width."""
-    return dataclasses.replace(
+    return replace(
         policy, num_hidden_layers=1, vocab_size=_HEAD_VOCABULARY, num_experts=0, num_experts_per_tok=0,
         moe_intermediate_size=0,
     )  # fmt: skip
@@ -116,17 +174,14 @@ def model_named(name: str, field: str) -> ModelShape:
 
 
 def _from_config(path: Path, field: str) -> ModelShape:
+    names = {f.name for f in fields(ModelShape)}
     try:
-        tree = json.loads(read_regular(path).decode("utf-8"))
-        return build(ModelShape, _shape_keys(tree), field)
+        tree: dict[str, Any] = json.loads(read_regular(path).decode("utf-8"))
+        heads = int(tree["num_attention_heads"])
+        known = {key: value for key, value in tree.items() if key in names and value is not None}
+        defaults = {"head_dim": int(tree["hidden_size"]) // heads, "num_key_value_heads": heads}
+        return build(ModelShape, {**defaults, **known}, field)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{field}: {path} does not describe a known shape ({error}); give a folder with a Qwen3 model, or a known model"
         ) from error
-
-
-def _shape_keys(tree: dict[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in dataclasses.fields(ModelShape)}
-    known = {key: value for key, value in tree.items() if key in names and value is not None}
-    heads = int(tree["num_attention_heads"])
-    return {"head_dim": int(tree["hidden_size"]) // heads, "num_key_value_heads": heads, **known}
