@@ -23,7 +23,7 @@ from nemo_specrollout.local.step_rollout import StepPrompts
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 
 pytestmark = pytest.mark.integration
 

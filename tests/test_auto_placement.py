@@ -18,8 +18,8 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.strict import ConfigError, build, build_tagged
 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
-from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
+from nemo_specrollout.scheduling.placement.planner import Machine, choose, placed
 
 pytestmark = pytest.mark.unit
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder, LadderFile, Rung
-from nemo_specrollout.scheduling.racing.request_speeds import HALF_TOKENS, SPREAD, RequestSpeeds
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
+from nemo_specrollout.scheduling.racing.request_estimates import HALF_TOKENS, SPREAD, LengthEstimator, RequestSpeeds
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision, in_shards, longest_first
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation, expected_first
 
 pytestmark = pytest.mark.unit

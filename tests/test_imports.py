@@ -23,7 +23,7 @@ ALLOWED = {
     "scheduling.speculation": {"config"},
     "scheduling.heads": {"config"},
     "scheduling.racing": {"config"},
-    "scheduling.placement": {"config", "scheduling.speculation"},
+    "scheduling.placement": {"config"},
     "simulation": {"config", *SCHEDULING},
     "reports": {"config"},
     "drafters": {"config", "sampling"},

@@ -17,8 +17,13 @@ from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
 from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.scheduling.heads.refresh_schedule import FIRST_REFRESH_S, SHORTEST_S, RefreshSchedule, StepFacts
-from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.scheduling.heads.refresh_schedule import (
+    FIRST_REFRESH_S,
+    SHORTEST_S,
+    DecodeCosts,
+    RefreshSchedule,
+    StepFacts,
+)
 from nemo_specrollout.telemetry.engine_stats import StepEnd
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats

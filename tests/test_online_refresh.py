@@ -102,7 +102,7 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
 
     from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
     from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
-    from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
+    from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision
     from nemo_specrollout.training.features.feature_store import FeatureStore
     from nemo_specrollout.training.features.features import SequenceFeatures
     from nemo_specrollout.training.head.head_folder import HeadFolder

@@ -35,7 +35,7 @@ from nemo_specrollout.racing.timeline import Outcome, Timeline
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 pytestmark = pytest.mark.integration

@@ -12,24 +12,30 @@ from scipy import stats
 
 from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.strict import ConfigError, build
-from nemo_specrollout.scheduling.heads.canary import Alarm, Canary, HeadHealth, geometric_rates, likely_cause
-from nemo_specrollout.scheduling.heads.context_canary import ContextCanary, context_edges, count_by_context
+from nemo_specrollout.scheduling.heads.canary import (
+    Alarm,
+    Canary,
+    ContextCanary,
+    HeadHealth,
+    context_edges,
+    count_by_context,
+    geometric_rates,
+    likely_cause,
+)
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate, student_quantile
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
     LEAST_SHARE,
-    HeadUse,
-    RefreshRate,
-    RefreshSchedule,
-    StepFacts,
-)
-from nemo_specrollout.scheduling.heads.refresh_trigger import (
     AutoTrigger,
     DecodeCosts,
     FixedInterval,
+    HeadUse,
     Never,
     RefreshObservation,
     RefreshOutlook,
+    RefreshRate,
+    RefreshSchedule,
     RefreshTrigger,
+    StepFacts,
     build_trigger,
 )
 

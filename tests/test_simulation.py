@@ -10,7 +10,7 @@ import pytest
 
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
-from nemo_specrollout.scheduling.racing.dispatch import in_shards
+from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
 from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 from nemo_specrollout.simulation.compare import compare, simulate_step
 from nemo_specrollout.simulation.costs import Calibration, Costs, LinearCosts, Parallel, RooflineCosts, RoundCosts

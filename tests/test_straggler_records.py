@@ -26,8 +26,8 @@ from nemo_specrollout.racing.savings import Savings
 from nemo_specrollout.racing.timeline import Outcome, Span, SpanLog, Timeline, describe
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.tail_panels import MOST_ENGINES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
-from nemo_specrollout.scheduling.racing.drain import Assignment, drain, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, drain, undisturbed_end_s
 
 pytestmark = pytest.mark.unit
 

@@ -37,7 +37,7 @@ from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import RolloutPool
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 from nemo_specrollout.simulation.compare import simulate_step
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of

@@ -32,7 +32,7 @@ from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import RolloutPool
 from nemo_specrollout.racing.timeline import Timeline
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 # Rounds that only warm up: kernels compile, ladder, lengths and draft boards learn.

@@ -26,8 +26,8 @@ from nemo_specrollout.config.run_sections import PROCESSED_LOGPROBS, DataConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
-from nemo_specrollout.scheduling.placement.auto_placement import Machine, choose, placed
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
+from nemo_specrollout.scheduling.placement.planner import Machine, choose, placed
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
 from nemo_specrollout.training.head.head_checks import check_head

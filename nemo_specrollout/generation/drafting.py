@@ -25,7 +25,7 @@ from nemo_specrollout.generation.model_drafter import ModelDrafter
 from nemo_specrollout.generation.ranks import copy_first_rank, is_output_rank
 from nemo_specrollout.generation.remote_drafts import build_remote_drafter, stream_request
 from nemo_specrollout.generation.runner_binding import NewRequest
-from nemo_specrollout.scheduling.heads.context_canary import context_edges
+from nemo_specrollout.scheduling.heads.canary import context_edges
 from nemo_specrollout.scheduling.speculation.budget import build_pause
 
 StepListener = Callable[[Any, torch.Tensor, list[torch.Tensor] | None, torch.Tensor], None]

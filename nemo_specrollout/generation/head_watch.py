@@ -9,8 +9,7 @@ from typing import Any
 from nemo_specrollout.generation.device_reads import HostCopy
 from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.head_health import head_health
-from nemo_specrollout.scheduling.heads.canary import WEIGHT_CAUSES, Canary, HeadHealth
-from nemo_specrollout.scheduling.heads.context_canary import ContextCanary
+from nemo_specrollout.scheduling.heads.canary import WEIGHT_CAUSES, Canary, ContextCanary, HeadHealth
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 logger = logging.getLogger(__name__)

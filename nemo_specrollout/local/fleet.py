@@ -19,10 +19,9 @@ from nemo_specrollout.local.step_rollout import StepRollout, check_tokens
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import DEAD, RolloutPool
 from nemo_specrollout.racing.timeline import Outcome, Span, Timeline
-from nemo_specrollout.scheduling.racing.dispatch import in_shards
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.local.rollout_source import RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats
-from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
-from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.head.head import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord

@@ -7,8 +7,7 @@ from operator import add
 from typing import Any
 
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
-from nemo_specrollout.scheduling.heads.refresh_schedule import HeadUse, StepFacts
-from nemo_specrollout.scheduling.heads.refresh_trigger import DecodeCosts
+from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
 from nemo_specrollout.telemetry.engine_stats import StepEnd
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats

@@ -16,10 +16,9 @@ from nemo_specrollout.racing.responses import Attempt, Response
 from nemo_specrollout.racing.savings import Savings
 from nemo_specrollout.racing.timeline import Outcome, SpanLog, Timeline
 from nemo_specrollout.racing.turns import Engines, Orders, Request, Starts, TurnResult
-from nemo_specrollout.scheduling.racing.dispatch import in_shards, longest_first
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
-from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
+from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards, longest_first
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 
 TURN_SHARE = 0.05

@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_specrollout.racing.turns import Work
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
-from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
+from nemo_specrollout.scheduling.racing.request_estimates import RequestSpeeds
 
 
 class DecodeSpeeds:

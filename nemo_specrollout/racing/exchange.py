@@ -15,7 +15,7 @@ from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.mailboxes import Mailboxes
 from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 
 POLL_S = 1.0

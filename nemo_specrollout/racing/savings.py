@@ -10,8 +10,8 @@ import numpy as np
 
 from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
 from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.scheduling.racing.drain import Assignment, undisturbed_end_s
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, undisturbed_end_s
 
 
 class Savings:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
-from nemo_specrollout.scheduling.racing.dispatch import in_shards
+from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
 from nemo_specrollout.simulation.event_loop import RolloutResult
 from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant

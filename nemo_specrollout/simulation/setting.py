@@ -14,7 +14,7 @@ from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement.planner import DECOUPLED, Option, place
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.simulation.costs import Costs, Parallel, RooflineCosts, TabledCosts, drafter_costs
 from nemo_specrollout.simulation.data_sheets import device_named, eagle3_head, model_named
 from nemo_specrollout.simulation.event_loop import Rollout

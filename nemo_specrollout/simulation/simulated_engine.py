@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_specrollout.config.block import FastestOfNConfig
-from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
-from nemo_specrollout.scheduling.racing.response_lengths import LengthEstimator
+from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator, RequestSpeeds
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, TailDecision
 from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 from nemo_specrollout.simulation.speculation import DecodeStep, Speculation

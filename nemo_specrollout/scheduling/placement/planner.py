@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables, sizes_of
 from nemo_specrollout.scheduling.placement.pipeline import SteadyState, coupled_tokens, steady_state
@@ -251,3 +253,45 @@ class _Search:
             bottleneck=DRAFTER if is_held_up else VERIFIER,
             tokens_per_s=self.num_requests * found.rates.num_tokens / found.step_s,
         )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Resources of a run."""
+
+    num_requests: int
+    """Requests in flight at a time."""
+    threads: int
+    """Threads of the policy's process."""
+    cores: int
+    """Cores of the machine."""
+
+
+def choose(block: SpecrolloutConfig, tables: CostTables, machine: Machine) -> Option:
+    """Returns the best option for a run. Raises ConfigError if the cores are too few for every measured verifier."""
+    assert block.remote is not None
+    own = replace(
+        tables,
+        verify_s=_of_size(tables.verify_s, machine.threads) or tables.verify_s,
+        coupled_draft_s=_of_size(tables.coupled_draft_s, machine.threads) if block.model_drafter is None else (),
+        draft_s=_of_size(tables.draft_s, 1),  # A drafter process has one thread.
+    )
+    requests, k = machine.num_requests, block.num_speculative_tokens
+    return place(own, requests, machine.cores, block.remote.acceptance, k, max_groups=1).best
+
+
+def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:
+    """Returns the block with its remote drafter placed as in `option`."""
+    remote = block.remote
+    assert remote is not None
+    where: list[DrafterConfig] = []
+    if option.mode == DECOUPLED:
+        where = [replace(remote, placement="as_written", profile=None, most_ahead=max(option.window, option.k))]
+    elif option.mode == COUPLED:
+        where = [DraftModelDrafterConfig(model=remote.model, sampling=remote.sampling)]
+    others = [d for d in block.drafters if not isinstance(d, RemoteDrafterConfig)]
+    return replace(block, drafters=(*others, *where))
+
+
+def _of_size(curves: tuple[CostCurve, ...], size: int) -> tuple[CostCurve, ...]:
+    return tuple(curve for curve in curves if curve.size == size)

@@ -10,8 +10,7 @@ import torch
 
 from nemo_specrollout.config.block import MIXED_LOSS, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
-from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshRate, RefreshSchedule, StepFacts
-from nemo_specrollout.scheduling.heads.refresh_trigger import RefreshDecision
+from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision, RefreshRate, RefreshSchedule, StepFacts
 from nemo_specrollout.training.features.feature_index import FeatureSource
 from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.rollout_files import tokenizer_hash
