@@ -22,7 +22,7 @@ from nemo_specrollout.generation.vllm_requests import (
     is_portable,
     shard_requests,
 )
-from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments
+from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl.engine_racing import ExchangeLink, SpecrolloutExchange, answer_of
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange

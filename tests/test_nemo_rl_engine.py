@@ -14,8 +14,8 @@ from vllm import SamplingParams
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER, engine_arguments
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds
+from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, engine_arguments
+from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +66,7 @@ def test_samples_of_one_request_differ_and_min_p_is_taken(
 
 def test_engine_arguments_load_no_numba() -> None:
     """vLLM's registration of kernels for a CPU inspects all loaded modules, and fails on llvmlite's."""
-    code = "import sys; import nemo_specrollout.nemo_rl.engine_arguments; sys.exit('llvmlite' in sys.modules)"
+    code = "import sys; import nemo_specrollout.nemo_rl.engine_inputs; sys.exit('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

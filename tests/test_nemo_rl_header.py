@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from nemo_specrollout.nemo_rl.request_seeds import SeedHeader, header_seed
+from nemo_specrollout.nemo_rl.engine_inputs import SeedHeader, header_seed
 
 pytestmark = pytest.mark.unit
 

@@ -23,7 +23,7 @@ from nemo_specrollout.generation.vllm_requests import REFUSAL
 from nemo_specrollout.nemo_rl.logger import gap_causes, in_a_line, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, header_seed
+from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, RowArgs, header_seed
 from nemo_specrollout.nemo_rl.row_seeds import (
     Conversations,
     RowSeeds,

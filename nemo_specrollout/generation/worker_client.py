@@ -10,6 +10,7 @@ import torch
 
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.telemetry.engine_stats import EngineStats, StepEnd
+from nemo_specrollout.telemetry.engine_totals import EngineTotals
 
 CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
 """Calls a method of the engines' workers, with a list of arguments for each engine. An engine with None, or none, is left out.
@@ -39,6 +40,10 @@ class WorkerClient:
     def stats(self, first_step: int = 0) -> list[EngineStats]:
         """Returns counters, and the steps from `first_step` on. Only for engines in this process."""
         return self._call("stats", first_step)
+
+    def engine_totals(self) -> list[EngineTotals]:
+        """Returns sums over the steps since the engine's start."""
+        return [EngineTotals.from_wire(reply) for reply in self._call("totals")]
 
     def end_step(self, seeds: Sequence[int] | None) -> list[StepEnd]:
         """Returns alarms, versions, and the sample stats of the requests of `seeds`; None: of all that ended."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.generation.requests import ShardRequest
+from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.ray_calls import engine_environment
-from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
@@ -86,9 +87,8 @@ class ExchangeDriver:
     def _call(self, method: str) -> Any:
         if self._is_lost:
             return None
-        call: Callable[[], Any] = getattr(self.actor, method).remote
         try:
-            return answer_of(call())
+            return answer_of(getattr(self.actor, method).remote())
         except ExchangeFailed as error:
             self._is_lost = True
             self._log.alarms.append(f"the exchange of requests failed, so no request moves or races any more: {error}")
@@ -107,8 +107,7 @@ class ExchangeLink:
 
     def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
         """Hands in the result of a turn. Returns a function that waits for the reply."""
-        reply = self._actor.exchange.remote(self._engine, result)
-        return lambda: answer_of(reply)
+        return partial(answer_of, self._actor.exchange.remote(self._engine, result))
 
     def leave(self) -> None:
         """Leaves the rollout. A failed exchange does not matter here."""
@@ -184,9 +183,9 @@ class ShardRacing:
 
 
 async def join_stream(llm: Any, generate: "Generate", actor: Any, engine: int) -> "StreamShard":
-    """Enters an asynchronous engine into the exchange. Returns the object that serves its requests from now on.
+    """Enters engine number `engine`, an `AsyncLLM`, into the exchange. Returns the object that then serves its requests.
 
-    `llm` is the `AsyncLLM` of engine number `engine`, and `generate` is its own generate method.
+    `generate` is vLLM's own method.
     """
     from nemo_specrollout.racing.stream_engine import StreamEngine
     from nemo_specrollout.racing.stream_shard import StreamShard

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides of NeMo-RL's worker extension that our vLLM workers share on every device.
+"""vLLM workers of an engine under NeMo-RL: our worker for the engine's device, with NeMo-RL's worker extension.
 
 vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class.
 """
@@ -11,9 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from nemo_rl.models.generation.vllm.vllm_backend import (
+    VllmInternalWorkerExtension,
+    VllmInternalWorkerExtensionWithCheckpointEngine,
+)
 
+from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.shared_modules import part_from_policy
-from nemo_specrollout.nemo_rl.engine_arguments import MTP_FROM_FOLDER
+from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
 from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_patch_points
 
 logger = logging.getLogger(__name__)
@@ -22,6 +27,12 @@ _TRAINED_HEAD_METHODS = ("eagle", "eagle3")
 """vLLM's methods whose head NeMo-RL can train."""
 
 check_patch_points(EXTENSION_PATCH_POINTS)
+
+_DeviceWorker: Any
+if compat.device_type() == "cpu":  # importing vLLM's CPU worker replaces parts of torch.cuda
+    from nemo_specrollout.generation.cpu_worker import SpecrolloutCPUWorker as _DeviceWorker
+else:
+    from nemo_specrollout.generation.vllm_worker import SpecrolloutGPUWorker as _DeviceWorker
 
 
 class ExtensionOverrides:
@@ -75,3 +86,13 @@ class ExtensionOverrides:
         with super()._weight_update_lifecycle(transport) as finalize:  # type: ignore[misc]
             yield finalize
         self.specrollout_weights_updated(time.perf_counter() - started)  # type: ignore[attr-defined]
+
+
+class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, _DeviceWorker):
+    """Worker that is refitted through NeMo-RL's IPC or collectives."""
+
+
+class NemoRlCheckpointEngineWorker(
+    ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, _DeviceWorker
+):
+    """Worker that is refitted through NeMo-RL's checkpoint engine."""

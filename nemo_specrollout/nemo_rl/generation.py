@@ -1,62 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's vLLM generation, extended: every row gets a seed, and every step gets metrics."""
+"""NeMo-RL's generation, its rollout actors and its logger, extended: every row gets a seed, and every step gets metrics.
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+Ray copies the generation to the actors that roll out. A copy gets its policy version from its actor.
+"""
+
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakMethod, ref
 
 import numpy as np
+import ray
 import torch
+from nemo_rl.algorithms.async_utils.trajectory_collector import AsyncTrajectoryCollector
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.experience import rollouts
+from nemo_rl.experience.sync_rollout_actor import SyncRolloutActor
 from nemo_rl.models.generation.vllm import VllmGeneration
+from nemo_rl.utils.logger import Logger
 
+from nemo_specrollout.nemo_rl.installation import RunFacts
+from nemo_specrollout.nemo_rl.logger import STEP_LOG, WatchingLogger
 from nemo_specrollout.nemo_rl.ray_calls import worker_client
 from nemo_specrollout.nemo_rl.row_seeds import (
     ROOTS_KEY,
     SEEDS_KEY,
     Conversations,
     RowSeeds,
-    Stream,
+    SeedKind,
     current_sample,
-    preparing_with_seeds,
+    gym_question,
+    gym_row_with_seed,
 )
-from nemo_specrollout.nemo_rl.step_log import StepLog
-from nemo_specrollout.nemo_rl.supervisor import RunFacts, Supervisor
+from nemo_specrollout.nemo_rl.supervisor import Supervisor
+
+_NativeCollector: Any = AsyncTrajectoryCollector.__ray_metadata__.modified_class
+_NativeActor: Any = SyncRolloutActor.__ray_metadata__.modified_class
 
 
 class SpecrolloutGeneration(VllmGeneration):
-    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the supervisor.
-
-    Ray copies the generation to other processes. In asynchronous GRPO the trajectory collector has a copy, which gets its
-    policy version from the collector (`rollout_actors.py`).
-    """
-
-    facts: RunFacts
-    """Set by `install` before NeMo-RL builds a generation."""
-
-    step_log: StepLog
-    """Set by `install` before NeMo-RL builds a generation."""
+    """Replaces NeMo-RL's `VllmGeneration`. Owns the seeds of its rows and, in one process of the run, the supervisor."""
 
     is_supervised_elsewhere = False
     """Whether another process than the one that builds the generation supervises the engines."""
-
     latest: "ref[SpecrolloutGeneration] | None" = None
     """Generation of this process, or its copy."""
-
     _supervisor: Supervisor | None = None
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         SpecrolloutGeneration.latest = ref(self)
-        self.facts = type(self).facts  # an attribute of the object goes with copies to other processes
-        self.row_seeds = RowSeeds(self.facts.seed, self.facts.first_version)
+        facts = RunFacts.of(config)
+        self.first_version = facts.first_version
+        self.row_seeds = RowSeeds(facts.seed, facts.first_version)
         self._conversations = Conversations()
-        self._stream = Stream.ROLLOUT
-        self._validated: list[int] = []
+        self._kind, self._validated = SeedKind.ROLLOUT, list[int]()
         self._num_refits = 0
         if not self.is_supervised_elsewhere:
-            self._supervisor = Supervisor(config, self.facts, self.step_log)
-            self.step_log.source = WeakMethod(self.step_metrics)
+            self._supervisor = Supervisor(config, STEP_LOG)
+            STEP_LOG.source = WeakMethod(self.step_metrics)
         super().__init__(cluster, config, *args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.attach(self.worker_group)
@@ -69,9 +71,9 @@ class SpecrolloutGeneration(VllmGeneration):
         if self._supervisor is not None:
             self._supervisor.open_exchange()
 
-    def supervise(self, log: StepLog) -> None:
+    def supervise(self) -> None:
         """Supervises the engines from this process, which has a copy of the generation. Their models must be loaded."""
-        self._supervisor = Supervisor(self.cfg, self.facts, log)
+        self._supervisor = Supervisor(self.cfg, STEP_LOG)
         self._supervisor.attach(self.worker_group)
         self._supervisor.open_exchange()
 
@@ -111,6 +113,28 @@ class SpecrolloutGeneration(VllmGeneration):
         async for result in super().generate_async(self._with_seeds(data), greedy):
             yield result
 
+    def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """Returns `data` with the seed of each row and the length of its conversation's first prompt."""
+        lengths = data["input_lengths"].tolist()
+        rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
+        seeds, sample = self.row_seeds.seeds(rows, self._kind), current_sample.get()
+        if self._kind is SeedKind.VALIDATION:
+            self._validated += seeds
+        elif self._supervisor is not None and sample is None:
+            self._supervisor.note_requested(seeds)
+        if sample is not None and sample.prompt_length is not None:
+            roots = [sample.prompt_length] * len(rows)
+        else:
+            roots = self._conversations.root_lengths(rows)
+        seeded: BatchedDataDict[Any] = BatchedDataDict(data)
+        seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
+        seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
+        return seeded
+
+    def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Returns seeds for rows of NeMo-Gym, whose agents request responses over HTTP."""
+        return self.row_seeds.seeds([list(gym_question(row)) for row in rows], self._kind)
+
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Lets the engines drop cached prefixes and sleep. All races end before that."""
         with self.new_weights():
@@ -129,12 +153,12 @@ class SpecrolloutGeneration(VllmGeneration):
 
     @contextmanager
     def validation(self) -> Iterator[None]:
-        """Encloses a validation: its rows have a stream of seeds of their own, and the engines drop their sample stats."""
-        self._stream, self._validated = Stream.VALIDATION, []
+        """Encloses a validation: its rows have seeds of their own kind, and the engines drop their sample stats."""
+        self._kind, self._validated = SeedKind.VALIDATION, []
         try:
             yield
         finally:
-            self._stream = Stream.ROLLOUT
+            self._kind = SeedKind.ROLLOUT
         worker_client(self.worker_group).take_sample_stats(self._validated)
 
     def snapshot_step_metrics(self) -> None:
@@ -158,38 +182,58 @@ class SpecrolloutGeneration(VllmGeneration):
     @property
     def _version(self) -> int:
         """Training steps behind the engines' weights."""
-        return self.facts.first_version + self._num_refits - 1
-
-    def seeds_of(self, contents: list[Sequence[int]]) -> list[int]:
-        """Returns seeds for rows that are requested over HTTP. `contents` are the bytes of each row's question."""
-        return self.row_seeds.seeds(contents, self._stream)
-
-    def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Returns `data` with the seed of each row and the length of its conversation's first prompt."""
-        lengths = data["input_lengths"].tolist()
-        rows = [row[:length].tolist() for row, length in zip(data["input_ids"], lengths, strict=True)]
-        seeds, sample = self.row_seeds.seeds(rows, self._stream), current_sample.get()
-        if self._stream is Stream.VALIDATION:
-            self._validated += seeds
-        elif self._supervisor is not None and sample is None:
-            self._supervisor.note_requested(seeds)
-        if sample is not None and sample.prompt_length is not None:
-            roots = [sample.prompt_length] * len(rows)
-        else:
-            roots = self._conversations.root_lengths(rows)
-        seeded: BatchedDataDict[Any] = BatchedDataDict(data)
-        seeded[SEEDS_KEY] = torch.tensor(seeds, dtype=torch.int64)
-        seeded[ROOTS_KEY] = torch.tensor(roots, dtype=torch.int64)
-        return seeded
+        return self.first_version + self._num_refits - 1
 
 
 def seed_gym_rows(prepare: Callable[..., None]) -> Callable[..., None]:
     """Wraps NeMo-RL's function that prepares NeMo-Gym's rows: each row gets a seed of this process's generation."""
 
-    def seeds_of(contents: list[Sequence[int]]) -> list[int]:
+    @functools.wraps(prepare)
+    def prepare_with_seeds(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+        prepare(rows, *args, **kwargs)
         latest = SpecrolloutGeneration.latest
         generation = None if latest is None else latest()
         assert generation is not None
-        return generation.seeds_of(contents)
+        for row, seed in zip(rows, generation.gym_seeds(rows), strict=True):
+            row.update(gym_row_with_seed(row, seed))
 
-    return preparing_with_seeds(prepare, seeds_of)
+    return prepare_with_seeds
+
+
+@ray.remote
+class SpecrolloutTrajectoryCollector(_NativeCollector):
+    """Collector of asynchronous GRPO. It tells its generation the policy version."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rollouts._prepare_nemo_gym_rows = seed_gym_rows(rollouts._prepare_nemo_gym_rows)
+        self.policy_generation.row_seeds.begin_version(self.current_weight_version)
+
+    def set_weight_version(self, version: int) -> None:
+        """Begins a policy version. NeMo-RL requests rows of that version only after this call."""
+        self.policy_generation.row_seeds.begin_version(version)
+        super().set_weight_version(version)
+
+
+@ray.remote
+class SpecrolloutRolloutActor(_NativeActor):
+    """Rollout actor of the TransferQueue trainer. It counts the training steps, as the driver does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        rollouts._prepare_nemo_gym_rows = seed_gym_rows(rollouts._prepare_nemo_gym_rows)
+        self._num_steps = 0
+
+    def rollout_to_tq(self, input_batch: Any, **kwargs: Any) -> Any:
+        """Rolls out a batch. Only validations bring environments of their own, which distinguishes them."""
+        generation, is_validation = self.policy_generation, kwargs.get("task_to_env_override") is not None
+        if not is_validation and kwargs.get("first_iter", True):
+            self._num_steps += 1
+        steps_done = self._num_steps if is_validation else self._num_steps - 1
+        generation.row_seeds.begin_version(generation.first_version + steps_done)
+        with generation.validation() if is_validation else nullcontext():
+            return super().rollout_to_tq(input_batch, **kwargs)
+
+
+class SpecrolloutLogger(WatchingLogger, Logger):
+    """Replaces NeMo-RL's `Logger`."""

@@ -5,7 +5,7 @@ The driver never waits for a training, and no failure here ends the run: the eng
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.worker_client import HeadInService, WorkerClient
-from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
-from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.logger import StepLog
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_text
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.training.features.feature_reader import FeatureReader
@@ -25,39 +25,21 @@ MOST_RESTARTS = 1
 """Restarts of the trainer after a failure."""
 
 
-class TrainerFailed(Exception):
-    """The trainer is gone, or its last call raised an error."""
+@ray.remote(max_restarts=0, num_cpus=1)
+class SpecrolloutHeadTrainer:
+    """Actor that owns the head in service and the schedule of its refreshes. Serves one call at a time."""
 
-
-@dataclass(frozen=True)
-class TrainerOrder:
-    """Arguments of the trainer's actor."""
-
-    block: SpecrolloutConfig
-    policy: str
-    """Policy: a Hugging Face folder, or a name on the hub."""
-
-    folder: str
-    """Path of the run's `HeadFolder`."""
-
-    temperature: float
-    """Sampling temperature of the rollouts."""
-
-
-class HeadTrainerImpl:
-    """Owns the head in service and the schedule of its refreshes. Serves one call at a time."""
-
-    def __init__(self, order: TrainerOrder) -> None:
+    def __init__(self, block: SpecrolloutConfig, policy: str, heads: str, temperature: float) -> None:
+        """`policy` is a Hugging Face folder or a name on the hub, and `heads` the path of the run's `HeadFolder`."""
         from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels  # imports torch
 
-        block = order.block
         assert block.draft_refresh is not None and block.head is not None
-        self._folder = HeadFolder(Path(order.folder))
+        self._folder = HeadFolder(Path(heads))
         self._online = OnlineRefresh(
             block,
-            StartModels(_local_folder(order.policy), _local_folder(block.head)),
+            StartModels(_local_folder(policy), _local_folder(block.head)),
             self._folder,
-            temperature=order.temperature,
+            temperature=temperature,
             device="cuda" if block.draft_refresh.trainer_gpus else "cpu",
             in_background=True,
         )
@@ -81,79 +63,47 @@ class HeadTrainerImpl:
         return self._online.refresh(decision, version, stores, version, teacher)
 
 
-@ray.remote(max_restarts=0, num_cpus=1)
-class SpecrolloutHeadTrainer(HeadTrainerImpl):
-    """The actor."""
+def _local_folder(name: str) -> Path:
+    """Returns a folder, or the cached files of a name on the Hugging Face hub, which the engines have downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
 
-
-class TrainerLink:
-    """Driver's connection to the trainer; owns the actor, which dies with the driver, and the pending call.
-
-    The first answer is the source of the head's features, `FeatureSource` as plain values.
-    """
-
-    def __init__(self, order: TrainerOrder) -> None:
-        assert order.block.draft_refresh is not None
-        options = {"num_gpus": order.block.draft_refresh.trainer_gpus, "runtime_env": engine_environment()}
-        actor: Any = SpecrolloutHeadTrainer
-        self._actor = actor.options(**options).remote(order)
-        self._call: Any = self._actor.source.remote()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is pending."""
-        return self._call is None
-
-    def ask(self, version: int, facts: Sequence[StepFacts]) -> None:
-        """Reports steps to the trainer, which answers with a `RefreshRecord` after it has trained or decided not to."""
-        self._call = self._actor.after_steps.remote(version, list(facts))
-
-    def answer(self) -> RefreshRecord | dict[str, Any] | None:
-        """Returns the result of the pending call, or None if it has not arrived. Raises TrainerFailed."""
-        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
-            return None
-        call, self._call = self._call, None
-        try:
-            return ray.get(call)
-        except ray.exceptions.RayError as error:
-            raise TrainerFailed(failure_text(error)) from error
-
-    def close(self) -> None:
-        """Ends the actor, even during a training."""
-        ray.kill(self._actor)
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
 
 
 class HeadRefresh:
     """Owns the trainer, the step facts that it still has to get, and the record of the head that the engines have.
 
-    The refresh ends for the rest of the run after the trainer's second failure, or if an engine fails at its part. While
-    a published head waits for the next refit, steps say nothing about it, and only their time counts.
+    The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. The refresh ends for the
+    rest of the run after the trainer's second failure, or if an engine fails at its part. While a published head waits for
+    the next refit, steps say nothing about it, and only their time counts.
     """
 
     def __init__(
         self,
         block: SpecrolloutConfig,
         folder: HeadFolder,
-        start: Callable[[], TrainerLink],
+        start: Callable[[], ActorLink],
         workers: WorkerClient,
-        has_head: Sequence[bool],
         log: StepLog,
     ) -> None:
-        """`has_head` says for each engine whether a head drafts in it."""
+        """`start` starts the trainer."""
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
         self._folder, self._start, self._workers, self._log = folder, start, workers, log
-        self._has_head = has_head
+        self._has_head = [own.head is not None for own in blocks_of_engines(block, workers.num_engines)]
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
+        """Seconds of steps that count although they say nothing about the head that comes next."""
         self._source: dict[str, Any] | None = None
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
         self._record: RefreshRecord | None = None
         # A trainer on a GPU gets what is left when all of NeMo-RL's workers have their GPUs.
         self._starts_later = bool(self._config.trainer_gpus)
-        self._trainer: TrainerLink | None = None if self._starts_later else start()
+        self._trainer = None if self._starts_later else start()
 
     def policy_updated(self, version: int) -> None:
         """Saves the policy of `version` as the teacher of its rollouts, and loads the latest head into the engines.
@@ -181,12 +131,15 @@ class HeadRefresh:
         if self._source is not None:
             places = self._feature_places(self._source)
             self._tell("store_features", lambda: self._workers.store_features(places))
-        if facts is not None:
-            self._note(facts)
+        if facts is not None and self._to_load is not None:
+            self._owed_s += facts.seconds
+        elif facts is not None:
+            self._unsent.append(replace(facts, seconds=facts.seconds + self._owed_s))
+            self._owed_s = 0.0
         if self._trainer is not None and self._source is not None and self._trainer.is_idle and self._unsent:
-            self._trainer.ask(version, self._unsent)
+            self._trainer.call("after_steps", version, self._unsent)
             self._unsent = []
-        return self._figures()
+        return {"refresh_failures": float(self._num_failures), **self._take_record()}
 
     def close(self) -> None:
         """Ends the refreshes and the trainer."""
@@ -199,7 +152,7 @@ class HeadRefresh:
             return
         try:
             answer = self._trainer.answer()
-        except TrainerFailed as error:
+        except ActorFailed as error:
             self._trainer_failed(str(error))
             return
         if isinstance(answer, dict):
@@ -219,24 +172,16 @@ class HeadRefresh:
             self._owed_s += sum(facts.seconds for facts in self._unsent)
             self._unsent = []
 
-    def _note(self, facts: StepFacts) -> None:
-        if self._to_load is not None:
-            self._owed_s += facts.seconds
-            return
-        self._unsent.append(replace(facts, seconds=facts.seconds + self._owed_s))
-        self._owed_s = 0.0
-
     def _trainer_failed(self, reason: str) -> None:
         self.close()
         self._num_failures += 1
         if self._num_failures > MOST_RESTARTS:
-            self._alarm(
-                f"the draft head's trainer failed again ({reason}); the head stays as it is for the rest of the run"
-            )
-            return
-        self._alarm(f"the draft head's trainer failed ({reason}); it is started again, once")
-        self._find_published()
-        self._trainer = self._start()
+            end = f"failed again ({reason}); the head stays as it is for the rest of the run"
+        else:
+            end = f"failed ({reason}); it is started again, once"
+            self._find_published()
+            self._trainer = self._start()
+        self._log.alarms.append(f"the draft head's trainer {end}")
 
     def _feature_places(self, source: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns for each engine the folder and the limits of its feature store."""
@@ -250,43 +195,40 @@ class HeadRefresh:
             errors = {error for error in call() if error}
         except Exception as error:
             errors = {failure_text(error)}
-        if not errors:
-            return
-        if self._trainer is not None:
+        if errors and self._trainer is not None:
             self._num_failures += 1
             reason = f"an engine failed at {method}: {'; '.join(sorted(errors))}"
-            self._alarm(f"draft heads are refreshed no more: {reason}")
-        self.close()
+            self._log.alarms.append(f"draft heads are refreshed no more: {reason}")
+        if errors:
+            self.close()
 
-    def _alarm(self, sentence: str) -> None:
-        self._log.alarms.append(sentence)
-
-    def _figures(self) -> dict[str, float]:
-        """Returns the metrics of a record that has arrived, and logs the record."""
-        figures = {"refresh_failures": float(self._num_failures)}
+    def _take_record(self) -> dict[str, float]:
+        """Logs a record that has arrived, and returns its metrics."""
         record, self._record = self._record, None
         if record is None:
-            return figures
+            return {}
         self._log.entries["draft_refresh"] = record.known()
         is_judged = record.gate is not None
-        figures["heads_published"] = float(is_judged and bool(record.published))
-        figures["heads_refused"] = float(is_judged and not record.published)
-        return {**figures, "refresh_s": record.refresh_s or 0.0}
+        return {
+            "heads_published": float(is_judged and bool(record.published)),
+            "heads_refused": float(is_judged and not record.published),
+            "refresh_s": record.refresh_s or 0.0,
+        }
 
 
 def start_head_refresh(
     block: SpecrolloutConfig, generation_config: Any, heads: str, workers: WorkerClient, log: StepLog
 ) -> HeadRefresh:
     """Starts the refresh for the engines of `workers`. `heads` is the path of the run's `HeadFolder`."""
-    order = TrainerOrder(block, generation_config["model_name"], heads, generation_config["temperature"])
-    has_head = [engine_block.head is not None for engine_block in blocks_of_engines(block, workers.num_engines)]
-    return HeadRefresh(block, HeadFolder(Path(heads)), partial(TrainerLink, order), workers, has_head, log)
-
-
-def _local_folder(name: str) -> Path:
-    """Returns a folder, or the cached files of a name on the Hugging Face hub, which the engines have downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    assert block.draft_refresh is not None
+    start = partial(
+        ActorLink,
+        SpecrolloutHeadTrainer,
+        block,
+        generation_config["model_name"],
+        heads,
+        generation_config["temperature"],
+        first_call="source",
+        num_gpus=block.draft_refresh.trainer_gpus,
+    )
+    return HeadRefresh(block, HeadFolder(Path(heads)), start, workers, log)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the block into effect in NeMo-RL by replacing attributes of its modules. `uninstall` puts them back."""
+"""Puts the block into effect in NeMo-RL by replacing attributes of its modules, before one of its scripts runs."""
 
 import functools
 import importlib
-from collections.abc import Callable
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
-from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl
+from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl, script_of
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
@@ -24,14 +30,10 @@ from nemo_specrollout.nemo_rl.patch_points import (
     PatchPoint,
     check_patch_points,
 )
-from nemo_specrollout.nemo_rl.row_seeds import RUN_SEED
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.head.head_checks import misfit
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from vllm_v2_cpu.plugin import V2_ON_CPU
-
-if TYPE_CHECKING:
-    from nemo_specrollout.nemo_rl.logger import Watch
 
 _NATIVE, _OURS = "nemo_rl.models.generation.vllm", "nemo_specrollout.nemo_rl.ray_workers"
 ACTORS = {
@@ -39,34 +41,112 @@ ACTORS = {
     f"{_NATIVE}.vllm_worker_async.VllmAsyncGenerationWorker": f"{_OURS}.SpecrolloutVllmAsyncWorker",
 }
 """NeMo-RL's Ray actors around engines, and our actors that replace them."""
-ENGINE_ENVIRONMENT = {V2_ON_CPU: "1"}
-"""Environment of every engine. It has no effect on a GPU."""
+_RUN_KEY = "specrollout_run"
+"""Key of NeMo-RL's `policy.generation` under which `install` puts the `RunFacts`."""
+_SETUPS = ("setup", "setup_single_controller")
+"""Names under which NeMo-RL's scripts call its set-up."""
+_PROMPT_FILES = ("prompt_file", "system_prompt_file")
+"""Keys of NeMo-RL's configs that name files relative to its checkout."""
 _replaced: list[tuple[Any, str, Any]] = []
 """Replaced attributes: module, name, original."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that NeMo-RL does not tell its generation."""
+
+    seed: int
+    """`grpo.seed`, or the seed of another algorithm."""
+    first_version: int
+    """Training steps behind the weights at the start."""
+    last_version: int
+    """Training steps behind the weights at the end."""
+    heads: str
+    """Path of the folder with the run's draft heads."""
+
+    @classmethod
+    def of(cls, generation_config: Mapping[str, Any]) -> "RunFacts":
+        """Returns the facts that `install` put into NeMo-RL's `policy.generation`."""
+        return cls(**generation_config[_RUN_KEY])
+
+
+def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
+    """Runs the resolved config `tree` with the script of NeMo-RL that it belongs to, or with the script `script_path`.
+
+    The script runs unedited; `install` is called before its set-up. Raises ConfigError if the run cannot start.
+    """
+    import nemo_rl
+
+    checkout = Path(str(nemo_rl.__file__)).parent.parent
+    script = _script(checkout / (script_path or script_of(tree)))
+    for name in _SETUPS:
+        if hasattr(script, name):
+            setattr(script, name, _installing(getattr(script, name)))
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "config.yaml")
+        config.write_text(yaml.safe_dump(_with_prompt_files(tree, checkout)), encoding="utf-8")
+        sys.argv = [str(script.__file__), "--config", str(config)]
+        script.main()
+
+
+def _script(path: Path) -> ModuleType:
+    """Loads the script at `path` as a module. Raises ConfigError if it never calls a set-up of NeMo-RL."""
+    if not path.is_file():
+        raise ConfigError(
+            f"NeMo-RL's script {path} does not exist; run from a NeMo-RL checkout (its container has one in /opt/nemo-rl)"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--script: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    if not any(hasattr(module, name) for name in _SETUPS):
+        raise ConfigError(
+            f"--script: {path} has no function {' or '.join(_SETUPS)}, so specrollout could not take effect; name a script "
+            "that calls NeMo-RL's set-up"
+        )
+    return module
+
+
+def _installing(native: Any) -> Any:
+    @functools.wraps(native)
+    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
+        install(master_config)
+        return native(master_config, *args, **kwargs)
+
+    return setup
+
+
+def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
+    """Returns a config with absolute paths for prompt files that are found in NeMo-RL's checkout only."""
+    if isinstance(node, Mapping):
+        return {name: _with_prompt_files(value, checkout, name) for name, value in node.items()}
+    is_found = key in _PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()
+    return str(checkout / node) if is_found and (checkout / node).is_file() else node
 
 
 def install(config: Any) -> bool:
     """Puts `policy.generation.specrollout` of NeMo-RL's `MasterConfig` into effect. Call it before NeMo-RL's `setup`.
 
     Returns whether the block is enabled. Without a block, or with `enabled: false`, nothing is touched, and no worker
-    imports this package. Otherwise `config` gets the complete block and environment variables for the engines.
-    Raises ConfigError if the block, the config or the installed NeMo-RL does not allow it.
+    imports this package. Otherwise `policy.generation` gets the complete block, facts of the run, and an environment
+    variable for the engines. Raises ConfigError if the block, the config or the installed NeMo-RL does not allow it.
     """
     uninstall()
     plain_block = effective_block({"policy": config.policy})
     if plain_block is None:
         return False
-    prepare_nemo_rl(config.model_dump())
+    tree = config.model_dump()
+    prepare_nemo_rl(tree)
     check_patch_points((*PATCH_POINTS, *_patch_points_of(config)))
+    generation = config.policy["generation"]
     block = _checked_block(plain_block, config.policy)
-    config.policy["generation"]["specrollout"] = plain_block
-    vllm_cfg = config.policy["generation"]["vllm_cfg"]
-    vllm_cfg["env_vars"] = {
-        **(vllm_cfg.get("env_vars") or {}),
-        **ENGINE_ENVIRONMENT,
-        RUN_SEED: str(algorithm_of(config).seed),
-    }
-    _replace_names(config, block)
+    facts = _run_facts(config)
+    generation["specrollout"], generation[_RUN_KEY] = plain_block, asdict(facts)
+    # It lets vLLM's V2 model runner run on a CPU, and has no effect on a GPU.
+    generation["vllm_cfg"]["env_vars"] = {**(generation["vllm_cfg"].get("env_vars") or {}), V2_ON_CPU: "1"}
+    _replace_names(config, _logger_class(block, plain_block, tree, facts))
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
     return True
@@ -84,19 +164,17 @@ def _replace(module: Any, name: str, new: Any) -> None:
     setattr(module, name, new)
 
 
-def algorithm_of(config: Any) -> Any:
-    """Returns the block of a NeMo-RL `MasterConfig` that has the seed and the number of steps."""
-    found = (getattr(config, name, None) for name in ALGORITHMS)
-    return next(block for block in found if block is not None)
-
-
 def _is_controlled(config: Any) -> bool:
     """Returns whether NeMo-RL's SingleController runs `config`."""
     return getattr(config, "async_rl", None) is not None
 
 
-def _has_data_plane(config: Any) -> bool:
-    return bool((getattr(config, "data_plane", None) or {}).get("enabled"))
+def _trainers(config: Any) -> list[str]:
+    """Returns the modules of NeMo-RL whose names are replaced for `config`. They import each other's functions by name."""
+    has_data_plane = (getattr(config, "data_plane", None) or {}).get("enabled")
+    own = next((name for name in ("distillation", "ppo") if getattr(config, name, None) is not None), None)
+    own = own or ("grpo_sync" if has_data_plane else "grpo")
+    return [f"nemo_rl.algorithms.{name}" for name in dict.fromkeys(("grpo", own))]
 
 
 def _patch_points_of(config: Any) -> tuple[PatchPoint, ...]:
@@ -119,126 +197,117 @@ def _checked_block(plain_block: dict[str, Any], policy: Any) -> SpecrolloutConfi
         if drafter.get("model") and Path(drafter["model"]).is_dir():
             drafter["model"] = str(Path(drafter["model"]).absolute())
     block = build(SpecrolloutConfig, plain_block, BLOCK_PATH)
-    _check_heads(block, policy["model_name"])
-    _check_remote(block, policy["generation"]["vllm_cfg"])
+    _check_drafters(block, policy)
     if has_ladder:
         LadderFile.read(Path(racing["ladder"]), f"{BLOCK_PATH}.fastest_of_n.ladder")
-    _check_arguments(block, policy["generation"].get("vllm_kwargs") or {})
+    vllm_kwargs = policy["generation"].get("vllm_kwargs") or {}
+    try:  # a step of vLLM may have no room for drafts
+        with_specrollout({k: v for k, v in vllm_kwargs.items() if k != "speculative_config"}, block, "cuda")
+    except ValueError as error:
+        raise ConfigError(f"policy.generation.{error}") from error
     return block
 
 
-def _check_heads(block: SpecrolloutConfig, policy: str) -> None:
-    """Raises ConfigError if a head that is refreshed, or a head that drafts blocks, does not fit the policy."""
+def _check_drafters(block: SpecrolloutConfig, policy: Any) -> None:
+    """Raises ConfigError if a head that is refreshed or drafts blocks does not fit the policy, or Ray cannot start drafters."""
     if block.draft_refresh is not None and block.head is not None:
-        reason = misfit(block.head, policy)
+        reason = misfit(block.head, policy["model_name"])
         if reason is not None:
             raise ConfigError(f"{BLOCK_PATH}.drafters: {reason}")
-    for drafter in block.drafters if Path(policy).is_dir() else ():
-        reason = misfit_of_block_drafter(drafter, Path(policy))
+    for drafter in block.drafters if Path(policy["model_name"]).is_dir() else ():
+        reason = misfit_of_block_drafter(drafter, Path(policy["model_name"]))
         if reason is not None:
             raise ConfigError(reason)
-
-
-def _check_remote(block: SpecrolloutConfig, vllm_cfg: dict[str, Any]) -> None:
-    """Raises ConfigError if Ray cannot start the remote drafters, as far as this process can see."""
-    from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
-
     if block.remote is not None and block.remote.workers:
-        drafter_spec(block.remote, shared_vllm_config(vllm_cfg))
+        from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec, shared_vllm_config
+
+        drafter_spec(block.remote, shared_vllm_config(policy["generation"]["vllm_cfg"]))
         secret_of_run()
 
 
-def _check_arguments(block: SpecrolloutConfig, vllm_kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError if a step of vLLM has no room for drafts."""
-    given = {name: value for name, value in vllm_kwargs.items() if name != "speculative_config"}
-    try:
-        with_specrollout(given, block, "cuda")
-    except ValueError as error:
-        raise ConfigError(f"policy.generation.{error}") from error
+def _run_facts(config: Any) -> RunFacts:
+    """Returns the facts of a run that starts, or resumes from a checkpoint.
+
+    The folder of heads is beside the checkpoints, where a resumed run finds it: NeMo-RL gives every start a log folder of
+    its own. A run that starts from the configured policy starts from the configured head.
+    """
+    from nemo_rl.utils.checkpoint import CheckpointManager
+
+    checkpoint = CheckpointManager(config.checkpointing).get_latest_checkpoint_path()
+    first = 0 if checkpoint is None else int(Path(checkpoint).name.removeprefix("step_"))
+    place = config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
+    heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
+    if first == 0:
+        heads.withdraw()
+    algorithm = next(block for name in ALGORITHMS if (block := getattr(config, name, None)) is not None)
+    return RunFacts(algorithm.seed, first, algorithm.max_num_steps, str(heads.path))
 
 
-def _replace_names(config: Any, block: SpecrolloutConfig) -> None:
+def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
+    """Returns what replaces NeMo-RL's class `Logger`."""
+    from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
+    from nemo_specrollout.nemo_rl.logger import STEP_LOG, LoggerSettings, gap_causes
+
+    STEP_LOG.take()  # what an earlier run of this process has left
+    summary = {"versions": installed_versions(), "block": plain_block}
+    settings = LoggerSettings(block.logprob_gap_alarm, gap_causes(tree), summary, facts.last_version)
+    return functools.partial(SpecrolloutLogger, settings)
+
+
+def _replace_names(config: Any, logger: Any) -> None:
     from nemo_rl.algorithms import async_utils
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.experience import rollouts
     from nemo_rl.models.generation.vllm import vllm_generation
 
-    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration, seed_gym_rows
-    from nemo_specrollout.nemo_rl.logger import Watch, gap_causes
-    from nemo_specrollout.nemo_rl.rollout_actors import SpecrolloutTrajectoryCollector
-    from nemo_specrollout.nemo_rl.step_log import StepLog
-    from nemo_specrollout.nemo_rl.supervisor import RunFacts
+    from nemo_specrollout.nemo_rl import generation as ours
 
-    algorithm, first, log = algorithm_of(config), _newest_step(config.checkpointing), StepLog()
-    heads = str(_head_folder(config, first).path)
-    SpecrolloutGeneration.facts = RunFacts(block, algorithm.seed, first, algorithm.max_num_steps, heads)
-    SpecrolloutGeneration.step_log = log
-    facts = {"versions": installed_versions(), "block": config.policy["generation"]["specrollout"]}
-    causes = gap_causes(config.model_dump())
-    watch = Watch(block.logprob_gap_alarm, causes, facts, log, algorithm.max_num_steps)
-    for native, ours in ACTORS.items():
-        ACTOR_ENVIRONMENT_REGISTRY[ours] = ACTOR_ENVIRONMENT_REGISTRY[native]
+    for native, our_actor in ACTORS.items():
+        ACTOR_ENVIRONMENT_REGISTRY[our_actor] = ACTOR_ENVIRONMENT_REGISTRY[native]
     _replace(
         vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
     )
     if _is_controlled(config):
-        _replace_for_controller(config, watch)
+        _replace_for_controller(config, logger)
         return
-    _replace(async_utils, "AsyncTrajectoryCollector", SpecrolloutTrajectoryCollector)
-    _replace(rollouts, "_prepare_nemo_gym_rows", seed_gym_rows(rollouts._prepare_nemo_gym_rows))
-    for trainer in _trainers(config):
-        _replace_for_trainer(importlib.import_module(trainer), watch)
-
-
-def _trainers(config: Any) -> list[str]:
-    """Returns the modules of NeMo-RL whose names are replaced for `config`. They import each other's functions by name."""
-    if getattr(config, "distillation", None) is not None:
-        own = "distillation"
-    elif getattr(config, "ppo", None) is not None:
-        own = "ppo"
-    else:
-        own = "grpo_sync" if _has_data_plane(config) else "grpo"
-    return [f"nemo_rl.algorithms.{name}" for name in dict.fromkeys(("grpo", own))]
-
-
-def _replace_for_trainer(trainer: ModuleType, watch: "Watch") -> None:
-    from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
-    from nemo_specrollout.nemo_rl.rollout_actors import SpecrolloutRolloutActor
-
+    _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
+    _replace(rollouts, "_prepare_nemo_gym_rows", ours.seed_gym_rows(rollouts._prepare_nemo_gym_rows))
     replacements: dict[str, Callable[[Any], Any]] = {
-        "VllmGeneration": lambda native: SpecrolloutGeneration,
+        "VllmGeneration": lambda native: ours.SpecrolloutGeneration,
         "refit_policy_generation": _telling_versions,
         "validate": _in_validation_stream,
-        "Logger": watch.logger_class,
-        "SyncRolloutActor": lambda native: SpecrolloutRolloutActor,
+        "Logger": lambda native: logger,
+        "SyncRolloutActor": lambda native: ours.SpecrolloutRolloutActor,
     }
     for point in ALL_PATCH_POINTS:
-        if point.module == trainer.__name__:
+        if point.module in _trainers(config):
+            trainer = importlib.import_module(point.module)
             _replace(trainer, point.name, replacements[point.name](getattr(trainer, point.name)))
 
 
-def _replace_for_controller(config: Any, watch: "Watch") -> None:
+def _replace_for_controller(config: Any, logger: Any) -> None:
     """Replaces the classes of the objects that NeMo-RL's set-up sends to the SingleController's actor."""
     from nemo_rl.algorithms import single_controller
     from nemo_rl.algorithms.single_controller_utils import setup
     from nemo_rl.experience import rollout_manager
+    from nemo_rl.utils.checkpoint import CheckpointManager
 
     from nemo_specrollout.nemo_rl import single_controller as ours
 
-    ours.EpochDataLoader.first_epoch = _epoch(config.checkpointing)
-    _replace(rollout_manager, "AsyncRolloutImpl", ours.SeededRollouts)
-    _replace(rollout_manager, "AsyncNemoGymRolloutImpl", ours.SeededGymRollouts)
-    _replace(setup, "StatefulDataLoader", ours.EpochDataLoader)
-    _replace(setup, "VllmGeneration", ours.ControlledGeneration)
-    native = setup.create_weight_synchronizer
+    checkpoints, native = CheckpointManager(config.checkpointing), setup.create_weight_synchronizer
+    state = checkpoints.load_training_info(checkpoints.get_latest_checkpoint_path()) or {}
 
     @functools.wraps(native)
     def create_weight_synchronizer(*args: Any, generation: Any, **kwargs: Any) -> Any:
-        synchronizer = native(*args, generation=generation, **kwargs)
-        return ours.SupervisingSynchronizer(synchronizer, generation, watch)
+        return ours.SupervisingSynchronizer(native(*args, generation=generation, **kwargs), generation)
 
+    _replace(rollout_manager, "AsyncRolloutImpl", ours.SeededRollouts)
+    _replace(rollout_manager, "AsyncNemoGymRolloutImpl", ours.SeededGymRollouts)
+    loader = functools.partial(ours.EpochDataLoader, int(state.get("current_epoch") or 0))
+    _replace(setup, "StatefulDataLoader", loader)
+    _replace(setup, "VllmGeneration", ours.ControlledGeneration)
     _replace(setup, "create_weight_synchronizer", create_weight_synchronizer)
-    _replace(single_controller, "Logger", ours.make_logger)
+    _replace(single_controller, "Logger", logger)
 
 
 def _naming_ours(resolve: Any) -> Any:
@@ -266,7 +335,7 @@ def _telling_versions(refit: Any) -> Any:
 
 
 def _in_validation_stream(validate: Any) -> Any:
-    """Wraps NeMo-RL's validation: its rows have a stream of seeds of their own."""
+    """Wraps NeMo-RL's validation: its rows have seeds of their own kind."""
 
     @functools.wraps(validate)
     def validate_apart(policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -274,32 +343,3 @@ def _in_validation_stream(validate: Any) -> Any:
             return validate(policy_generation, *args, **kwargs)
 
     return validate_apart
-
-
-def _newest_step(checkpointing: Any) -> int:
-    """Returns the training steps behind the checkpoint that NeMo-RL resumes from, or 0 if there is none."""
-    from nemo_rl.utils.checkpoint import CheckpointManager
-
-    path = CheckpointManager(checkpointing).get_latest_checkpoint_path()
-    return 0 if path is None else int(Path(path).name.removeprefix("step_"))
-
-
-def _epoch(checkpointing: Any) -> int:
-    """Returns the epoch of the checkpoint that NeMo-RL resumes from, or 0 if there is none."""
-    from nemo_rl.utils.checkpoint import CheckpointManager
-
-    manager = CheckpointManager(checkpointing)
-    state = manager.load_training_info(manager.get_latest_checkpoint_path())
-    return int((state or {}).get("current_epoch") or 0)
-
-
-def _head_folder(config: Any, first_version: int) -> HeadFolder:
-    """Returns the run's folder of draft heads. A run that starts from the configured policy starts from the configured head.
-
-    The folder is beside the checkpoints, where a resumed run finds it: NeMo-RL gives every start a log folder of its own.
-    """
-    place = config.checkpointing["checkpoint_dir"] if config.checkpointing["enabled"] else config.logger["log_dir"]
-    heads = HeadFolder(Path(place).absolute() / "specrollout_heads")
-    if first_version == 0:
-        heads.withdraw()
-    return heads

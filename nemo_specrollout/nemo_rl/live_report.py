@@ -20,23 +20,9 @@ LogPlot = Callable[[Any, int, str], None]
 """NeMo-RL's function that logs a figure: takes the figure, the step and a name."""
 
 
-class WriteThrottle:
-    """Limits the share of time that writes may take. Owns the time from which the next write is allowed.
-
-    The caller passes the time in seconds. The first write is allowed at once.
-    """
-
-    def __init__(self, shortest_pause_s: float = 0.0) -> None:
-        self._shortest_pause_s = shortest_pause_s
-        self._due_s = -math.inf
-
-    def is_due(self, now_s: float) -> bool:
-        """Returns whether a write is allowed now."""
-        return now_s >= self._due_s
-
-    def wrote(self, began_s: float, ended_s: float) -> None:
-        """Notes that a write was done or tried."""
-        self._due_s = ended_s + max(PAUSE_PER_WRITE * (ended_s - began_s), self._shortest_pause_s)
+def next_write_s(began_s: float, ended_s: float, shortest_pause_s: float = 0.0) -> float:
+    """Returns the time from which the next write is allowed after a write between these times, in seconds."""
+    return ended_s + max(PAUSE_PER_WRITE * (ended_s - began_s), shortest_pause_s)
 
 
 class LiveReport:
@@ -48,7 +34,7 @@ class LiveReport:
     def __init__(self, folder: Path, last_step: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`last_step` is the step after which the pages are written in any case."""
         self._folder, self._last_step, self._clock = folder, last_step, clock
-        self._pages, self._pictures = WriteThrottle(), WriteThrottle(SHORTEST_PAUSE_BETWEEN_PICTURES_S)
+        self._pages_due_s = self._picture_due_s = -math.inf
         self._is_behind = self._has_warned = False
         self._writer: Thread | None = None
 
@@ -59,15 +45,15 @@ class LiveReport:
         """
         self._is_behind = True
         is_last, now_s = step == self._last_step, self._clock()
-        if not (is_last or self._pages.is_due(now_s)):
+        if not is_last and now_s < self._pages_due_s:
             return
         if not is_last and _has_event_loop():
             self._write_in_thread()
-            return
-        shown_by = log_plot if is_last or self._pictures.is_due(now_s) else None
-        self._write(step, shown_by)
-        if shown_by is not None:
-            self._pictures.wrote(now_s, self._clock())
+        elif is_last or now_s >= self._picture_due_s:
+            self._write(step, log_plot)
+            self._picture_due_s = next_write_s(now_s, self._clock(), SHORTEST_PAUSE_BETWEEN_PICTURES_S)
+        else:
+            self._write()
 
     def close(self) -> None:
         """Writes the pages once more, unless they already cover every step."""
@@ -95,7 +81,7 @@ class LiveReport:
             self._warn(f"no report.html and picture.png: {error}; install matplotlib, or make them later")
         except Exception as error:  # a report is worth less than the run
             self._warn(f"report.html or picture.png was not written ({type(error).__name__}: {error}); the run goes on")
-        self._pages.wrote(began_s, self._clock())
+        self._pages_due_s = next_write_s(began_s, self._clock())
 
     def _warn(self, sentence: str) -> None:
         if not self._has_warned:

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's logger, extended by the log-prob gap between engine and trainer, its alarm, a record and a report."""
+"""NeMo-RL's logger, extended by the log of a step: our figures, alarms, the log-prob gap, and files in the run's log folder."""
 
+import json
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
 from nemo_specrollout.nemo_rl.live_report import LiveReport
-from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
-from nemo_specrollout.reports.nemo_rl_run import PREFIX, policy_lag
+from nemo_specrollout.reports.nemo_rl_run import FOLDER, METRICS, PREFIX, policy_lag
+from nemo_specrollout.reports.records import read_lines
 
+_NATIVE_KEYS = (
+    "loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample",
+    "avg_trajectory_age",
+)  # fmt: skip
+"""NeMo-RL's own metrics that the record keeps beside ours."""
 _LINE = {
     "tokens_per_request_step": "{:.2f} tokens a request and step",
     "draft_tokens_per_request_step": "{:.2f} drafts",
@@ -30,86 +38,182 @@ _LINE = {
 
 
 @dataclass
-class Watch:
-    """Settings of the extended logger."""
+class StepLog:
+    """Passes the log of a step from the supervisor, which fills it, to the logger, which takes it."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    """Numbers by name that NeMo-RL's own metrics lack."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """Structured entries by name, which go into the step's line of `metrics.jsonl`."""
+    alarms: list[str] = field(default_factory=list)
+    """Sentences that are kept and shown."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Sample stats, which go into the step's line of `samples.jsonl`."""
+    source: Callable[[], Callable[[], dict[str, float]] | None] | None = None
+    """Weak reference to a function that returns the step's figures, for loops of NeMo-RL that never request them."""
+
+    def take(self, *, request_figures: bool = False) -> "StepLog":
+        """Returns the log since the previous call, and clears it.
+
+        With `request_figures`, figures that nothing has logged yet are requested from `source`.
+        """
+        request = self.source() if request_figures and self.source is not None else None
+        if request is not None and not self.figures:
+            self.figures = request()
+        taken = replace(self)
+        self.figures, self.entries, self.alarms, self.samples = {}, {}, [], []
+        return taken
+
+
+STEP_LOG = StepLog()
+"""Log of the process that supervises the engines: NeMo-RL's driver, or the actor of its SingleController."""
+
+
+class RunRecord:
+    """Owns `metrics.jsonl`, `timing.jsonl`, `samples.jsonl` and `summary.json` of a run.
+
+    A line of the first three is a training step. If a resumed run repeats a step, the later line counts.
+    """
+
+    def __init__(self, log_dir: Path, facts: Mapping[str, Any]) -> None:
+        """`facts` go into the summary as they are."""
+        self.folder, self._facts = log_dir / FOLDER, facts
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*.jsonl"):  # end lines that a killed run left unfinished
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                path.write_bytes(content + b"\n")
+        self._steps = read_lines(self.folder / METRICS)
+
+    def add(self, step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
+        """Appends a step's metrics, entries and samples, and rewrites the summary."""
+        kept = {name: x for name, x in metrics.items() if name.startswith(PREFIX) or name in _NATIVE_KEYS}
+        entries = {**log.entries, **({"alarms": log.alarms} if log.alarms else {})}
+        record = {"step": step, **_numbers(kept), **{PREFIX + name: value for name, value in entries.items()}}
+        self._append(METRICS, record)
+        if log.samples:
+            self._append("samples.jsonl", {"step": step, "samples": log.samples})
+        self._steps.append(record)
+        summary = {**self._facts, **summary_of(self._steps)}
+        write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def add_timing(self, step: int, seconds: Mapping[str, Any]) -> None:
+        """Appends NeMo-RL's timers of a step, in seconds."""
+        self._append("timing.jsonl", {"step": step, **_numbers(seconds)})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: float(x) for name, x in figures.items() if isinstance(x, Number)}  # type: ignore[arg-type]
+
+
+def summary_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of `summary.json` for a run with these `steps` (docs/reference/metrics.md)."""
+
+    def column(name: str) -> list[Any]:
+        return [step[PREFIX + name] for step in steps if PREFIX + name in step]
+
+    def mean(name: str) -> float | None:
+        values = column(name)
+        return sum(values) / len(values) if values else None
+
+    return {
+        "num_steps": len(steps),
+        "speedup_estimate_mean": mean("speedup_estimate"),
+        "tokens_per_request_step_mean": mean("tokens_per_request_step"),
+        "logprob_gap_max": max(column("logprob_gap"), default=None),
+        "num_alarms": int(sum(column("logprob_gap_alarm"))) + sum(map(len, column("alarms"))),
+        "num_canary_alarms": int(sum(column("canary_alarms"))),
+        "num_heads_published": int(sum(column("heads_published"))),
+        "num_heads_refused": int(sum(column("heads_refused"))),
+        "num_seeds_made_up": int(sum(column("seeds_made_up"))),
+    }
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """Settings of `WatchingLogger`."""
 
     gap_alarm: float
     """`logprob_gap_alarm` of the block, nats a token."""
-
     causes: Sequence[str] = ()
     """Likely causes of a large gap, the likeliest first."""
-
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run for `summary.json`."""
-
-    log: StepLog = field(default_factory=StepLog)
-    """The log that the supervisor fills."""
-
     last_step: int | None = None
     """Last step of the run, or None if it is not known."""
 
-    def logger_class(self, native: Any) -> Any:
-        """Returns a subclass of NeMo-RL's `Logger` class, which watches the metrics of each training step."""
-        watch = self
 
-        class WatchingLogger(native):
-            """NeMo-RL's logger. It keeps and extends the metrics of a training step before it passes them on."""
+class WatchingLogger:
+    """Extends NeMo-RL's `Logger`, the other base of its subclass: adds to the metrics of a training step, and keeps them."""
 
-            def __init__(self, cfg: Mapping[str, Any]) -> None:
-                super().__init__(cfg)
-                self._record = RunRecord(Path(cfg["log_dir"]), watch.facts)
-                self._report = LiveReport(self._record.folder, watch.last_step)
-                self._validation = (0, 0.0)
-                # Runs when the logger is dropped or its process ends. A method of the logger would keep it alive.
-                weakref.finalize(self, self._report.close)
+    loggers: Sequence[Any]
+    log_plot: Callable[[Any, int, str], None]
 
-            def finish(self) -> None:
-                """Completes the report at the end of the SingleController's run."""
-                self._report.close()
-                super().finish()
+    def __init__(self, settings: LoggerSettings, cfg: Mapping[str, Any]) -> None:
+        super().__init__(cfg)  # type: ignore[call-arg]
+        self.step_log, self._settings = STEP_LOG, settings
+        self._record = RunRecord(Path(cfg["log_dir"]), settings.facts)
+        self._report = LiveReport(self._record.folder, settings.last_step)
+        self._validation = (0, 0.0)
+        # Runs when the logger is dropped or its process ends. A method of the logger would keep it alive.
+        weakref.finalize(self, self._report.close)
 
-            def log_metrics(
-                self,
-                metrics: dict[str, Any],
-                step: int,
-                prefix: str | None = "",
-                step_metric: str | None = None,
-                step_finished: bool = False,
-            ) -> None:
-                if prefix == "timing/validation":
-                    self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
-                if prefix == "timing/train":
-                    self._step_done(metrics, step)
-                if prefix == "train" and "loss" in metrics:  # NeMo-RL may have logged metrics of rollouts before
-                    metrics = watch.extended(metrics, step, self._record)
-                super().log_metrics(metrics, step, prefix, step_metric, step_finished)
+    def finish(self) -> None:
+        """Completes the report at the end of the SingleController's run."""
+        self._report.close()
+        super().finish()  # type: ignore[misc]
 
-            def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
-                """Keeps a step's timers, which NeMo-RL logs last, and updates the report before the step is finished."""
-                validated, seconds = self._validation
-                validation = {"total_validation_time": seconds} if validated == step else {}
-                self._record.add_timing(step, {**timing, **validation})
-                self._report.step_done(step, self.log_plot if getattr(self, "loggers", ()) else None)
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Logs as NeMo-RL does, a training step's metrics with ours."""
+        if prefix == "timing/validation":
+            self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
+        if prefix == "timing/train":
+            self._step_done(metrics, step)
+        if prefix == "train" and "loss" in metrics:  # NeMo-RL may have logged metrics of rollouts before
+            metrics = self._extended(metrics, step)
+        super().log_metrics(metrics, step, prefix, step_metric, step_finished)  # type: ignore[misc]
 
-        return WatchingLogger
+    def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
+        """Keeps a step's timers, which NeMo-RL logs last, and updates the report before the step is finished."""
+        validated, seconds = self._validation
+        validation = {"total_validation_time": seconds} if validated == step else {}
+        self._record.add_timing(step, {**timing, **validation})
+        self._report.step_done(step, self.log_plot if self.loggers else None)
 
-    def extended(self, metrics: Mapping[str, Any], step: int, record: RunRecord) -> dict[str, Any]:
-        """Adds our metrics to a training step's, keeps all of them in `record`, and shows them."""
-        log = self.log.take(request_figures=not any(name.startswith(PREFIX) for name in metrics))
-        gap = logprob_gap(metrics)
-        lags = {PREFIX + name: lag for name, lag in policy_lag(log.samples, step).items()}
-        metrics = {**_as_floats(metrics), **log.figures, **lags}
+    def _extended(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Adds our metrics to a training step's, keeps all of them in the record, and shows them."""
+        log = self.step_log.take(request_figures=not any(name.startswith(PREFIX) for name in metrics))
+        # Our metrics are arrays of one number until here (`generation.py`).
+        metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
+        metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step).items()}
+        gap, bound, alarms = logprob_gap(metrics), self._settings.gap_alarm, log.alarms
         if gap is not None:
-            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > self.gap_alarm)}
-            if gap > self.gap_alarm:
-                _show_alarm(
-                    step,
-                    f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self.gap_alarm}. "
-                    f"Likely causes, the likeliest first: {'; '.join(self.causes)}.",
+            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
+            if gap > bound:
+                large_gap = (
+                    f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {bound}. "
+                    f"Likely causes, the likeliest first: {'; '.join(self._settings.causes)}."
                 )
-        record.add(step, metrics, log)
+                alarms = [large_gap, *alarms]
+        self._record.add(step, metrics, log)
         print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
-        _show(step, log)
+        if (refresh := log.entries.get("draft_refresh")) is not None:
+            print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
+        if (stats := log.entries.get("draft_supply")) is not None:
+            print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
+        for sentence in alarms:
+            Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
         return metrics
 
 
@@ -133,39 +237,17 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
 
 def gap_causes(tree: Tree) -> list[str]:
     """Returns the likely causes of a log-prob gap in a run with the config `tree`, the likeliest first."""
-    causes = []
-    if at(tree, "policy.draft.enabled"):
-        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
-    block, field_of_kv = asynchronous_block(tree), stale_kv_field(tree)
-    lag = None if block is None else f"{block}.max_trajectory_age_steps"
-    if at(tree, "async_rl") is not None:
-        lag = "async_rl.sampler"
-    if lag is not None:
-        causes.append(f"samples of an older policy ({lag}), which is no fault if the gap stays small")
-    if field_of_kv is not None:
-        causes.append(f"KV of older weights ({field_of_kv}: false)")
-    causes.append("weights that did not arrive in the engine at the last refit")
-    if at(tree, f"{VLLM_CFG}.precision") != "float32" or at(tree, "policy.precision") != "float32":
-        causes.append(
-            "rounding: engine and trainer compute in low precision; raise logprob_gap_alarm if it was so from the start"
-        )
-    return causes
-
-
-def _as_floats(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns our metrics, which are arrays of one number until here (`generation.py`), into floats."""
-    return {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()}
-
-
-def _show(step: int, log: StepLog) -> None:
-    refresh, stats = log.entries.get("draft_refresh"), log.entries.get("draft_supply")
-    if refresh is not None:
-        print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
-    if stats is not None:
-        print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
-    for sentence in log.alarms:
-        _show_alarm(step, sentence)
-
-
-def _show_alarm(step: int, sentence: str) -> None:
-    Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
+    block, stale_kv = asynchronous_block(tree), stale_kv_field(tree)
+    lag = "async_rl.sampler" if at(tree, "async_rl") is not None else block and f"{block}.max_trajectory_age_steps"
+    causes = {
+        "draft weights entered a module that the drafter shares with the policy (docs/upstream)": at(
+            tree, "policy.draft.enabled"
+        ),
+        f"samples of an older policy ({lag}), which is no fault if the gap stays small": lag,
+        f"KV of older weights ({stale_kv}: false)": stale_kv,
+        "weights that did not arrive in the engine at the last refit": True,
+        "rounding: engine and trainer compute in low precision; raise logprob_gap_alarm if it was so from the start": any(
+            at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")
+        ),
+    }
+    return [cause for cause, applies in causes.items() if applies]

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step from the counters of all engines. Counts are summed first, and divided last."""
+"""Metrics of a step from the summed counters of all engines. Ratios are computed last."""
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import add
 from typing import Any
 
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
@@ -13,14 +11,13 @@ from nemo_specrollout.telemetry.engine_totals import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import SampleStats
 
 
-def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, float]:
-    """Returns metrics of the work of all engines between two readings, by name (docs/reference/metrics.md)."""
-    done = _done(before, after)
+def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
+    """Returns metrics of what all engines have `done` in a step, by name (docs/reference/metrics.md)."""
     metrics: dict[str, float] = {
         "engine_steps": done.num_steps,
         "seeds_derived": done.num_derived_seeds,
         # With several engines, such a seed depends on the engine that the request happens to reach.
-        "seeds_made_up": done.num_derived_seeds if len(after) > 1 else 0,
+        "seeds_made_up": done.num_derived_seeds if num_engines > 1 else 0,
         "decode_s": done.decode_s,
         "draft_host_s": done.host_s,
     }
@@ -33,14 +30,6 @@ def step_metrics(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) 
     if done.estimated_s:
         metrics["speedup_estimate"] = (done.plain_s + done.other_s) / (done.estimated_s + done.other_s)
     return {PREFIX + name: float(value) for name, value in {**metrics, **_by_drafter(done)}.items()}
-
-
-def weight_updates(last: Sequence[EngineTotals] | None, after: Sequence[EngineTotals]) -> dict[str, float]:
-    """Returns the refits of an engine since `last`, the reading at the end of the previous step, or since the start.
-
-    Synchronous GRPO refits between two steps, outside of the window of the other metrics.
-    """
-    return {f"{PREFIX}weight_updates": _done(last or (), after).num_weight_updates / max(len(after), 1)}
 
 
 def _by_drafter(done: EngineTotals) -> dict[str, float]:
@@ -60,33 +49,41 @@ def _by_drafter(done: EngineTotals) -> dict[str, float]:
     return metrics
 
 
-def acceptance_counts(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> dict[str, Any]:
+def weight_updates(last: EngineTotals, after: EngineTotals, num_engines: int) -> dict[str, float]:
+    """Returns the refits of each engine between the ends of two steps, whose totals are `last` and `after`.
+
+    Synchronous GRPO refits between two steps, outside of the window of the other metrics.
+    """
+    return {f"{PREFIX}weight_updates": (after - last).num_weight_updates / num_engines}
+
+
+def acceptance_counts(done: EngineTotals) -> dict[str, Any]:
     """Returns the proposed and the accepted draft tokens by position, for each drafter whose drafts were verified."""
-    done = _done(before, after)
     accepted = dict(done.accepted)
     return {n: {"proposed": [*p], "accepted": [*accepted[n]]} for n, p in done.proposed if sum(p)}
 
 
-def step_facts(
-    before: Sequence[EngineTotals], after: Sequence[EngineTotals], seconds: float, steps_to_come: int
-) -> StepFacts | None:
+def step_facts(done: EngineTotals, num_engines: int, seconds: float, steps_to_come: int) -> StepFacts | None:
     """Returns the facts of a step for the refresh trigger, or None if nothing was decoded in the step.
 
     `seconds` is the duration of the step. The engines work in parallel, so the rollout takes the mean of their seconds.
     """
-    done = _done(before, after)
     if not done.num_request_steps:
         return None
     plain_s = done.plain_s * done.decode_s / done.estimated_s if done.estimated_s else None
-    rollout_s, plain_rollout_s = done.decode_s + done.other_s, None if plain_s is None else plain_s + done.other_s
     costs = DecodeCosts.measured(
-        rollout_s / len(after),
-        None if plain_rollout_s is None else plain_rollout_s / len(after),
+        (done.decode_s + done.other_s) / num_engines,
+        None if plain_s is None else (plain_s + done.other_s) / num_engines,
         _num_tokens(done),
         done.num_request_steps,
     )
     use = HeadUse.counted(dict(done.proposed), dict(done.accepted), done.num_request_steps)
     return StepFacts(use.acceptance_length, _num_tokens(done), seconds, steps_to_come, costs, use.share)
+
+
+def _num_tokens(done: EngineTotals) -> int:
+    """Returns the tokens that the engines emitted: one for each request of a step, and the accepted drafts."""
+    return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))
 
 
 def head_metrics(ends: Sequence[StepEnd]) -> dict[str, float]:
@@ -112,12 +109,3 @@ def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[d
         found[seed] = found[seed].merged(stats) if seed in found else stats
     order = found if seeds is None else (seed for seed in seeds if seed in found)
     return [{"seed": seed, **found[seed].wire()} for seed in order]
-
-
-def _done(before: Sequence[EngineTotals], after: Sequence[EngineTotals]) -> EngineTotals:
-    return reduce(add, after, EngineTotals()) - reduce(add, before, EngineTotals())
-
-
-def _num_tokens(done: EngineTotals) -> int:
-    """Returns the tokens that the engines emitted: one for each request of a step, and the accepted drafts."""
-    return done.num_request_steps + sum(map(sum, dict(done.accepted).values()))

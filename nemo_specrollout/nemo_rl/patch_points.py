@@ -7,7 +7,7 @@ and why each is used.
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,10 @@ class PatchPoint:
 
     module: str
     """Dotted path of the module."""
-
     name: str
     """Name in the module. A method has its class before a dot."""
-
     parameters: tuple[str, ...]
     """Parameters that the name must take."""
-
     where: str
     """File and lines at main of August 2026, from `nemo_rl/` or from `nemo_rl/models/generation/vllm/`."""
 
@@ -79,7 +76,6 @@ PATCH_POINTS = _patch_points(
         },
         "nemo_rl.distributed.worker_groups": {
             "RayWorkerGroup.run_single_worker_single_data(method_name, worker_idx)": "distributed/worker_groups.py:690",
-            "RayWorkerGroup.run_all_workers_single_data(method_name)": "distributed/worker_groups.py:827",
             "RayWorkerGroup.dp_size": "distributed/worker_groups.py:686",
             "RayWorkerGroup.get_dp_leader_worker_idx(dp_shard_idx)": "distributed/worker_groups.py:424",
             "RayWorkerGroup._create_workers_from_bundle_indices(bundle_indices_list)": "distributed/worker_groups.py:545",
@@ -169,7 +165,7 @@ EXTENSION_PATCH_POINTS = _patch_points(
 
 def check_patch_points(points: Sequence[PatchPoint]) -> None:
     """Raises ConfigError if NeMo-RL lacks one of `points`, or if one no longer takes its parameters."""
-    changes = [change for point in points for change in _changes(point)]
+    changes = [f"{p.module}.{p.name} is {change}" for p in points if (change := change_of(p))]
     if changes:
         raise ConfigError(
             f"this NeMo-RL is not one that specrollout knows: {'; '.join(changes)}. Use main of "
@@ -177,29 +173,26 @@ def check_patch_points(points: Sequence[PatchPoint]) -> None:
         )
 
 
-def _changes(point: PatchPoint) -> Iterator[str]:
+def change_of(point: PatchPoint) -> str:
+    """Returns what is different about a patch point in the installed NeMo-RL, or an empty string."""
     try:
-        found = found_of(point)
-    except Exception as error:  # importing a module may raise anything
-        yield f"{point.module}.{point.name} is gone ({type(error).__name__}: {error})"
-        return
-    for missing in lacking_parameters(point, found):
-        yield f"{point.module}.{point.name} no longer takes {missing!r}"
-
-
-def found_of(point: PatchPoint) -> Any:
-    """Returns the object at a patch point.
-
-    Raises ImportError or AttributeError if it does not exist, and whatever the import of its module raises.
-    """
-    found: Any = importlib.import_module(point.module)
-    for part in point.name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def lacking_parameters(point: PatchPoint, found: Any) -> list[str]:
-    """Returns the parameters of the patch point that `found` does not take."""
+        found: Any = importlib.import_module(point.module)
+        for part in point.name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        return f"absent: no module {error.name}"
+    except AttributeError as error:
+        return f"absent ({error})"
+    except Exception as error:  # an import may raise anything
+        return f"absent: its import fails ({in_one_line(error)})"
     known = inspect.signature(found).parameters if point.parameters else {}
-    hides_parameters = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())  # by a decorator
-    return [] if hides_parameters else [p for p in point.parameters if p not in known]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return ""  # a decorator hides the parameters
+    missing = [parameter for parameter in point.parameters if parameter not in known]
+    return f"changed: it no longer takes {', '.join(missing)}" if missing else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an exception's type and the beginning of its message."""
+    message = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray helpers: the environment of our own actors, calls of engines, and the text of a failure."""
+"""Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
 
 import os
 from collections.abc import Sequence
@@ -32,9 +32,40 @@ def engine_environment() -> dict[str, Any]:
     }
 
 
-def worker_client(worker_group: Any) -> WorkerClient:
-    """Returns a client of our vLLM workers in the engines of NeMo-RL's `worker_group`."""
-    return WorkerClient(partial(_call_engines, worker_group), worker_group.dp_size)
+class ActorFailed(Exception):
+    """An actor is gone, or its last call raised an error. The message is the reason."""
+
+
+class ActorLink:
+    """The driver's connection to an actor. Owns the actor, which dies with the driver, and the pending call."""
+
+    def __init__(self, actor: Any, *arguments: Any, first_call: str, **options: Any) -> None:
+        """Starts an actor of the Ray class `actor` where engines run, with Ray's `options`, and calls its `first_call`."""
+        self._actor = actor.options(**options, runtime_env=engine_environment()).remote(*arguments)
+        self.call(first_call)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is pending."""
+        return self._call is None
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls a method of the actor. The link must be idle."""
+        self._call = getattr(self._actor, method).remote(*arguments)
+
+    def answer(self) -> Any:
+        """Returns the answer to the pending call, or None if it has not arrived. Raises ActorFailed."""
+        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
+            return None
+        call, self._call = self._call, None
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayError as error:
+            raise ActorFailed(failure_text(error)) from error
+
+    def close(self) -> None:
+        """Ends the actor for good, whatever it is doing."""
+        ray.kill(self._actor)
 
 
 def failure_text(error: Exception) -> str:
@@ -43,11 +74,12 @@ def failure_text(error: Exception) -> str:
     return lines[-1].partition(" Worker exit type")[0]
 
 
-def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-    """Calls `method` of our vLLM worker in each engine of NeMo-RL's `worker_group`, and returns the replies.
+def worker_client(worker_group: Any) -> WorkerClient:
+    """Returns a client of our vLLM workers in the engines of NeMo-RL's `worker_group`."""
+    return WorkerClient(partial(_call_engines, worker_group), worker_group.dp_size)
 
-    `arguments` has one entry for each engine; an engine whose entry is None is not called and has no reply.
-    """
+
+def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
     call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
     called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
     return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in called])

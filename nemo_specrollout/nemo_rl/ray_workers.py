@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
 
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -12,71 +11,62 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from nemo_specrollout.nemo_rl.engine_arguments import engine_arguments, engine_number
+from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
 from nemo_specrollout.nemo_rl.engine_racing import ShardRacing, join_stream
-from nemo_specrollout.nemo_rl.request_seeds import RequestSeeds, RowArgs, SeedHeader
-from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, RUN_SEED, SEEDS_KEY
+from nemo_specrollout.nemo_rl.installation import RunFacts
+from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, SEEDS_KEY
 
-_rows: ContextVar[RowArgs | None] = ContextVar("specrollout_rows", default=None)
-"""Arguments of the rows of this generate call."""
+_rows: ContextVar[list[tuple[int, int]] | None] = ContextVar("specrollout_rows", default=None)
+"""Seed, and length of the conversation's first prompt, of each row of this generate call."""
 
 
-def _rows_of(data: BatchedDataDict[Any]) -> RowArgs | None:
+def _rows_of(data: BatchedDataDict[Any]) -> list[tuple[int, int]] | None:
     seeds, roots = data.get(SEEDS_KEY), data.get(ROOTS_KEY)
-    return None if seeds is None or roots is None else RowArgs(seeds.tolist(), roots.tolist())
+    return None if seeds is None or roots is None else list(zip(seeds.tolist(), roots.tolist(), strict=True))
 
 
 class _SeededEngine:
     """Owns the seeds of an engine's requests, for both kinds of engines."""
 
     cfg: Any
-    _request_seeds: RequestSeeds
+    llm: Any
     _racing: Any = None
     """The engine's part in the exchange of requests, once it has joined."""
 
-    def _make_request_seeds(self) -> None:
-        vllm_cfg, required = self.cfg["vllm_cfg"], self.cfg["specrollout"]["http_seeds"] == "required"
-        run_seed = int(os.environ.get(RUN_SEED, "0"))
-        self._request_seeds = RequestSeeds(run_seed, engine_number(vllm_cfg), required=required)
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        super()._create_engine(engine_arguments(llm_kwargs, self.cfg))  # type: ignore[misc]
+        run_seed, required = RunFacts.of(self.cfg).seed, self.cfg["specrollout"]["http_seeds"] == "required"
+        self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
+        self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
 
-    def _totals(self, replies: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Adds our count of derived seeds to the totals of the rank whose drafts count."""
-        (totals,) = [reply for reply in replies if reply is not None]
-        return {**totals, "num_derived_seeds": self._request_seeds.num_derived}
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls vLLM's own method, which `_generate_with_seeds` hides."""
+        return type(self.llm).generate(self.llm, *args, **kwargs)
 
-    def _note_version(self, method: str, arguments: Sequence[Any]) -> None:
-        """Notes the policy version, on which derived seeds depend, when it is passed on to the vLLM workers."""
+    def _before_call(self, method: str, arguments: Sequence[Any]) -> None:
+        """Notes the policy version, on which derived seeds depend."""
         if method == "specrollout_policy_is":
             self._request_seeds.begin_version(int(arguments[0]))
 
-    @staticmethod
-    def _reply(replies: list[Any]) -> Any:
-        """Returns the reply of the only rank that does not reply None."""
-        return next((reply for reply in replies if reply is not None), None)
+    def _reply(self, method: str, replies: Sequence[Any]) -> Any:
+        """Returns the reply of the only rank that does not reply None. Totals also get our count of derived seeds."""
+        reply = next((reply for reply in replies if reply is not None), None)
+        if method == "specrollout_totals":
+            return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
+        return reply
 
 
 class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
     """Actor around a synchronous engine."""
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._make_request_seeds()
-        generate = self.llm.generate
-
-        def generate_with_seeds(prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
-            rows = _rows.get()
-            if rows is None:
-                return generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
-            params = self._request_seeds.of_rows(sampling_params, rows)
-            if self._racing is None:
-                return generate(prompts, params, **kwargs)
-            return self._racing.generate(prompts, params, lambda: generate(prompts, params, **kwargs))
-
-        self.llm.generate = generate_with_seeds
-
-    def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
-        """Joins the exchange of requests as engine number `engine`."""
-        self._racing = ShardRacing(self.llm, actor, engine)
+    def _generate_with_seeds(self, prompts: Sequence[Any], sampling_params: Any = None, **kwargs: Any) -> Any:
+        rows = _rows.get()
+        if rows is None:
+            return self._generate(prompts, self._request_seeds.of_requests(sampling_params, prompts), **kwargs)
+        params = self._request_seeds.of_rows(sampling_params, rows)
+        if self._racing is None:
+            return self._generate(prompts, params, **kwargs)
+        return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs))
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generates as NeMo-RL does. An engine without rows works for the others."""
@@ -88,41 +78,28 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
         finally:
             _rows.reset(token)
 
-    def specrollout_totals(self) -> dict[str, Any]:
-        """Returns the engine's `EngineTotals` as a dict."""
-        return self._totals(self.llm.collective_rpc("specrollout_totals"))
+    def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        self._racing = ShardRacing(self.llm, actor, engine)
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
-        self._note_version(method, arguments)
-        return self._reply(self.llm.collective_rpc(method, args=tuple(arguments)))
+        self._before_call(method, arguments)
+        return self._reply(method, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
     """Actor around an asynchronous engine."""
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg))
-        self._make_request_seeds()
-        generate = self.llm.generate
-
-        def generate_with_seeds(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = _rows.get()
-            if rows is None:
-                (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
-            else:
-                (params,) = self._request_seeds.of_rows(sampling_params, rows)
-            if self._racing is None or rows is None or args or set(kwargs) != {"request_id"}:
-                return generate(prompt, params, *args, **kwargs)
-            request_id = kwargs["request_id"]
-            return self._racing.generate(prompt, params, request_id, lambda: generate(prompt, params, **kwargs))
-
-        self.llm.generate = generate_with_seeds
-        self._generate = generate
-
-    async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
-        """Joins the exchange of requests as engine number `engine`."""
-        self._racing = await join_stream(self.llm, self._generate, actor, engine)
+    def _generate_with_seeds(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = _rows.get()
+        if rows is None:
+            (params,) = self._request_seeds.of_requests(sampling_params, [prompt])
+        else:
+            (params,) = self._request_seeds.of_rows(sampling_params, rows)
+        if self._racing is None or rows is None or args or set(kwargs) != {"request_id"}:
+            return self._generate(prompt, params, *args, **kwargs)
+        return self._racing.generate(prompt, params, native=lambda: self._generate(prompt, params, **kwargs), **kwargs)
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -137,14 +114,14 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         app.add_middleware(SeedHeader)
         return super()._setup_vllm_openai_api_server(app)
 
-    async def specrollout_totals(self) -> dict[str, Any]:
-        """Returns the engine's `EngineTotals` as a dict."""
-        return self._totals(await self.llm.collective_rpc("specrollout_totals"))
+    async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
+        """Joins the exchange of requests as engine number `engine`."""
+        self._racing = await join_stream(self.llm, self._generate, actor, engine)
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
-        self._note_version(method, arguments)
-        return self._reply(await self.llm.collective_rpc(method, args=tuple(arguments)))
+        self._before_call(method, arguments)
+        return self._reply(method, await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})

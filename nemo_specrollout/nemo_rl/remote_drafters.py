@@ -14,8 +14,8 @@ import ray
 
 from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
 from nemo_specrollout.generation.worker_client import WorkerClient
-from nemo_specrollout.nemo_rl.ray_calls import engine_environment, failure_text
-from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.logger import StepLog
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_text
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, shared_vllm_config
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
@@ -37,54 +37,35 @@ _LOGGED = {
 
 
 @dataclass(frozen=True)
-class DrafterOrder:
-    """Arguments of a drafter's actor."""
-
-    spec: DrafterSpec
-    """Settings of the drafter's process."""
-
-    gpus: float = 0.0
-    """GPUs of the actor; 0 is a drafter on a CPU."""
-
-    host: str = LOOPBACK
-    """Interface on which the drafter listens; empty for the address of its node."""
-
-    secret: str = field(default="", repr=False)
-    """Secret of the run. It is an argument because Ray writes the environments of actors into its logs."""
-
-
-@dataclass(frozen=True)
 class DrafterStatus:
     """State of a drafter."""
 
     address: str = ""
     """Address at which the drafter listens; empty if it does not."""
-
     actor: int = 0
     """Random number of the actor that runs the drafter; 0 if no actor runs it."""
-
     num_restarts: int = 0
     """Restarts of the drafter's process by that actor."""
-
     last_output: str = ""
     """Last output of the process or actor that ended most recently; empty before the first end."""
 
 
-class DrafterActorImpl:
-    """Owns one drafter process and its successors, which all have the same address.
+@ray.remote(max_restarts=-1, num_cpus=1)
+class SpecrolloutDrafter:
+    """Actor that owns one drafter process and its successors, which all have the same address.
 
     If the actor dies, Ray starts it again, maybe on another node, where its drafter has another address. The drafter's
     process ends with the actor, because it checks once a second that its parent lives.
     """
 
-    def __init__(self, order: DrafterOrder) -> None:
+    def __init__(self, spec: DrafterSpec, host: str, secret: str) -> None:
         """Returns when the drafter has bound its address, before it has loaded its model.
 
-        Raises ConfigError if the drafter cannot bind.
+        `host` is the interface on which it listens; empty for the address of its node. `secret` is the run's. It is an
+        argument because Ray writes the environments of actors into its logs. Raises ConfigError if the drafter cannot bind.
         """
-        os.environ[SECRET_VARIABLE] = order.secret  # the drafter inherits it
-        host = order.host or ray.util.get_node_ip_address()
-        self._pool = DrafterPool([replace(order.spec, address=any_port(host))])
+        os.environ[SECRET_VARIABLE] = secret  # the drafter inherits it
+        self._pool = DrafterPool([replace(spec, address=any_port(host or ray.util.get_node_ip_address()))])
         self._actor = secrets.randbits(62)
         self._address = self._pool.addresses()[0]
         self._pool.start_watching()
@@ -95,50 +76,25 @@ class DrafterActorImpl:
         return DrafterStatus(self._address, self._actor, process.num_restarts, process.last_words)
 
 
-@ray.remote(max_restarts=-1, num_cpus=1)
-class SpecrolloutDrafter(DrafterActorImpl):
-    """The actor."""
-
-
-class DrafterLink:
-    """Driver's connection to one drafter; owns the actor, which dies with the driver, and the pending call."""
-
-    def __init__(self, order: DrafterOrder) -> None:
-        actor: Any = SpecrolloutDrafter
-        # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
-        options = {"num_gpus": order.gpus, "scheduling_strategy": "SPREAD", "runtime_env": engine_environment()}
-        self._actor = actor.options(**options).remote(order)
-        self._call: Any = self._actor.status.remote()
-
-    def status(self) -> DrafterStatus | None:
-        """Returns the drafter's latest answer and asks again. Returns None if the answer has not arrived."""
-        if not ray.wait([self._call], timeout=0)[0]:
-            return None
-        call, self._call = self._call, self._actor.status.remote()
-        try:
-            return ray.get(call)
-        except ray.exceptions.RayError as error:
-            return DrafterStatus(last_output=failure_text(error))
-
-    def close(self) -> None:
-        """Ends the actor for good, and its drafter with it."""
-        ray.kill(self._actor)
-
-
 @dataclass
 class _Drafter:
     """One drafter as the driver knows it."""
 
-    link: DrafterLink
+    link: ActorLink
     status: DrafterStatus = field(default_factory=DrafterStatus)
     num_earlier_restarts: int = 0
     """Restarts that belong to earlier actors, each of which counts as one restart itself."""
 
     def poll(self) -> str | None:
         """Reads the latest status, if there is a new one. Returns a sentence if a process or an actor has ended."""
-        new, old = self.link.status(), self.status
+        try:
+            new: DrafterStatus | None = self.link.answer()
+        except ActorFailed as error:
+            new = DrafterStatus(last_output=str(error))
         if new is None:
             return None
+        self.link.call("status")
+        old = self.status
         if new.actor and old.actor and new.actor != old.actor:
             self.num_earlier_restarts += old.num_restarts + 1
         # The count and the actor's number are kept while no actor runs the drafter.
@@ -149,10 +105,6 @@ class _Drafter:
         restart = "it is started again" if new.actor else "Ray starts it again if it can"
         return f"{where} ended ({new.last_output}); the rollout goes on, and {restart}"
 
-    @property
-    def num_restarts(self) -> int:
-        return self.num_earlier_restarts + self.status.num_restarts
-
 
 class RemoteDrafters:
     """Owns the run's drafters and the addresses that the engines have.
@@ -162,46 +114,40 @@ class RemoteDrafters:
     """
 
     def __init__(
-        self, start: Callable[[], Sequence[DrafterLink]], secret: str, log: StepLog, *, starts_later: bool
+        self, start: Callable[[], Sequence[ActorLink]], secret: str, log: StepLog, *, starts_later: bool
     ) -> None:
+        """`start` starts all drafters."""
         self._start, self._secret, self._log = start, secret, log
-        self._drafters: list[_Drafter] | None = None
+        self._drafters = None if starts_later else [_Drafter(link) for link in start()]
         self._sent: list[str] = []
-        if not starts_later:
-            self._start_all()
 
     def update(self, workers: WorkerClient) -> None:
         """Sends the drafters' addresses to the engines if they have changed. Safe during a rollout."""
         if self._drafters is None:
-            self._start_all()
-        drafters = self._drafters or []
-        for number, drafter in enumerate(drafters):
+            self._drafters = [_Drafter(link) for link in self._start()]
+        for number, drafter in enumerate(self._drafters):
             ended = drafter.poll()
             if ended is not None:
                 self._log.alarms.append(f"drafter {number}{ended}")
-        addresses = [drafter.status.address for drafter in drafters]
-        if addresses != (self._sent or [""] * len(addresses)):
-            self._sent = addresses
-            self._send(workers, addresses)
+        addresses = [drafter.status.address for drafter in self._drafters]
+        if addresses == (self._sent or [""] * len(addresses)):
+            return
+        self._sent = addresses
+        try:
+            workers.set_drafter_addresses(addresses, self._secret)
+        except Exception as error:
+            self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 
-    def figures(self) -> dict[str, float]:
-        """Returns metrics since the start of the run, by name."""
-        return {"drafter_restarts": float(sum(drafter.num_restarts for drafter in self._drafters or ()))}
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of drafters since the start of the run."""
+        return sum(drafter.num_earlier_restarts + drafter.status.num_restarts for drafter in self._drafters or ())
 
     def close(self) -> None:
         """Ends all drafters."""
         drafters, self._drafters = self._drafters or [], []
         for drafter in drafters:
             drafter.link.close()
-
-    def _start_all(self) -> None:
-        self._drafters = [_Drafter(link) for link in self._start()]
-
-    def _send(self, workers: WorkerClient, addresses: list[str]) -> None:
-        try:
-            workers.set_drafter_addresses(addresses, self._secret)
-        except Exception as error:
-            self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 
 
 def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], log: StepLog) -> RemoteDrafters:
@@ -211,11 +157,12 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
     """
     secret = secret_of_run()
 
-    def start() -> list[DrafterLink]:
+    def start() -> list[ActorLink]:
         spec = drafter_spec(drafter, shared_vllm_config(vllm_cfg), on_cpu=not drafter.gpus)
-        is_one_node = sum(node["Alive"] for node in ray.nodes()) == 1
-        order = DrafterOrder(spec, drafter.gpus, LOOPBACK if is_one_node else "", secret)
-        return [DrafterLink(order) for _ in range(drafter.workers)]
+        host = LOOPBACK if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
+        # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
+        options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD", "first_call": "status"}
+        return [ActorLink(SpecrolloutDrafter, spec, host, secret, **options) for _ in range(drafter.workers)]
 
     return RemoteDrafters(start, secret, log, starts_later=bool(drafter.gpus))
 

@@ -6,14 +6,13 @@ seed follows from the rollout. Otherwise it follows from the prompt's content an
 content under the same weights: the siblings of a GRPO group arrive in order.
 """
 
-import functools
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from threading import Lock
 from typing import Any
 
@@ -21,8 +20,6 @@ import numpy as np
 
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
-RUN_SEED = "NEMO_SPECROLLOUT_RUN_SEED"
-"""Environment variable of an engine's actor with the seed of the run."""
 SEEDS_KEY = "specrollout_seeds"
 """Key of a generation's input: the seed of each row."""
 ROOTS_KEY = "specrollout_prompt_lengths"
@@ -33,22 +30,21 @@ _MOST_PROMPTS = 1 << 16
 """Prompts that `Conversations` remembers. When there are more, the older half is forgotten."""
 _EXTRA_BODY = "extra_body"
 """Key of a NeMo-Gym row's metadata with JSON that the model server merges into the body of every request of the row."""
+_lock = Lock()
+"""Guards all counts of this process: NeMo-RL's trajectory collector calls from several threads."""
 
 
-class Stream(Enum):
-    """Purpose of rows. Rows of different streams never share a seed."""
+class SeedKind(IntEnum):
+    """Kinds of seeds. Seeds of two kinds are never equal, and another number gives other rollouts."""
 
     ROLLOUT = 0
     VALIDATION = 1
-
-
-# Seeds of these kinds never equal a seed of a stream. Changing a number changes rollouts.
-KNOWN_SAMPLE = 2
-"""Kind of seed: of a rollout that is known."""
-GIVEN = 3
-"""Kind of seed: of an HTTP request that brings a seed."""
-DERIVED = 4
-"""Kind of seed: of an HTTP request that brings none."""
+    KNOWN_SAMPLE = 2
+    """Of a rollout whose `Sample` is known."""
+    GIVEN = 3
+    """Of an HTTP request that brings a seed."""
+    DERIVED = 4
+    """Of an HTTP request that brings none."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,10 @@ class Sample:
 
     prompt: int
     """Row of the dataset."""
-
     index: int
     """Number of the rollout in the prompt's group."""
-
     epoch: int = 0
     """Epoch of the dataset."""
-
     prompt_length: int | None = None
     """Tokens with which the conversation begins, or None if that is not known."""
 
@@ -72,20 +65,7 @@ current_sample: ContextVar[Sample | None] = ContextVar("specrollout_current_samp
 """Rollout of this task. Every turn of it requests rows, one at a time."""
 
 
-class _Locked:
-    """Owns a lock that is not copied when Ray copies the object to another process."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=Lock())
-
-
-class RowSeeds(_Locked):
+class RowSeeds:
     """Gives rows their seeds. Owns the number of requests for each content under the current policy version.
 
     Equal calls in equal order give equal seeds, whatever the number of engines. A new version resets the counts, so a
@@ -93,30 +73,27 @@ class RowSeeds(_Locked):
     """
 
     def __init__(self, run_seed: int, policy_version: int = 0) -> None:
-        super().__init__()
-        self._run_seed = run_seed
-        self.policy_version = policy_version
-        self._seen: Counter[tuple[Stream, int]] = Counter()
+        self._run_seed, self._policy_version = run_seed, policy_version
+        self._seen: Counter[tuple[SeedKind, int]] = Counter()
 
     def begin_version(self, policy_version: int) -> None:
         """Resets the counts if `policy_version`, the number of training steps behind the weights, is a new one."""
-        with self._lock:
-            if policy_version != self.policy_version:
-                self.policy_version = policy_version
+        with _lock:
+            if policy_version != self._policy_version:
+                self._policy_version = policy_version
                 self._seen.clear()
 
-    def seeds(self, rows: Iterable[Sequence[int]], stream: Stream = Stream.ROLLOUT) -> list[int]:
+    def seeds(self, rows: Iterable[Sequence[int]], kind: SeedKind = SeedKind.ROLLOUT) -> list[int]:
         """Returns the seed of each row, an integer in [0, 2^63). A row is the token ids of its prompt."""
         sample = current_sample.get()
         if sample is not None:
             return [sample_seed(self._run_seed, sample, row) for row in rows]
-        with self._lock:  # the collector calls from several threads
-            return [self._seed(content_hash(row), stream) for row in rows]
-
-    def _seed(self, content: int, stream: Stream) -> int:
-        sample_index = self._seen[stream, content]
-        self._seen[stream, content] += 1
-        return request_seed(combine(self._run_seed, stream.value), content, sample_index, self.policy_version)
+        run, seeds = combine(self._run_seed, kind), []
+        with _lock:
+            for content in map(content_hash, rows):
+                seeds.append(request_seed(run, content, self._seen[kind, content], self._policy_version))
+                self._seen[kind, content] += 1
+        return seeds
 
 
 def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
@@ -125,18 +102,17 @@ def sample_seed(run_seed: int, sample: Sample, row: Sequence[int] = ()) -> int:
     The policy version has no influence: a group that is rolled out again, with other weights or on another engine, keeps
     its seeds.
     """
-    run = combine(run_seed, KNOWN_SAMPLE, sample.prompt)
+    run = combine(run_seed, SeedKind.KNOWN_SAMPLE, sample.prompt)
     return request_seed(run, content_hash(row), sample.index, sample.epoch)
 
 
-class Conversations(_Locked):
+class Conversations:
     """Finds the prompt that a conversation began with, which all siblings of a group share. Owns the known prompts.
 
     NeMo-RL requests a later turn with a longer prompt: the previous prompt, its response and the environment's answer.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._roots: dict[int, int] = {}  # hash of a prompt -> length of its conversation's first prompt
         self._lengths: list[int] = []  # distinct lengths of all prompts, ascending
 
@@ -145,7 +121,7 @@ class Conversations(_Locked):
 
         A prompt that does not begin with a known prompt is the first of its conversation.
         """
-        with self._lock:
+        with _lock:
             return [self._root_length(row) for row in rows]
 
     def _root_length(self, row: Sequence[int]) -> int:
@@ -176,6 +152,11 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
     return sums_T ^ (sums_T >> np.uint64(29))
 
 
+def gym_question(row: dict[str, Any]) -> bytes:
+    """Returns the content of a NeMo-Gym row that its siblings share."""
+    return json.dumps(row["responses_create_params"].get("input"), sort_keys=True, default=str).encode()
+
+
 def gym_row_with_seed(row: dict[str, Any], seed: int) -> dict[str, Any]:
     """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept."""
     params = row["responses_create_params"]
@@ -183,25 +164,3 @@ def gym_row_with_seed(row: dict[str, Any], seed: int) -> dict[str, Any]:
     body = json.loads(metadata.get(_EXTRA_BODY) or "{}")
     metadata[_EXTRA_BODY] = json.dumps({"seed": seed, **body})
     return {**row, "responses_create_params": {**params, "metadata": metadata}}
-
-
-def preparing_with_seeds(
-    prepare: Callable[..., None], seeds_of: Callable[[list[Sequence[int]]], list[int]]
-) -> Callable[..., None]:
-    """Wraps NeMo-RL's function that prepares NeMo-Gym's rows in place, so that each row gets a seed.
-
-    `seeds_of` returns a seed for each content. The content of a row is its question as bytes, which siblings share.
-    """
-
-    @functools.wraps(prepare)
-    def prepare_with_seeds(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
-        prepare(rows, *args, **kwargs)
-        contents: list[Sequence[int]] = [list(_question(row)) for row in rows]
-        for row, seed in zip(rows, seeds_of(contents), strict=True):
-            row.update(gym_row_with_seed(row, seed))
-
-    return prepare_with_seeds
-
-
-def _question(row: dict[str, Any]) -> bytes:
-    return json.dumps(row["responses_create_params"].get("input"), sort_keys=True, default=str).encode()

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block under NeMo-RL's SingleController, an actor that rolls out, trains and refits.
 
-NeMo-RL's set-up on the driver builds objects for that actor. Ours replace four of them: the rollouts, which know their
-samples; the data loader, which knows its epoch; the weight synchronizer, which supervises the engines; and the logger.
+NeMo-RL's set-up on the driver builds objects for that actor. Ours replace three of them: the rollouts, which know their
+samples; the data loader, which knows its epoch; and the weight synchronizer, which supervises the engines.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, AsyncRolloutImpl
-from nemo_rl.utils.logger import Logger
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nemo_specrollout.nemo_rl.generation import SpecrolloutGeneration
-from nemo_specrollout.nemo_rl.logger import Watch
+from nemo_specrollout.nemo_rl.installation import RunFacts
+from nemo_specrollout.nemo_rl.logger import STEP_LOG
 from nemo_specrollout.nemo_rl.row_seeds import Sample, current_sample, gym_row_with_seed, sample_seed
 
 EPOCH_KEY = "specrollout_epoch"
@@ -40,14 +40,9 @@ class SeededRollouts(AsyncRolloutImpl):
 class SeededGymRollouts(AsyncNemoGymRolloutImpl):
     """NeMo-Gym's rollouts of one prompt. Each of its rows brings a seed to the engines' HTTP server."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._run_seed = SpecrolloutGeneration.facts.seed
-
     def _build_inputs(self, input_sample: Any) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = super()._build_inputs(input_sample)
-        seeds = [sample_seed(self._run_seed, _sample(input_sample, index)) for index in range(len(rows))]
-        return [gym_row_with_seed(row, seed) for row, seed in zip(rows, seeds, strict=True)]
+        rows, run_seed = super()._build_inputs(input_sample), RunFacts.of(self._generation_config).seed
+        return [gym_row_with_seed(row, sample_seed(run_seed, _sample(input_sample, i))) for i, row in enumerate(rows)]
 
 
 def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample:
@@ -58,12 +53,10 @@ def _sample(prompt: Any, index: int, prompt_length: int | None = None) -> Sample
 class EpochDataLoader(StatefulDataLoader):
     """NeMo-RL's data loader, which tells every prompt its epoch."""
 
-    first_epoch = 0
-    """Epoch of the checkpoint that the run resumes from; set by `install`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, first_epoch: int, *args: Any, **kwargs: Any) -> None:
+        """`first_epoch` is the epoch of the checkpoint that the run resumes from."""
         super().__init__(*args, **kwargs)
-        self._next_epoch = type(self).first_epoch
+        self._next_epoch = first_epoch
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -72,23 +65,14 @@ class EpochDataLoader(StatefulDataLoader):
             yield prompts
 
 
-_received: list[Watch] = []
-"""Settings of the logger that arrived in this process with the weight synchronizer."""
-
-
-def make_logger(config: Mapping[str, Any]) -> Any:
-    """Makes the logger of NeMo-RL's controller."""
-    return _received[-1].logger_class(Logger)(config) if _received else Logger(config)
-
-
 class SupervisingSynchronizer:
     """NeMo-RL's weight synchronizer, which also supervises the engines in the process that uses it.
 
     Owns the boundary between steps: the metrics of a step cover the generation between two refits.
     """
 
-    def __init__(self, native: Any, generation: ControlledGeneration, watch: Watch) -> None:
-        self._native, self._generation, self._watch = native, generation, watch
+    def __init__(self, native: Any, generation: ControlledGeneration) -> None:
+        self._native, self._generation = native, generation
         self._supervises = False
 
     def __getattr__(self, name: str) -> Any:
@@ -96,22 +80,17 @@ class SupervisingSynchronizer:
             raise AttributeError(name)
         return getattr(self._native, name)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the object in the controller's actor, whose logger must share the step log of `_watch`."""
-        self.__dict__.update(state)
-        _received.append(self._watch)
-
     def sync_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the step, refits as NeMo-RL does, and begins the next step."""
         generation = self._generation
         if not self._supervises:
-            generation.supervise(self._watch.log)
+            generation.supervise()
             self._supervises = True
-        with self._lost_engines_as_alarms():
-            self._watch.log.figures = generation.step_metrics()
+        with _lost_engines_as_alarms():
+            STEP_LOG.figures = generation.step_metrics()
         with generation.new_weights():
             result = self._native.sync_weights(*args, **kwargs)
-        with self._lost_engines_as_alarms():
+        with _lost_engines_as_alarms():
             generation.weights_updated()
             generation.snapshot_step_metrics()
         return result
@@ -123,11 +102,12 @@ class SupervisingSynchronizer:
         finally:
             self._generation.end_supervision()
 
-    @contextmanager
-    def _lost_engines_as_alarms(self) -> Iterator[None]:
-        """Logs an alarm if an engine has died. NeMo-RL handles the loss itself."""
-        try:
-            yield
-        except ray.exceptions.RayError as error:
-            first_line = str(error).strip().partition("\n")[0]
-            self._watch.log.alarms.append(f"an engine does not answer, so this step has no metrics: {first_line}")
+
+@contextmanager
+def _lost_engines_as_alarms() -> Iterator[None]:
+    """Logs an alarm if an engine has died. NeMo-RL handles the loss itself."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        STEP_LOG.alarms.append(f"an engine does not answer, so this step has no metrics: {first_line}")

@@ -4,13 +4,18 @@
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import ray
 
-from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
 from nemo_specrollout.nemo_rl.engine_racing import ExchangeDriver
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
+from nemo_specrollout.nemo_rl.installation import RunFacts
+from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.metrics import (
     acceptance_counts,
     head_metrics,
@@ -20,43 +25,20 @@ from nemo_specrollout.nemo_rl.metrics import (
     weight_updates,
 )
 from nemo_specrollout.nemo_rl.ray_calls import worker_client
-from nemo_specrollout.nemo_rl.remote_drafters import (
-    RemoteDrafters,
-    drafter_metrics,
-    start_drafters,
-    stats_between,
-)
-from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.nemo_rl_run import PREFIX
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """Facts of a run that NeMo-RL does not tell its generation."""
-
-    block: SpecrolloutConfig
-
-    seed: int
-    """`grpo.seed`, or the seed of another algorithm."""
-
-    first_version: int = 0
-    """Training steps behind the weights at the start."""
-
-    last_version: int = 0
-    """Training steps behind the weights at the end."""
-
-    heads: str = ""
-    """Path of the folder with the run's draft heads."""
-
-
-@dataclass(frozen=True)
 class _Reading:
-    """Counters of all engines at one moment."""
+    """Counters at one moment."""
 
-    totals: list[EngineTotals]
+    totals: EngineTotals
+    """Sums over all engines."""
     drafter_stats: list[DrafterStats]
+    """Of each engine, if there are remote drafters."""
 
 
 class Supervisor:
@@ -67,10 +49,11 @@ class Supervisor:
     when they have models; `begin_step` and `end_step` for each step; `close`; and `close_exchange`.
     """
 
-    def __init__(self, generation_config: Any, facts: RunFacts, log: StepLog) -> None:
+    def __init__(self, generation_config: Any, log: StepLog) -> None:
         """`generation_config` is NeMo-RL's. Raises ConfigError if the remote drafters cannot start."""
-        self._config, self._facts, self._block, self._log = generation_config, facts, facts.block, log
-        self._engines: Any = None
+        self._config, self._log = generation_config, log
+        self._facts = RunFacts.of(generation_config)
+        self._block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
         self._refresh: HeadRefresh | None = None
         self._exchange: ExchangeDriver | None = None
         self._drafters: RemoteDrafters | None = None
@@ -78,7 +61,7 @@ class Supervisor:
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
         self._requested: list[int] = []
         self._before: _Reading | None = None
-        self._last: _Reading | None = None
+        self._last = EngineTotals()
         self._facts_at = time.perf_counter()
 
     def attach(self, worker_group: Any) -> None:
@@ -148,50 +131,38 @@ class Supervisor:
         before, self._before = self._before, None
         if before is None:
             return {}
-        after = self._read()
-        metrics = step_metrics(before.totals, after.totals)
-        metrics |= weight_updates(None if self._last is None else self._last.totals, after.totals)
-        if counts := acceptance_counts(before.totals, after.totals):
-            self._log.entries["acceptance"] = counts
-        metrics |= self._log_samples()
-        metrics |= self._heads_after_step(version, before, after)
-        metrics |= self._drafters_after_step(before, after)
-        if self._exchange is not None:
-            metrics |= {f"{PREFIX}tail/{name}": value for name, value in self._exchange.figures().items()}
-        self._last = after
-        return metrics
-
-    def _log_samples(self) -> dict[str, float]:
-        requested, self._requested = self._requested, []
-        seeds = requested or None
+        after, log, num_engines = self._read(), self._log, self._workers.num_engines
+        done = after.totals - before.totals
+        metrics = step_metrics(done, num_engines) | weight_updates(self._last, after.totals, num_engines)
+        self._last = after.totals
+        if counts := acceptance_counts(done):
+            log.entries["acceptance"] = counts
+        seeds, self._requested = self._requested or None, []
         ends = self._workers.end_step(seeds)
-        self._log.samples += sample_lines(ends, seeds)
-        self._log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
-        return head_metrics(ends)
-
-    def _heads_after_step(self, version: int, before: _Reading, after: _Reading) -> dict[str, float]:
-        if self._refresh is None:
-            return {}
-        now = time.perf_counter()
-        steps_to_come = max(0, self._facts.last_version - version - 1)
-        facts = step_facts(before.totals, after.totals, now - self._facts_at, steps_to_come)
-        self._facts_at = self._facts_at if facts is None else now
-        return {PREFIX + name: value for name, value in self._refresh.after_step(version, facts).items()}
-
-    def _drafters_after_step(self, before: _Reading, after: _Reading) -> dict[str, float]:
-        metrics: dict[str, float] = {}
+        log.samples += sample_lines(ends, seeds)
+        log.alarms += [alarm["sentence"] for end in ends for alarm in end.alarms]
+        metrics |= head_metrics(ends)
+        if self._refresh is not None:
+            metrics |= self._refreshed(self._refresh, version, done)
         if self._block.remote is not None:
-            stats = stats_between(before.drafter_stats, after.drafter_stats)
-            self._log.entries["draft_supply"] = stats
-            metrics |= drafter_metrics(stats)
+            log.entries["draft_supply"] = stats_between(before.drafter_stats, after.drafter_stats)
+            metrics |= drafter_metrics(log.entries["draft_supply"])
         if self._drafters is not None:
             self._drafters.update(self._workers)
-            metrics |= {PREFIX + name: value for name, value in self._drafters.figures().items()}
+            metrics[PREFIX + "drafter_restarts"] = self._drafters.num_restarts
+        if self._exchange is not None:
+            metrics |= {f"{PREFIX}tail/{name}": value for name, value in self._exchange.figures().items()}
         return metrics
 
+    def _refreshed(self, refresh: HeadRefresh, version: int, done: EngineTotals) -> dict[str, float]:
+        """Reports the step to the trainer of the head. Returns metrics of the heads."""
+        now = time.perf_counter()
+        steps_to_come = max(0, self._facts.last_version - version - 1)
+        facts = step_facts(done, self._workers.num_engines, now - self._facts_at, steps_to_come)
+        if facts is not None:
+            self._facts_at = now
+        return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
+
     def _read(self) -> _Reading:
-        futures = self._engines.run_all_workers_single_data(
-            "specrollout_totals", run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"]
-        )
-        totals = [EngineTotals.from_wire(reply) for reply in ray.get(futures)]
+        totals = reduce(add, self._workers.engine_totals())
         return _Reading(totals, [] if self._block.remote is None else self._workers.drafter_stats())

@@ -40,7 +40,7 @@ class EngineTotals:
     """Seconds that the tokens of those steps would have taken without drafts."""
     num_weight_updates: int = 0
     num_derived_seeds: int = 0
-    """Requests without a seed of their own, see `nemo_rl/request_seeds.py`."""
+    """Requests without a seed of their own, see `nemo_rl/engine_inputs.py`."""
     proposed: DraftCounts = ()
     """Draft tokens that were verified."""
     accepted: DraftCounts = ()

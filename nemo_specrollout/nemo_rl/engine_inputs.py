@@ -1,44 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts seeds into the sampling parameters of an engine's requests.
+"""Inputs of an engine under NeMo-RL: its arguments, with the block put into effect, and the seeds of its requests.
 
 Rows of NeMo-RL's rollouts and validation bring a seed each. Clients of the HTTP server may send a seed: in the OpenAI field
 `seed` or in a header. The seed of any other request is derived from its prompt.
 """
 
-import json
+import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from nemo_specrollout.config.block import BLOCK_PATH
+from starlette.responses import JSONResponse
+
+from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.strict import build
+from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.arguments import with_specrollout
+from nemo_specrollout.generation.older_runners import allow_text_drafters
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
-from nemo_specrollout.nemo_rl.row_seeds import DERIVED, GIVEN, Conversations
+from nemo_specrollout.nemo_rl.row_seeds import Conversations, SeedKind
+from nemo_specrollout.racing.engine_blocks import block_of_engine
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
+_WORKERS = {
+    "VllmInternalWorkerExtension": "nemo_specrollout.nemo_rl.engine_workers.NemoRlWorker",
+    "VllmInternalWorkerExtensionWithCheckpointEngine": "nemo_specrollout.nemo_rl.engine_workers.NemoRlCheckpointEngineWorker",
+}
+"""Our vLLM worker for each of NeMo-RL's worker extensions."""
+MTP_FROM_FOLDER = "specrollout_mtp_from_folder"
+"""Key of vLLM's `additional_config`: true if the trainer does not train the native heads, so no refit brings them."""
 HEADER = b"x-specrollout-seed"
 """HTTP header in which a client sends a seed if it cannot send one in the body."""
-_LARGEST_SEED = 2**63 - 1
-_SEED_BITS = 62
-"""Bits of a seed with several samples: vLLM adds the number of the sample, and the sum must stay below 2^63."""
-_Message = MutableMapping[str, Any]
 
 header_seed: ContextVar[int | None] = ContextVar("specrollout_header_seed", default=None)
 """Seed from the header of this task's HTTP request."""
 
 
-@dataclass(frozen=True)
-class RowArgs:
-    """Arguments that NeMo-RL's rows bring beside their tokens, in the order of the rows."""
+def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns NeMo-RL's arguments for vLLM, with our vLLM worker, the drafters and the block. Raises ConfigError."""
+    compat.check_version()
+    block = build(SpecrolloutConfig, generation_config["specrollout"], BLOCK_PATH)
+    compat.check_drafters(block)
+    allow_text_drafters()
+    if len(block.drafters_of_engines) > 1:
+        block = block_of_engine(block, engine_number(generation_config["vllm_cfg"]))
+    arguments = with_specrollout(llm_kwargs, block, compat.device_type(), compat.vllm_abilities())
+    if block.model_drafter is not None and arguments.get("load_format") == "dummy":
+        # The drafter's weights come from its folder. NeMo-RL does the same for its own drafter if it does not train it.
+        arguments["load_format"] = "auto"
+    if block.model_drafter is not None and block.model_drafter.type == "mtp":
+        arguments["additional_config"][MTP_FROM_FOLDER] = not generation_config.get("_mtp_weights_from_refit")
+    arguments["worker_cls"] = _WORKERS[llm_kwargs["worker_extension_cls"].rpartition(".")[2]]
+    return arguments
 
-    seeds: Sequence[int]
-    """Seed of each row."""
 
-    roots: Sequence[int]
-    """Length of the first prompt of each row's conversation, in tokens."""
+def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
+    """Returns the number of the engine that this actor leads. NeMo-RL numbers all workers, engine by engine."""
+    return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 
 class RequestSeeds:
@@ -59,27 +80,33 @@ class RequestSeeds:
             self._version = policy_version
             self._seen.clear()
 
-    def of_rows(self, params: Any, rows: RowArgs) -> list[Any]:
-        """Returns sampling parameters for each row. `params` is one object for all rows, or a sequence with one for each."""
-        each = list(params) if isinstance(params, Sequence) else [params] * len(rows.seeds)
-        return [_with_row(p, *row) for p, row in zip(each, zip(rows.seeds, rows.roots, strict=True), strict=True)]
+    def of_rows(self, params: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
+        """Returns sampling parameters for each row.
+
+        `params` is one object for all rows, or a sequence with one for each. A row is its seed, and the length in tokens of
+        its conversation's first prompt.
+        """
+        return [_with_row(p, seed, root) for p, (seed, root) in zip(_each(params, len(rows)), rows, strict=True)]
 
     def of_requests(self, params: Any, prompts: Sequence[Any]) -> list[Any]:
         """Returns sampling parameters for each of vLLM's `prompts` that do not come from rows. `params` as in `of_rows`.
 
         Raises vLLM's error for a bad request if seeds are required and a request has none.
         """
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        return [self._of_request(p, tokens_of(prompt)) for p, prompt in zip(each, prompts, strict=True)]
+        return [
+            self._of_request(p, tokens_of(prompt))
+            for p, prompt in zip(_each(params, len(prompts)), prompts, strict=True)
+        ]
 
     def _of_request(self, params: Any, tokens: Sequence[int]) -> Any:
         if EXTRA_ARGS_KEY in (params.extra_args or {}):
             return RolloutSamplingParams.of(params)
         content, given = content_hash(tokens), header_seed.get() if params.seed is None else params.seed
-        run = combine(self._run_seed, GIVEN)
-        seed = self._derived(content) if given is None else request_seed(run, content, 0, given)
-        (root,) = self._conversations.root_lengths([tokens])
-        return _with_row(params, seed, root)
+        if given is None:
+            seed = self._derived(content)
+        else:
+            seed = request_seed(combine(self._run_seed, SeedKind.GIVEN), content, 0, given)
+        return _with_row(params, seed, self._conversations.root_lengths([tokens])[0])
 
     def _derived(self, content: int) -> int:
         if self._required:
@@ -91,8 +118,11 @@ class RequestSeeds:
             occurrence = self._seen[content]
             self._seen[content] += 1
             self.num_derived += 1
-        run = combine(self._run_seed, DERIVED, self._engine)
-        return request_seed(run, content, occurrence, self._version)
+        return request_seed(combine(self._run_seed, SeedKind.DERIVED, self._engine), content, occurrence, self._version)
+
+
+def _each(params: Any, number: int) -> list[Any]:
+    return list(params) if isinstance(params, Sequence) else [params] * number
 
 
 def tokens_of(prompt: Any) -> Sequence[int]:
@@ -113,7 +143,7 @@ def _with_row(params: Any, seed: int, root_length: int) -> Any:
     seeded = RolloutSamplingParams.of(params)
     identity: dict[str, int] = {"prompt_length": root_length}
     if params.n > 1:
-        seeded.seed = seed & (2**_SEED_BITS - 1)
+        seeded.seed = seed % 2**62  # vLLM adds the number of the sample, and the sum must stay below 2^63
         identity["engine_seed"] = 0  # each engine has another seed of its own
     else:
         identity["seed"] = seed
@@ -127,24 +157,18 @@ class SeedHeader:
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
 
-    async def __call__(self, scope: _Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Serves one request. Refuses with status 400 a header that is not a whole number from 0 to 2^63 - 1."""
         text = dict(scope.get("headers") or ()).get(HEADER) if scope["type"] == "http" else None
         if text is None:
             await self._app(scope, receive, send)
-        elif not text.isdigit() or int(text) > _LARGEST_SEED:
-            await _refuse(send, text)
+        elif not text.isdigit() or int(text) >= 2**63:
+            sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is no whole number from 0 to 2^63 - 1"
+            error = {"message": sentence, "type": "invalid_request_error", "code": 400}
+            await JSONResponse({"error": error}, 400)(scope, receive, send)
         else:
             token = header_seed.set(int(text))
             try:
                 await self._app(scope, receive, send)
             finally:
                 header_seed.reset(token)
-
-
-async def _refuse(send: Callable[[_Message], Awaitable[None]], text: bytes) -> None:
-    sentence = f"X-Specrollout-Seed: {text.decode('latin-1')!r} is no whole number from 0 to 2^63 - 1"
-    body = {"error": {"message": sentence, "type": "invalid_request_error", "code": 400}}
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
