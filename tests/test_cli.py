@@ -16,9 +16,9 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, STEP_ADDER
 
-from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.cli.prepare import prepare, use_threads
+from nemo_specrollout.cli.terminal import Interrupts, Terminated
 from nemo_specrollout.config.block import BUDGET_POLICIES
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config

@@ -4,9 +4,9 @@
 import argparse
 from pathlib import Path
 
-from nemo_specrollout.cli.consoles import complain
 from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, check_trains, place_drafter, prepare_local, use_threads
+from nemo_specrollout.cli.terminal import complain
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.cli.refresh_draft_options import add_arguments as add_refresh_flags
+from nemo_specrollout.cli.refresh_draft import add_arguments as add_refresh_flags
 
 DEFAULT_ACCEPTANCE = 0.8
 """Assumed share of right draft tokens (`plan`, `explain`)."""

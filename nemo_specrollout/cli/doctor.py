@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_specrollout.cli.check import nemo_rl_findings
-from nemo_specrollout.cli.consoles import log_console
 from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
-from nemo_specrollout.cli.scratch import scratch_folder
+from nemo_specrollout.cli.terminal import log_console, scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Tree, runtime_of

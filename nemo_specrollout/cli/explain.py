@@ -12,11 +12,11 @@ from rich.table import Table
 
 from nemo_specrollout.cli.check import nemo_rl_findings
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
-from nemo_specrollout.cli.consoles import complain, log_console, new_table
 from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.plan import show_plan
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
 from nemo_specrollout.cli.simulate import comparison_table, of_run
+from nemo_specrollout.cli.terminal import complain, log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.known_traps import known_traps

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console, new_table, progress_bar
 from nemo_specrollout.cli.prepare import check_out, prepare, use_threads
+from nemo_specrollout.cli.terminal import log_console, new_table, progress_bar
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig
 from nemo_specrollout.config.files import write_atomically

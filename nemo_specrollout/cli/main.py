@@ -11,10 +11,8 @@ import warnings
 from contextlib import nullcontext
 
 from nemo_specrollout.cli.commands import parse
-from nemo_specrollout.cli.consoles import complain
-from nemo_specrollout.cli.interrupts import Interrupts, Terminated
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED
-from nemo_specrollout.cli.scratch import scratch_folder
+from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130

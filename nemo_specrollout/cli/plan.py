@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console, new_table
+from nemo_specrollout.cli.terminal import log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_config

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_specrollout.cli.consoles import progress_bar
 from nemo_specrollout.cli.prepare import check_out, prepare
+from nemo_specrollout.cli.terminal import progress_bar
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import this_machine

@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout refresh-draft`: trains a draft head for a policy, or refreshes one."""
+"""`nemo-specrollout refresh-draft`: trains a draft head for a policy, or refreshes one. Its flags need no torch."""
 
 import argparse
+import dataclasses
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.interrupts import Interrupts
-from nemo_specrollout.cli.refresh_draft_options import options_of
-from nemo_specrollout.cli.refresh_draft_view import TerminalView
-from nemo_specrollout.config.strict import ConfigError
+from rich.console import Console
+from rich.table import Table
+
+from nemo_specrollout.cli.terminal import Interrupts, progress_bar
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
+
+if TYPE_CHECKING:
+    from nemo_specrollout.training.refresh.candidate import Judgement
 
 EXIT_REFUSED = 3
 """Exit code if the gate refused the new head."""
+_FIELDS = {field.name: field for field in dataclasses.fields(RefreshOptions)}
+_EXCLUSIVE = (
+    ("rollouts", "prompts", "--rollouts and --prompts are both given"),
+    ("steps", "minutes", "--steps and --minutes are both given"),
+    ("draft", "draft_vocab", "--draft-vocab belongs to a new head, and --draft has its own"),
+    ("draft", "layer_ids", "--layer-ids belong to a new head, and --draft has its own"),
+)
+"""Pairs of options that exclude each other, with the reason."""
 
 
 def refresh_draft(parsed: argparse.Namespace) -> int:
     """Makes the head. Returns 0 if it is at --out, 3 if the gate refused it. Raises ConfigError, and KeyboardInterrupt."""
-    options = options_of(parsed)
+    options = _options_of(parsed)
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))  # nothing else competes for the cores
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -34,12 +51,96 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
         raise
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(_sentence(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"{where}{error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return 0 if published else EXIT_REFUSED
 
 
-def _sentence(error: ValueError | OSError) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    return " ".join(f"{where}{text}".split())
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of `RefreshOptions`, which keeps the defaults."""
+    for name, field in _FIELDS.items():
+        text = field.metadata["help"].replace("%", "%%")
+        if "bool" in str(field.type):
+            parser.add_argument(_flag_of(name), action="store_true", help=text)
+            continue
+        is_required = field.default is dataclasses.MISSING
+        if not is_required and field.default not in (None, ()):
+            text += f" (default {field.default})"
+        several: dict[str, Any] = {"nargs": "+"} if name == "rollouts" else {}
+        metavar = field.metadata["metavar"]
+        parser.add_argument(_flag_of(name), metavar=metavar, required=is_required, help=text, **several)
+
+
+def _options_of(parsed: argparse.Namespace) -> RefreshOptions:
+    """Returns the parsed flags as a record. Raises ConfigError with flag, value and fix."""
+    given = {name: getattr(parsed, name) for name in _FIELDS if getattr(parsed, name) is not None}
+    try:
+        options = build(RefreshOptions, {name: _value(name, value) for name, value in given.items()}, "")
+    except ConfigError as error:
+        name, _, rest = str(error).partition(":")
+        raise ConfigError(f"{_flag_of(name)}:{rest}") from error
+    if not options.rollouts and options.prompts is None:
+        raise ConfigError("nothing to learn from; give --rollouts PATH, or --prompts FILE that the policy will answer")
+    for one, other, reason in _EXCLUSIVE:
+        if getattr(options, one) not in (None, ()) and getattr(options, other) not in (None, ()):
+            raise ConfigError(f"{reason}; leave out one of them")
+    return options
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _value(name: str, given: Any) -> Any:
+    """Converts the text of a flag to the type of its field; `build` refuses what cannot be converted."""
+    if name == "layer_ids":
+        return [int(i) if i.strip().lstrip("-").isdecimal() else i for i in given.split(",")]
+    if "int" in str(_FIELDS[name].type) and isinstance(given, str) and given.lstrip("-").isdecimal():
+        return int(given)
+    return given
+
+
+class TerminalView:
+    """Implements `refresh_job.RefreshView`: bars on a terminal, lines of text anywhere, and a closing table."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, soft_wrap=True, markup=False)
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self.console.print(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a warning."""
+        self.console.print(f"warning: {text}", style="yellow")
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Shows `text` while the block runs."""
+        with self.console.status(text):
+            yield
+
+    @contextmanager
+    def bar(self, text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+        """Shows a progress bar while the block runs.
+
+        Yields the function that moves the bar: `move(done)`, or `move(done, total=..., description=...)`.
+        """
+        with progress_bar(self.console) as progress:
+            task = progress.add_task(text, total=total)
+            yield lambda done, **changes: progress.update(task, completed=done, **changes)
+
+    def judged(self, judgement: "Judgement") -> None:
+        """Prints a table of the held-out acceptance before and after, by draft position."""
+        before, after = judgement.before, judgement.after
+        measured = [after] if before is None else [before, after]
+        table = Table(title=f"held-out acceptance, {judgement.decision.num_samples} prompts", title_justify="left")
+        for name in ("", "before", "after") if before else ("", "after"):
+            table.add_column(name, justify="right" if name else "left")
+        for k in range(len(after.acceptance_rate_K)):
+            table.add_row(f"draft {k + 1}", *(f"{a.acceptance_rate_K[k]:.3f}" for a in measured))
+        table.add_row("acceptance length", *(f"{a.expected_length:.3f}" for a in measured))
+        self.console.print(table)

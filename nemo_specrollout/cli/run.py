@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.interrupts import Interrupts
 from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, check_trains, place_drafter, prepare_local, use_threads
-from nemo_specrollout.cli.scratch import scratch_folder
+from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import runtime_of

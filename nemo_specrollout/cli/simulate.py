@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nemo_specrollout.cli.consoles import log_console, new_table
+from nemo_specrollout.cli.terminal import log_console, new_table
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import runtime_of

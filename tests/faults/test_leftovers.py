@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, STEP_ADDER, TINY_ROLLOUTS
 
-from nemo_specrollout.cli.scratch import LEFT_BEHIND_S, LOCK, PREFIX, scratch_folder
+from nemo_specrollout.cli.terminal import LEFT_BEHIND_S, LOCK, PREFIX, scratch_folder
 from nemo_specrollout.remote.verifier.json_child import PARENT
 
 pytestmark = pytest.mark.integration

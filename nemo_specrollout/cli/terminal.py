@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surroundings of every command: output, Ctrl-C and SIGTERM, and a folder for temporary files."""
+
+import fcntl
+import getpass
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PREFIX = "specrollout-"
+"""Beginning of a scratch folder's name."""
+LOCK = "in_use"
+"""File that the owner of a scratch folder holds locked."""
+LEFT_BEHIND_S = 3600.0
+"""Least age, in seconds, of an unlocked folder that a later command removes. A younger one may be about to be locked."""
+_LOG_WIDTH = 120
+"""Columns of output that goes into a file."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def log_console() -> Console:
+    """Returns a console for standard output. If that is no terminal, its width fits all tables."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    return console
+
+
+def new_table(
+    names: Sequence[str], *, boxed: bool, left: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()
+) -> Table:
+    """Returns a table with columns `names`, right-justified except for those in `left`. A log gets no box."""
+    table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns a progress bar that disappears at its end, and that a log does not show."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def complain(sentence: str) -> None:
+    """Prints a sentence as one line on stderr, with unprintable characters escaped."""
+    line = " ".join(sentence.split())
+    print(f"nemo-specrollout: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which Slurm sends before it kills a job."""
+
+
+class Interrupts:
+    """Context in which SIGINT raises KeyboardInterrupt, SIGTERM raises Terminated, and both are remembered.
+
+    Python ignores exceptions in a finalizer or a callback from C++, so an interrupt may get lost there. `check` raises it
+    again. Outside of the main thread, where Python sets no signal handlers, the context changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._asked: KeyboardInterrupt | None = None
+        self._is_shielded = False
+
+    def __enter__(self) -> "Interrupts":
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._before = {s: signal.signal(s, self._interrupt) for s in _SIGNALS} if in_main_thread else {}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raises the KeyboardInterrupt or Terminated of the first signal since entering."""
+        if self._asked is not None:
+            raise self._asked
+
+    def shield(self) -> None:
+        """Keeps later signals from raising anything, while results are written. They are still remembered."""
+        self._is_shielded = True
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        asked = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        self._asked = self._asked or asked
+        if not self._is_shielded:
+            raise asked
+
+
+@contextmanager
+def scratch_folder() -> Iterator[None]:
+    """Context in which temporary files of this process and its children go into a new folder, which is then removed.
+
+    vLLM leaves a file of each engine, and Ray a folder of each run. Folders that killed commands left are removed as well.
+    """
+    usual, named = Path(tempfile.gettempdir()), os.environ.get("TMPDIR")
+    with suppress(KeyError, OSError):  # a user without a name
+        # Compiled kernels stay for the next run.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(usual / f"torchinductor_{getpass.getuser()}"))
+    for left in usual.glob(f"{PREFIX}*"):
+        with suppress(OSError), (left / LOCK).open() as lock:  # another user's, one in use, or not one of these
+            if time.time() - left.stat().st_mtime > LEFT_BEHIND_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with (folder / LOCK).open("w") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = None
+            if named is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = named
+            shutil.rmtree(folder, ignore_errors=True)
