@@ -22,6 +22,7 @@ from nemo_specrollout.drafters.base import (
     PRIOR_RATE,
     PRIOR_STRENGTH,
     TRACED_STEPS,
+    Texts,
 )
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 
@@ -41,6 +42,7 @@ class World:
         names = [f"drafter {d}" for d in range(num_drafters)]
         priors_DE = np.tile(LEVEL_PRIORS, (num_drafters, 1))
         self.board = DraftBoard(names, priors_DE, BoardShape(num_slots, K, edges), torch.device("cpu"), model)
+        self.tables = self.board.tables
         self.text_SL = torch.arange(LONGEST, dtype=torch.int32).repeat(num_slots, 1) % 50
         self.total_len_S = torch.full((num_slots,), 10, dtype=torch.int32)
         self.num_steps = 0
@@ -49,6 +51,9 @@ class World:
     def open(self, *slots: int, limit: int = LONGEST) -> None:
         self.board.open(tensor(slots), torch.full((len(slots),), limit, dtype=torch.int32))
 
+    def texts(self, *slots: int) -> Texts:
+        return Texts(tensor(slots), self.total_len_S, self.text_SL)
+
     def next_tokens(self, slot: int, num: int = K) -> list[int]:
         """Returns the next tokens that the policy will sample for a request."""
         length = int(self.total_len_S[slot])
@@ -56,19 +61,19 @@ class World:
 
     def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0, row_price: float = 0.0) -> Tensor:
         """Lets the drafters propose and the board choose. Returns the rates of the submitted drafts, [B, K]."""
-        board = self.board
-        board.found_DB.zero_()
-        board.levels_DBK.fill_(level)
+        t = self.tables
+        t.found_DB.zero_()
+        t.levels_DBK.fill_(level)
         for d, of_slot in (proposals or {}).items():
             for slot, tokens in of_slot.items():
-                board.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
-                board.found_DB[d, slots.index(slot)] = len(tokens)
-        board.choose(tensor(slots), self.total_len_S, row_price)
-        return board.rates_BK[: len(slots)].clone()
+                t.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
+                t.found_DB[d, slots.index(slot)] = len(tokens)
+        self.board.choose(self.texts(*slots), row_price)
+        return t.rates_BK[: len(slots)].clone()
 
     def drafts(self, row: int) -> list[int]:
         """Returns the drafts that were submitted for a row of the batch."""
-        return self.board.drafts_BK[row, self.board.rates_BK[row] > 0].tolist()
+        return self.tables.drafts_BK[row, self.tables.rates_BK[row] > 0].tolist()
 
     def verify(self, *slots: int, most: int = K) -> tuple[Counter, Counter]:
         """Lets the policy sample, with at most `most` drafts of each request verified. Slot -1 is a row without a request.
@@ -87,7 +92,7 @@ class World:
                 self.total_len_S[slot] += num_right + 1
                 verified[slot], accepted[slot] = len(drafts), num_right
         counts = (tensor(numbers, dtype=torch.int32) for numbers in (num_sampled, num_rejected))
-        self.board.observe(tensor(slots), *counts, self.total_len_S, self.text_SL, self.num_steps)
+        self.board.observe(self.texts(*slots), *counts, self.num_steps)
         self.num_steps += 1
         return verified, accepted
 
@@ -105,9 +110,9 @@ def test_rates_follow_outcomes_of_all_proposals_submitted_or_not(is_submitted: b
         proposal = {0: right[:1] if is_right else [99]}
         world.choose(0, proposals={1: proposal} if is_submitted else {0: {0: right}, 1: proposal})
         world.verify(0)
-    rate = world.board.level_rates_DE[1, 0].item()
+    rate = world.board.level_rates_DL[1, 0].item()
     assert rate > 0.95 if is_right else rate < 0.05
-    assert (world.board.verified_DCK2[1].sum() > 0) == is_submitted
+    assert (world.tables.verified_DCK2[1].sum() > 0) == is_submitted
     rates_BK = world.choose(0, proposals={1: {0: [1, 2]}})
     assert (rates_BK[0, :2] > 0.9).all() == is_right and rates_BK[0, 2] == 0.0
     assert rates_BK.max() <= np.float32(MAX_RATE)
@@ -119,7 +124,7 @@ def test_each_level_has_its_own_rate() -> None:
         is_even = n % 2 == 0
         world.choose(0, proposals={0: {0: world.next_tokens(0) if is_even else [99]}}, level=7 if is_even else 2)
         world.verify(0)
-    rates_E = world.board.level_rates_DE[0]
+    rates_E = world.board.level_rates_DL[0]
     assert rates_E[7] > 0.95 and rates_E[2] < 0.1
     assert rates_E[3].item() == pytest.approx(LEVEL_PRIORS[3])
 
@@ -129,10 +134,10 @@ def test_tokens_that_do_not_pay_for_their_row_hardly_count(row_price: float, cho
     """Three tokens of rate 0.65 are worth 1.35 tokens, one of rate 0.9 is worth 0.9. If a row costs half a token, only the
     first of the three pays. It wins 0.15, and the other proposal wins 0.4. If no token pays, the expected tokens decide."""
     world = World(num_drafters=2)
-    world.board.evidence_DE2[0, :, 0] = 0.65 * world.board.evidence_DE2[0, :, 1]
-    world.board.evidence_DE2[1, :, 0] = 0.9 * world.board.evidence_DE2[1, :, 1]
+    world.tables.evidence_DE2[0, :, 0] = 0.65 * world.tables.evidence_DE2[0, :, 1]
+    world.tables.evidence_DE2[1, :, 0] = 0.9 * world.tables.evidence_DE2[1, :, 1]
     world.choose(0, proposals={0: {0: [11, 12, 13]}, 1: {0: [14]}}, row_price=row_price)
-    assert world.board.chosen_S[0] == chosen
+    assert world.tables.chosen_S[0] == chosen
 
 
 def test_a_request_has_its_own_factor() -> None:
@@ -154,7 +159,7 @@ def test_factors_count_as_far_as_they_have_predicted_hits() -> None:
         tossed = {slot: right[slot] if rng.random() < 0.5 else [99] for slot in (0, 1)}
         world.choose(0, 1, proposals={0: {0: right[0], 1: [99]}, 1: tossed})
         world.verify(0, 1, most=0)
-    products, squares = (world.board.factor_weight_D2 + 1).T
+    products, squares = (world.tables.factor_weight_D2 + 1).T
     assert products[0] / squares[0] > 0.9 and products[1] / squares[1] < 0.4
 
 
@@ -165,13 +170,13 @@ def test_a_token_that_contradicts_the_witness_has_a_lower_rate() -> None:
         right = world.next_tokens(0, 1)
         world.choose(0, proposals={0: {0: right if n % 2 else [99]}, 1: {0: right}})
         world.verify(0, most=0)
-    assert world.board.level_rates_DE[0, 0].item() == pytest.approx(0.5, abs=0.1)
+    assert world.board.level_rates_DL[0, 0].item() == pytest.approx(0.5, abs=0.1)
     apart = [{0: {0: [1]}}, {0: {0: [1]}, 1: {0: [1]}}, {0: {0: [1, 2, 3]}, 1: {0: [1, 9]}}]
     alone, agreed, contradicted = (world.choose(0, proposals=proposals)[0] for proposals in apart)
     assert alone[0].item() == pytest.approx(LEVEL_PRIORS[0], rel=0.2), "no such evidence was observed"
     assert agreed[0] > 0.9 and contradicted[0] > 0.9
-    rates_E = world.board.evidence_DE2[..., 0] / world.board.evidence_DE2[..., 1]
-    assert rates_E[0, 2 * NUM_LEVELS] < 0.1 and world.board.chosen_S[0] == 1
+    rates_E = world.tables.evidence_DE2[..., 0] / world.tables.evidence_DE2[..., 1]
+    assert rates_E[0, 2 * NUM_LEVELS] < 0.1 and world.tables.chosen_S[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -190,29 +195,29 @@ def test_evidence_holds_the_relation_to_the_other_side(
     world = World(num_drafters=3, model=2)
     world.choose(0, proposals={0: {0: text}, 1: {0: other}, 2: {0: witness}}, level=3)
     for d, relations in enumerate(expected):
-        levels = world.board.evidence_SDK[0, d, : len(relations)].tolist()
+        levels = world.tables.evidence_SDK[0, d, : len(relations)].tolist()
         assert levels == [NUM_LEVELS * relation + 3 for relation in relations]
 
 
 def test_a_proposal_stays_open_until_it_is_refuted_or_confirmed() -> None:
     world = World(num_drafters=2)
-    board, right = world.board, world.next_tokens(0)
+    tables, right = world.tables, world.next_tokens(0)
     open_proposals = []
     for proposal in ([right[0], 99, right[2]], [77], [78], [79], world.next_tokens(0, 6)[4:], [80], [81]):
         world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: proposal}})
-        assert board.chosen_S[0] == 0 and board.length_SD[0, 0] == 3, "the submitted drafter proposes again"
-        open_proposals.append((board.tokens_SDK[0, 1, 0].item(), board.checked_SD[0, 1].item()))
+        assert tables.chosen_S[0] == 0 and tables.length_SD[0, 0] == 3, "the submitted drafter proposes again"
+        open_proposals.append((tables.tokens_SDK[0, 1, 0].item(), tables.checked_SD[0, 1].item()))
         world.verify(0, most=0)  # one token is sampled
     fifth = world.text_SL[0, 14].item()
     assert open_proposals == [(right[0], 0), (right[0], 1), (78, 0), (79, 0), (fifth, 0), (fifth, 1), (81, 0)]
-    assert board.position_DK2[1].tolist() == [[2, 5], [1, 2], [0, 0]], "hits and trials"
+    assert tables.position_DK2[1].tolist() == [[2, 5], [1, 2], [0, 0]], "hits and trials"
 
 
 def test_a_submitted_proposal_replaces_the_open_one() -> None:
     world = World(num_drafters=2)
     world.choose(0, proposals={0: {0: world.next_tokens(0)}, 1: {0: world.next_tokens(0, 2)}})
     world.choose(0, proposals={1: {0: [99]}})
-    assert world.drafts(0) == [99] and world.board.tokens_SDK[0, 1, 0] == 99
+    assert world.drafts(0) == [99] and world.tables.tokens_SDK[0, 1, 0] == 99
 
 
 def test_a_new_request_inherits_nothing_from_its_slot() -> None:
@@ -222,11 +227,11 @@ def test_a_new_request_inherits_nothing_from_its_slot() -> None:
         world.verify(0)
     world.choose(0, proposals={0: {0: [99, 99]}})
     world.open(0)
-    learned, verified = world.board.evidence_DE2[0, 0].tolist(), int(world.board.verified_DCK2.sum())
-    world.board.rates_BK.zero_()
+    learned, verified = world.tables.evidence_DE2[0, 0].tolist(), int(world.tables.verified_DCK2.sum())
+    world.tables.rates_BK.zero_()
     world.verify(0)
-    assert world.board.evidence_DE2[0, 0, 1] <= learned[1] and world.board.verified_DCK2.sum() == verified
-    assert world.board.request_S2[0].tolist() == [0, 0]
+    assert world.tables.evidence_DE2[0, 0, 1] <= learned[1] and world.tables.verified_DCK2.sum() == verified
+    assert world.tables.request_S2[0].tolist() == [0, 0]
     rates_BK = world.choose(0, 1, proposals={0: {0: [1], 1: [1]}})
     assert rates_BK[0, 0] == rates_BK[1, 0] < LEVEL_PRIORS[0]
 
@@ -236,13 +241,13 @@ def test_a_drafter_with_new_weights_starts_from_the_priors() -> None:
     for d in (0, 1) * 20:
         world.choose(0, proposals={d: {0: [99]}})
         world.verify(0)
-    other = world.board.evidence_DE2[0].clone()
+    other = world.tables.evidence_DE2[0].clone()
     world.choose(0, proposals={1: {0: [99]}})
     world.board.forget_drafter(1)
     for name in ("evidence_DE2", "position_DK2"):
-        assert torch.equal(getattr(world.board, name)[1], getattr(never_used.board, name)[1])
-    assert torch.equal(world.board.evidence_DE2[0], other)
-    assert not world.board.factor_SD2[:, 1].any() and not world.board.length_SD[:, 1].any()
+        assert torch.equal(getattr(world.tables, name)[1], getattr(never_used.tables, name)[1])
+    assert torch.equal(world.tables.evidence_DE2[0], other)
+    assert not world.tables.factor_SD2[:, 1].any() and not world.tables.length_SD[:, 1].any()
     assert world.choose(0, proposals={1: {0: [1]}})[0, 0].item() == pytest.approx(LEVEL_PRIORS[0])
 
 
@@ -251,24 +256,24 @@ def test_a_drafter_with_new_weights_starts_from_the_priors() -> None:
 
 def test_the_better_drafter_is_chosen_for_each_request() -> None:
     world = World(num_drafters=2)
-    board = world.board
+    board, tables = world.board, world.tables
     world.choose(1, 0, proposals={0: {1: [1, 2, 3], 0: [4, 5, 6]}, 1: {1: [7, 8, 9], 0: [10, 11]}})
-    board.levels_DBK[0, 0], board.levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one request
-    board.choose(tensor([1, 0]), world.total_len_S)
-    assert board.drafts_BK.tolist() == [[1, 2, 3], [10, 11, 0]]
-    assert board.chosen_S.tolist() == [1, 0] and board.submitted_S.tolist() == [2, 3]
-    assert board.rates_BK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 1], [1, 1, 0]]))
+    tables.levels_DBK[0, 0], tables.levels_DBK[1, 1] = 3, 3  # each drafter has strong evidence for one request
+    board.choose(world.texts(1, 0))
+    assert tables.drafts_BK.tolist() == [[1, 2, 3], [10, 11, 0]]
+    assert tables.chosen_S.tolist() == [1, 0] and tables.submitted_S.tolist() == [2, 3]
+    assert tables.rates_BK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 1], [1, 1, 0]]))
 
 
 def test_the_proposal_of_most_expected_tokens_is_chosen() -> None:
     """Rates of 0.3, 0.45, 0.6 and 0.8: three tokens at 0.6 are worth 1.176, one at 0.8 is worth 0.8, three at 0.45 0.74."""
     world = World(num_drafters=2)
-    board = world.board
+    board, tables = world.board, world.tables
     for level, drafts in ((2, [1, 2, 3]), (1, [7, 0, 0])):
         world.choose(0, proposals={0: {0: [1, 2, 3]}, 1: {0: [7]}}, level=level)
-        board.levels_DBK[1] = 3
-        board.choose(tensor([0]), world.total_len_S)
-        assert board.drafts_BK[0].tolist() == drafts
+        tables.levels_DBK[1] = 3
+        board.choose(world.texts(0))
+        assert tables.drafts_BK[0].tolist() == drafts
 
 
 def test_no_draft_exceeds_the_length_limit() -> None:
@@ -278,15 +283,15 @@ def test_no_draft_exceeds_the_length_limit() -> None:
         world.open(slot, limit=limit)
     world.choose(*range(5), proposals={0: {slot: [7, 8, 9] for slot in range(5)}})
     assert [world.drafts(row) for row in range(5)] == [[], [], [7], [7, 8], [7, 8, 9]]
-    assert world.board.submitted_S.tolist() == [0, 0, 1, 2, 3]
+    assert world.tables.submitted_S.tolist() == [0, 0, 1, 2, 3]
 
 
 def test_without_a_proposal_nothing_is_drafted() -> None:
     world = World(num_drafters=2)
     world.choose(0, 1, proposals={0: {0: [1, 2, 3]}})
     world.choose(1, 0)
-    assert not world.board.drafts_BK.any() and not world.board.rates_BK.any()
-    assert world.board.submitted_S.tolist() == [0, 0]
+    assert not world.tables.drafts_BK.any() and not world.tables.rates_BK.any()
+    assert world.tables.submitted_S.tolist() == [0, 0]
 
 
 def test_the_outlook_of_a_new_request_is_the_usual_survival() -> None:
@@ -295,31 +300,31 @@ def test_the_outlook_of_a_new_request_is_the_usual_survival() -> None:
     world.open(1, limit=13)
     world.choose(0, 1)
     survival_K = PRIOR_RATE ** np.array([1, 2, 3])
-    assert world.board.outlook_S4K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
+    assert world.tables.outlook_S4K[:, 1].numpy() == pytest.approx(np.stack([survival_K, survival_K * [1, 1, 0]]))
     for _ in range(60):
         right = world.next_tokens(0)
         world.choose(0, proposals={1: {0: [right[0], 99]}})
         world.verify(0)
     world.open(1)
     world.choose(1)
-    first, second, third = world.board.outlook_S4K[1, 1].tolist()
+    first, second, third = world.tables.outlook_S4K[1, 1].tolist()
     assert first > 0.9 and third <= second < 0.1
 
 
 def test_a_position_without_recent_data_is_like_the_one_before() -> None:
     """Drafts were good at all positions. Since then they have one token, and one in four is right."""
     world = World(num_drafters=2, model=1)
-    world.board.position_DK2[1] = torch.tensor([0.95, 1.0]) * EVIDENCE_WINDOW
+    world.tables.position_DK2[1] = torch.tensor([0.95, 1.0]) * EVIDENCE_WINDOW
     world.choose(0)
-    assert world.board.outlook_S4K[0, 1].numpy() == pytest.approx(0.95 ** np.array([1, 2, 3]), abs=0.01)
+    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx(0.95 ** np.array([1, 2, 3]), abs=0.01)
     for n in range(12 * int(EVIDENCE_WINDOW)):
         world.choose(0, proposals={1: {0: [99] if n % 4 else world.next_tokens(0, 1)}})
         world.verify(0)
         world.total_len_S[0] = 10
     world.open(0)
     world.choose(0)
-    assert world.board.position_DK2[1, 0, 1] <= EVIDENCE_WINDOW + 1
-    assert world.board.outlook_S4K[0, 1].numpy() == pytest.approx(0.25 ** np.array([1, 2, 3]), rel=0.25)
+    assert world.tables.position_DK2[1, 0, 1] <= EVIDENCE_WINDOW + 1
+    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx(0.25 ** np.array([1, 2, 3]), rel=0.25)
 
 
 def test_the_outlook_follows_the_latest_drafts_of_the_request() -> None:
@@ -327,20 +332,20 @@ def test_the_outlook_follows_the_latest_drafts_of_the_request() -> None:
     world = World(num_drafters=2, model=1)
     sure, unsure = 3, 0
     for level in (sure, unsure):
-        world.board.evidence_DE2[1, level::NUM_LEVELS, 0] = (0.95 if level == sure else 0.2) * world.board.evidence_DE2[
-            1, level, 1
-        ]
+        world.tables.evidence_DE2[1, level::NUM_LEVELS, 0] = (
+            0.95 if level == sure else 0.2
+        ) * world.tables.evidence_DE2[1, level, 1]
     for _ in range(60):
         for slot, level in ((0, sure), (1, unsure)):
             world.choose(slot, proposals={1: {slot: [1, 2]}}, level=level)
     usual = PRIOR_RATE
-    assert world.board.outlook_S4K[0, 1].numpy() == pytest.approx([0.95, 0.95**2, 0.95**2 * usual], rel=0.02)
-    assert world.board.outlook_S4K[1, 1].numpy() == pytest.approx([0.2, 0.2**2, 0.2**2 * usual], rel=0.02)
-    assert world.board.outlook_S4K[0, 3].numpy() == pytest.approx([0.95, 0.95**2, 0.0])
+    assert world.tables.outlook_S4K[0, 1].numpy() == pytest.approx([0.95, 0.95**2, 0.95**2 * usual], rel=0.02)
+    assert world.tables.outlook_S4K[1, 1].numpy() == pytest.approx([0.2, 0.2**2, 0.2**2 * usual], rel=0.02)
+    assert world.tables.outlook_S4K[0, 3].numpy() == pytest.approx([0.95, 0.95**2, 0.0])
     for _ in range(200):
         world.choose(1)
-    assert world.board.outlook_S4K[1, 1].numpy() == pytest.approx(usual ** np.array([1, 2, 3]), rel=0.02)
-    assert not world.board.outlook_S4K[1, 3].any()
+    assert world.tables.outlook_S4K[1, 1].numpy() == pytest.approx(usual ** np.array([1, 2, 3]), rel=0.02)
+    assert not world.tables.outlook_S4K[1, 3].any()
 
 
 def test_text_drafts_are_calibrated_while_the_model_is_silent() -> None:
@@ -349,14 +354,16 @@ def test_text_drafts_are_calibrated_while_the_model_is_silent() -> None:
     for is_asked in (False, True):
         world = World(num_drafters=2, model=1)
         for n in range(100):
-            world.board.evidence_DE2[0, :, 0] = 0.9 * world.board.evidence_DE2[0, :, 1]
+            world.tables.evidence_DE2[0, :, 0] = 0.9 * world.tables.evidence_DE2[0, :, 1]
             right = world.next_tokens(0)
             text = right if n % 2 else [99, 98, 97]
             world.choose(0, proposals={0: {0: text}, **({1: {0: [text[0]]}} if is_asked else {})})
             world.verify(0)
-        calibration = (world.board.calibration_2[0] + PRIOR_STRENGTH) / (world.board.calibration_2[1] + PRIOR_STRENGTH)
+        calibration = (world.tables.calibration_2[0] + PRIOR_STRENGTH) / (
+            world.tables.calibration_2[1] + PRIOR_STRENGTH
+        )
         assert calibration == 1.0 if is_asked else 0.5 < calibration < 0.85
-        outlooks.append(float(world.board.outlook_S4K[0, 2].sum()))
+        outlooks.append(float(world.tables.outlook_S4K[0, 2].sum()))
     assert outlooks[0] < 0.8 * outlooks[1]
 
 
@@ -367,9 +374,9 @@ def test_the_outlook_of_text_drafts_is_their_mean_survival() -> None:
         text = {0: {0: [1, 2]}, 1: {0: [1]}} if n % 2 else {}
         world.choose(0, proposals={**text, 2: {0: [1, 2, 3]}}, level=1)
     usual_K = 0.5 * LEVEL_PRIORS[1] ** np.array([1, 2, np.inf])
-    assert world.board.outlook_S4K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
+    assert world.tables.outlook_S4K[0, 0].numpy() == pytest.approx(usual_K, rel=0.1)
     world.open(0)
-    assert not world.board.outlook_S4K[0].any(), "another request"
+    assert not world.tables.outlook_S4K[0].any(), "another request"
 
 
 # Counts
@@ -386,17 +393,17 @@ def test_outcomes_are_counted_by_drafter_context_and_request() -> None:
     expected_DCK2[0, 0] = 1
     expected_DCK2[1, 0] = tensor([[1, 1], [1, 1], [1, 0]])
     expected_DCK2[1, 1] = tensor([[1, 0], [1, 0], [0, 0]])
-    assert torch.equal(world.board.verified_DCK2, expected_DCK2)
-    assert world.board.request_S2.tolist() == [[5, 3], [3, 2]]
-    assert world.board.steps_TD2[:3].tolist() == [[[3, 3], [3, 2]], [[0, 0], [2, 0]], [[0, 0], [0, 0]]]
+    assert torch.equal(world.tables.verified_DCK2, expected_DCK2)
+    assert world.tables.request_S2.tolist() == [[5, 3], [3, 2]]
+    assert world.tables.steps_TD2[:3].tolist() == [[[3, 3], [3, 2]], [[0, 0], [2, 0]], [[0, 0], [0, 0]]]
 
 
 def test_drafts_beyond_the_budget_are_not_counted() -> None:
     world = World()
     world.choose(0, proposals={0: {0: world.next_tokens(0)}})
     world.verify(0, most=1)
-    assert world.board.request_S2[0].tolist() == [1, 1]
-    assert world.board.verified_DCK2[0, 0].tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert world.tables.request_S2[0].tolist() == [1, 1]
+    assert world.tables.verified_DCK2[0, 0].tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
 def test_a_step_of_a_prompt_changes_nothing() -> None:
@@ -404,8 +411,8 @@ def test_a_step_of_a_prompt_changes_nothing() -> None:
     world = World()
     world.choose(0, proposals={0: {0: [99]}})
     none = tensor([0], dtype=torch.int32)
-    world.board.observe(tensor([0]), none, none, world.total_len_S, world.text_SL, 0)
-    assert world.board.submitted_S[0] == 1 and not world.board.request_S2.any()
+    world.board.observe(world.texts(0), none, none, 0)
+    assert world.tables.submitted_S[0] == 1 and not world.tables.request_S2.any()
 
 
 def test_step_counts_are_a_ring_buffer() -> None:
@@ -413,8 +420,8 @@ def test_step_counts_are_a_ring_buffer() -> None:
     for world.num_steps in (0, TRACED_STEPS):
         world.choose(0, proposals={0: {0: world.next_tokens(0, world.num_steps % 2 + 1)}})
         world.verify(0)
-        assert world.board.steps_TD2[0, 0].tolist() == [1, 1]
-    assert not world.board.steps_TD2[1:].any()
+        assert world.tables.steps_TD2[0, 0].tolist() == [1, 1]
+    assert not world.tables.steps_TD2[1:].any()
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))
@@ -441,19 +448,19 @@ def test_counts_add_up_whatever_happens(seed: int, num_drafters: int) -> None:
             gone = int(rng.integers(4))
             world.open(gone)
             verified[gone] = accepted[gone] = 0
-    board = world.board
-    assert board.request_S2.tolist() == [[verified[slot], accepted[slot]] for slot in range(4)]
-    assert torch.equal(board.verified_DCK2.sum(dim=(1, 2)), board.steps_TD2.sum(dim=0))
-    assert (board.verified_DCK2[..., 0] >= board.verified_DCK2[..., 1]).all()
+    tables = world.tables
+    assert tables.request_S2.tolist() == [[verified[slot], accepted[slot]] for slot in range(4)]
+    assert torch.equal(tables.verified_DCK2.sum(dim=(1, 2)), tables.steps_TD2.sum(dim=0))
+    assert (tables.verified_DCK2[..., 0] >= tables.verified_DCK2[..., 1]).all()
 
 
 def test_a_row_without_a_request_changes_nothing() -> None:
     world = World()
     world.choose(-1, 0, proposals={0: {0: [1]}})
-    world.board.found_DB[0] = 1
-    before = {name: value.clone() for name, value in vars(world.board).items() if isinstance(value, Tensor)}
+    world.tables.found_DB[0] = 1
+    before = {name: value.clone() for name, value in world.tables._asdict().items()}
     world.choose(-1)
     world.verify(-1)
-    changed = {name for name, value in before.items() if not torch.equal(value, getattr(world.board, name))}
-    assert not world.board.drafts_BK[0].any() and not world.board.rates_BK[0].any()
+    changed = {name for name, value in before.items() if not torch.equal(value, getattr(world.tables, name))}
+    assert not world.tables.drafts_BK[0].any() and not world.tables.rates_BK[0].any()
     assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK", "rates_BK"}, changed

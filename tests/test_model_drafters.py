@@ -96,9 +96,9 @@ def recorded(engine: RolloutEngine) -> Drafts:
 
     def record(slots_B: Any, total_len_S: Any, row_price: float) -> None:
         for row, slot in enumerate(slots_B.tolist()):
-            depth = int(board.found_DB[board.model, row])
+            depth = int(board.tables.found_DB[board.model, row])
             if depth > 0:
-                tokens = board.tokens_DBK[board.model, row, :depth].tolist()
+                tokens = board.tables.tokens_DBK[board.model, row, :depth].tolist()
                 found[seed_of[slot], int(total_len_S[slot]), depth] = tokens
         choose(slots_B, total_len_S, row_price)
 
@@ -259,13 +259,13 @@ def test_acceptance_from_before_a_dormant_period_is_forgotten(
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)))
     board, model, asked = drafting_of(engine).board, drafting_of(engine).model, requests(4, 2)
     rollouts = engine.generate(asked, **LONG)
-    num_known = float(board.position_DK2[0, 0, 1])
+    num_known = float(board.tables.position_DK2[0, 0, 1])
     assert num_known > 100
     model._planner, num_steps = Rests(3), engine.num_steps
     generation = Generation(engine, asked, sampling=LONG)
     while engine.num_steps == num_steps:
         generation.advance(0.0)
-    assert not model.is_dormant and board.position_DK2[0, 0, 1] < num_known / 4
+    assert not model.is_dormant and board.tables.position_DK2[0, 0, 1] < num_known / 4
     generation.advance()
     assert_equal(generation.rollouts, rollouts)
 

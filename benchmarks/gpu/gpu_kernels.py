@@ -4,7 +4,6 @@
 Shapes: B requests, D drafters, E evidence levels, K draft positions, L longest text, V vocabulary.
 """
 
-import copy
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 
 from benchmarks.gpu.gpu_stage import Stage
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.board import BoardShape, DraftBoard
+from nemo_specrollout.drafters.board import BoardShape, DraftBoard, Tables
 from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
 from nemo_specrollout.sampling.equality import accept_by_equality
 
@@ -65,27 +64,26 @@ def check_board(num_requests: int) -> dict[str, Any]:
     total_len_S, text_SL = ints(num_requests, high=L // 2) + 10, ints(num_requests, L, high=2)
     different: dict[str, float] = {}
     for step in range(8):
-        board.tokens_DBK.copy_(ints(D, num_requests, K, high=2))
-        board.levels_DBK.copy_(ints(D, num_requests, K, high=NUM_LEVELS))
-        board.found_DB.copy_(ints(D, num_requests, high=K + 1))
+        for proposed, high in zip(board.tables[:3], (2, NUM_LEVELS, K + 1), strict=True):
+            proposed.copy_(ints(*proposed.shape, high=high))
         num_sampled_B = ints(num_requests, high=K + 2)
         total_len_S[slots_B] += num_sampled_B
-        arguments: Any = (slots_B, num_sampled_B, ints(num_requests, high=K), total_len_S, text_SL)
-        for name, value in _tensors(board).items():
-            getattr(ours, name).copy_(value)
+        texts, counts = Texts(slots_B, total_len_S, text_SL), (num_sampled_B, ints(num_requests, high=K))
+        for table, value in zip(ours.tables, board.tables, strict=True):
+            table.copy_(value)
         for each, device in ((board, CPU), (ours, GPU)):
-            there: Any = [t.to(device) for t in arguments]
-            each.observe(*[*there, step])
-            each.choose(there[0], there[3])
-        for name, value in _tensors(board).items():
-            gap = float((getattr(ours, name).cpu().double() - value.double()).abs().max())
+            there = Texts(*(t.to(device) for t in texts))
+            each.observe(there, *(t.to(device) for t in counts), step)
+            each.choose(there)
+        for name, value, table in zip(Tables._fields, board.tables, ours.tables, strict=True):
+            gap = float((table.cpu().double() - value.double()).abs().max())
             if gap > (ROUNDING if value.is_floating_point() else 0):
                 different[name] = max(gap, different.get(name, 0.0))
-    on_gpu: Any = tuple(t.to(GPU) for t in arguments)
+    on_gpu = tuple(t.to(GPU) for t in counts)
     return {
         "different": different,
-        "observe": _taken(lambda: ours.observe(*[*on_gpu, 0])),
-        "choose": _taken(lambda: ours.choose(on_gpu[0], on_gpu[3])),
+        "observe": _taken(lambda: ours.observe(there, *on_gpu, 0)),
+        "choose": _taken(lambda: ours.choose(there)),
     }
 
 
@@ -147,10 +145,6 @@ def check_draft_sampling(num_requests: int) -> dict[str, Any]:
         "different_levels": int((on_gpu[5].cpu() != levels_BK).sum()),
         **_taken(lambda: sample_with_score_gap(*on_gpu)),
     }
-
-
-def _tensors(board: DraftBoard) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in copy.copy(vars(board)).items() if isinstance(value, torch.Tensor)}
 
 
 def _taken(launch: Callable[[], Any], repeats: int = 50) -> dict[str, Any]:

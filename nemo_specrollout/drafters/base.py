@@ -4,6 +4,8 @@
 Shapes: B requests of the batch, S request slots, L longest sequence, K draft positions.
 """
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,6 +34,11 @@ class Proposals(NamedTuple):
     """Evidence level of each draft token, int8."""
     found_B: "torch.Tensor"
     """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
+
+
+def kernels_for(family: str, device: "torch.device") -> ModuleType:
+    """Returns the module of `board` or `index` kernels: Triton's for a GPU, numba's for a CPU."""
+    return importlib.import_module(f"{__package__}.{family}_{'triton' if device.type == 'cuda' else 'numba'}")
 
 
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)

@@ -1,18 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board: stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
-Shapes: S request slots, B requests of the batch, D drafters, K draft positions, L longest sequence. E kinds of evidence
-(relation and level), C classes of context length, T traced steps. A last dimension of 2 holds (hits, trials).
+Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, X edges between classes of context
+length, C = X + 1 classes, T traced steps. E kinds of evidence: NUM_LEVELS levels for each relation to the witness, so
+NUM_LEVELS * NUM_RELATIONS, or NUM_LEVELS on a board without a witness.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, NUM_RELATIONS, PRIOR_STRENGTH, TRACED_STEPS, Proposals
+from nemo_specrollout.drafters.base import (
+    NUM_LEVELS,
+    NUM_RELATIONS,
+    PRIOR_STRENGTH,
+    TRACED_STEPS,
+    Proposals,
+    Texts,
+    kernels_for,
+)
+
+Int8 = Annotated[torch.Tensor, torch.int8]
+Int32 = Annotated[torch.Tensor, torch.int32]
+Int64 = Annotated[torch.Tensor, torch.int64]
+Float = Annotated[torch.Tensor, torch.float32]
+
+
+class Tables(NamedTuple):
+    """Tensors of a draft board, on the engine's device. The end of a field's name is its shape."""
+
+    tokens_DBK: Int32
+    """Tokens that the drafters proposed in this step. The drafters write the first three tensors."""
+    levels_DBK: Int8
+    """Evidence levels of those tokens."""
+    found_DB: Int32
+    """Numbers of those tokens."""
+    tokens_SDK: Int32
+    """Tokens of the open proposals: those whose outcome is not known."""
+    evidence_SDK: Int8
+    """Kind of evidence of each token: NUM_LEVELS * relation + level."""
+    length_SD: Int32
+    """Number of tokens of each open proposal, 0 if none is open."""
+    base_SD: Int32
+    """Length of the text that each open proposal continues."""
+    checked_SD: Int32
+    """Number of tokens of each open proposal that the text has confirmed."""
+    chosen_S: Int32
+    """Drafter whose tokens were submitted."""
+    submitted_S: Int32
+    """Number of submitted tokens."""
+    limit_S: Int32
+    """Length up to which each request is drafted, tokens."""
+    drafts_BK: Int64
+    """Submitted tokens, which the next step verifies. 0 beyond them."""
+    rates_BK: Float
+    """Rate of each submitted token. 0 beyond them."""
+    outlook_S4K: Float
+    """Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text proposal
+    and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted."""
+    evidence_DE2: Float
+    """Hits and trials of each kind of evidence."""
+    position_DK2: Float
+    """Hits and trials of each draft position."""
+    factor_SD2: Float
+    """Hits, and hits that the evidence predicted, of each request's recent draft tokens."""
+    factor_weight_D2: Float
+    """Regression of hits on factors, both less their expectation: sum of products, and sum of squared factors."""
+    calibration_2: Float
+    """Hits, and predicted hits, of the text drafts that were verified while the witness proposed nothing."""
+    edges_X: Int32
+    """Context lengths, in tokens, at which a new class of counts begins."""
+    verified_DCK2: Int64
+    """Verified and accepted draft tokens by drafter, class of context length and position."""
+    request_S2: Int32
+    """Verified and accepted draft tokens of each request."""
+    steps_TD2: Int32
+    """Verified and accepted draft tokens of each of the last T steps."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +96,9 @@ class BoardShape:
 class DraftBoard:
     """Decides for each request which drafter's tokens the next step verifies.
 
-    Owns: the proposals whose outcome is open, what was learned from past proposals, and counts of verified and accepted
-    drafts. All of it stays on the engine's device. One kernel runs before the drafters propose (`observe`), one after
-    (`choose`), and the host reads nothing during a step.
+    Owns `tables`: the proposals whose outcome is open, what was learned from past proposals, and counts of verified and
+    accepted drafts. One kernel runs before the drafters propose (`observe`), one after (`choose`), and the host reads nothing
+    during a step.
 
     Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal
     closes (`length_SD` becomes 0) when a token differs from the text, or when its last token is confirmed.
@@ -79,125 +145,64 @@ class DraftBoard:
             witness: index of the drafter that has weights, here or in another process; by default `model`.
         """
         self.names, self.num_positions = list(names), shape.num_positions
-        num_drafters = len(self.names)
         self.model = -1 if model is None else model
-        self.witness = -1 if num_drafters == 1 else self.model if witness is None else witness
-        self._num_relations = 1 if self.witness < 0 else NUM_RELATIONS
-        self._priors_DE = torch.from_numpy(np.tile(priors_DE, self._num_relations).astype(np.float32)).to(device)
-        self._edges_C = torch.tensor(shape.context_edges, dtype=torch.int32, device=device)
-        self._allocate_proposals(shape.num_slots, shape.num_positions)
-        self._allocate_records(shape)
-        for drafter in range(num_drafters):
+        self.witness = -1 if len(names) == 1 else self.model if witness is None else witness
+        num_relations = 1 if self.witness < 0 else NUM_RELATIONS
+        self._priors_DE = torch.from_numpy(np.tile(priors_DE, num_relations)).float().to(device)
+        num_edges = len(shape.context_edges)
+        sizes = {"S": shape.num_slots, "B": shape.num_slots, "D": len(names), "K": shape.num_positions, "X": num_edges,
+                 "C": num_edges + 1, "E": num_relations * NUM_LEVELS, "T": TRACED_STEPS, "2": 2, "4": 4}  # fmt: skip
+        fields = [(name.rsplit("_", 1)[1], kind.__metadata__[0]) for name, kind in Tables.__annotations__.items()]
+        self.tables = Tables(*(torch.zeros([sizes[s] for s in dims], dtype=d, device=device) for dims, d in fields))
+        self.tables.edges_X.copy_(torch.tensor(shape.context_edges))
+        for drafter in range(len(names)):
             self.forget_drafter(drafter)
-        self._kernels = _kernels(device)
-        self._tables = (
-            self.tokens_SDK, self.evidence_SDK, self.length_SD, self.base_SD, self.checked_SD, self.factor_SD2,
-            self.factor_weight_D2, self.calibration_2, self.evidence_DE2, self.position_DK2, self.chosen_S, self.submitted_S,
-        )  # fmt: skip
-
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._priors_DE.device)
-
-    def _allocate_proposals(self, num_slots: int, num_positions: int) -> None:
-        zeros, num_drafters = self._zeros, len(self.names)
-        # The drafters of this step write these.
-        self.tokens_DBK = zeros(num_drafters, num_slots, num_positions)
-        self.levels_DBK = zeros(num_drafters, num_slots, num_positions, dtype=torch.int8)
-        self.found_DB = zeros(num_drafters, num_slots)
-        # Open proposals.
-        self.tokens_SDK = zeros(num_slots, num_drafters, num_positions)
-        self.evidence_SDK = zeros(num_slots, num_drafters, num_positions, dtype=torch.int8)
-        self.length_SD, self.base_SD, self.checked_SD = (zeros(num_slots, num_drafters) for _ in range(3))
-        self.chosen_S, self.submitted_S, self.limit_S = (zeros(num_slots) for _ in range(3))
-        # The drafts that the next step verifies, and their rates.
-        self.drafts_BK = zeros(num_slots, num_positions, dtype=torch.int64)
-        self.rates_BK = zeros(num_slots, num_positions, dtype=torch.float32)
-        # Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text
-        # proposal and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted.
-        self.outlook_S4K = zeros(num_slots, 4, num_positions, dtype=torch.float32)
-
-    def _allocate_records(self, shape: BoardShape) -> None:
-        zeros, num_drafters = self._zeros, len(self.names)
-        num_slots, num_positions = shape.num_slots, shape.num_positions
-        # Hits and trials of each kind of evidence and of each position; hits and predicted hits of each request.
-        self.evidence_DE2 = zeros(*self._priors_DE.shape, 2, dtype=torch.float32)
-        self.position_DK2 = zeros(num_drafters, num_positions, 2, dtype=torch.float32)
-        self.factor_SD2 = zeros(num_slots, num_drafters, 2, dtype=torch.float32)
-        # Regression of hits on factors, both less their expectation: the sum of products, and the sum of squared factors.
-        self.factor_weight_D2 = zeros(num_drafters, 2, dtype=torch.float32)
-        # Hits and predicted hits of the text drafts that were verified while the witness proposed nothing.
-        self.calibration_2 = zeros(2, dtype=torch.float32)
-        # Verified and accepted draft tokens: by drafter, class of context length and position; by request; by step.
-        self.verified_DCK2 = zeros(num_drafters, len(shape.context_edges) + 1, num_positions, 2, dtype=torch.int64)
-        self.request_S2 = zeros(num_slots, 2)
-        self.steps_TD2 = zeros(TRACED_STEPS, num_drafters, 2)
+        self._kernels = kernels_for("board", device)
+        # numba takes arrays of the same memory. Making them in every step would take as long as the kernels.
+        self._memory = self.tables if device.type == "cuda" else Tables(*(table.numpy() for table in self.tables))
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""
-        return Proposals(self.tokens_DBK[drafter], self.levels_DBK[drafter], self.found_DB[drafter])
+        return Proposals(*(table[drafter] for table in self.tables[:3]))
 
     def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
         """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted."""
-        for tensor in (self.length_SD, self.submitted_S, self.factor_SD2, self.request_S2, self.outlook_S4K):
-            tensor.index_fill_(0, slots, 0)  # tensor[slots] = 0 would wait for a GPU
-        self.limit_S[slots] = limits
+        t = self.tables
+        for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.outlook_S4K):
+            table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
+        t.limit_S[slots] = limits
 
     def forget_drafter(self, drafter: int) -> None:
         """Forgets what was learned of a drafter, because its weights were replaced."""
-        self.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
-        self.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
-        self.position_DK2[drafter] = 0.0
-        self.factor_weight_D2[drafter] = 0.0
-        self.factor_SD2[:, drafter] = 0.0
-        self.length_SD[:, drafter] = 0
+        t = self.tables
+        t.evidence_DE2[drafter, :, 0] = self._priors_DE[drafter] * PRIOR_STRENGTH
+        t.evidence_DE2[drafter, :, 1] = PRIOR_STRENGTH
+        for table in (
+            t.position_DK2[drafter],
+            t.factor_weight_D2[drafter],
+            t.factor_SD2[:, drafter],
+            t.length_SD[:, drafter],
+        ):
+            table.zero_()
 
-    def observe(
-        self,
-        slots_B: torch.Tensor,
-        num_sampled_B: torch.Tensor,
-        num_rejected_B: torch.Tensor,
-        total_len_S: torch.Tensor,
-        token_ids_SL: torch.Tensor,
-        step: int,
-    ) -> None:
+    def observe(self, texts: Texts, num_sampled_B: torch.Tensor, num_rejected_B: torch.Tensor, step: int) -> None:
         """Learns from the tokens that step number `step` sampled, and counts which submitted drafts were accepted.
 
         Each request emitted `num_sampled_B` tokens. All but the last of them were drafts. `num_rejected_B` drafts were
         rejected.
         """
-        self._kernels.observe(
-            slots_B, num_sampled_B, num_rejected_B, total_len_S, token_ids_SL, *self._tables, self._edges_C,
-            self.verified_DCK2, self.request_S2, self.steps_TD2[step % TRACED_STEPS], self.witness,
-        )  # fmt: skip
+        self._kernels.observe(texts, num_sampled_B, num_rejected_B, self._memory, step % TRACED_STEPS, self.witness)
 
-    def choose(self, slots_B: torch.Tensor, total_len_S: torch.Tensor, row_price: float = 0.0) -> None:
+    def choose(self, texts: Texts, row_price: float = 0.0) -> None:
         """Submits the proposal of the highest worth for each request, and writes `drafts_BK` and `rates_BK`.
 
         `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
         price hardly count, so a long proposal is worth only what would be verified of it.
         """
-        num_requests = len(slots_B)
-        self._kernels.choose(
-            slots_B, total_len_S, self.limit_S,
-            self.tokens_DBK[:, :num_requests], self.levels_DBK[:, :num_requests], self.found_DB[:, :num_requests],
-            *self._tables, self.drafts_BK[:num_requests], self.rates_BK[:num_requests], self.outlook_S4K,
-            self.model, self.witness, row_price,
-        )  # fmt: skip
+        self._kernels.choose(texts, self._memory, self.model, self.witness, row_price)
 
     @property
-    def level_rates_DE(self) -> torch.Tensor:
-        """Share of hits of each level, over all relations: float32 [D, NUM_LEVELS], on the device."""
-        tried_DL2 = self.evidence_DE2
-        if self._num_relations > 1:
-            tried_DL2 = tried_DL2.unflatten(1, (self._num_relations, NUM_LEVELS)).sum(dim=1)
+    def level_rates_DL(self) -> torch.Tensor:
+        """Share of hits of each of the L = NUM_LEVELS levels, over all relations: float32 [D, L], on the device."""
+        tried_DL2 = self.tables.evidence_DE2.unflatten(1, (-1, NUM_LEVELS)).sum(dim=1)
         return tried_DL2[..., 0] / tried_DL2[..., 1]
-
-
-def _kernels(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from nemo_specrollout.drafters import board_triton
-
-        return board_triton
-    from nemo_specrollout.drafters import board_numba
-
-    return board_numba

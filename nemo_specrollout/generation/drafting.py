@@ -83,7 +83,7 @@ class Drafting:
     def _replace_speculator(self, runner: Any) -> None:
         speculator = runner.speculator
         speculator.propose = self.propose
-        speculator.draft_token_confidence_probs = self.board.rates_BK
+        speculator.draft_token_confidence_probs = self.board.tables.rates_BK
         # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
         speculator.acceptance_estimator = None
         speculator.use_confidence_head = False
@@ -130,7 +130,7 @@ class Drafting:
             return self._native_propose(*inputs, **options)
         started = time.perf_counter()
         batch, _, _, final_hidden, aux_hidden, num_sampled_B, num_rejected_B, *_ = inputs
-        states, board = self._states, self.board
+        board = self.board
         for listener in self.on_step:
             listener(batch, final_hidden, aux_hidden, num_rejected_B)
         self._most_new += board.num_positions + 1
@@ -139,26 +139,21 @@ class Drafting:
         is_idle = options.get("num_speculative_tokens") == 0 and not has_readers
         self.num_idle = self.num_idle + 1 if is_idle else 0
         if self.num_idle <= 1:
-            board.observe(
-                batch.idx_mapping,
-                num_sampled_B,
-                num_rejected_B,
-                states.total_len.gpu,
-                states.all_token_ids.gpu,
-                self.step,
-            )
+            board.observe(self._texts_of(batch), num_sampled_B, num_rejected_B, self.step)
         if self.num_idle == 1:
-            board.rates_BK.zero_()
+            board.tables.rates_BK.zero_()
         native_s = 0.0 if is_idle else self._draft(batch, inputs, options)
         self.host_s = time.perf_counter() - started - native_s
-        return board.drafts_BK[: batch.num_reqs]
+        return board.tables.drafts_BK[: batch.num_reqs]
+
+    def _texts_of(self, batch: Any) -> Texts:
+        return Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
 
     def _draft(self, batch: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in a drafter with weights."""
-        states, board = self._states, self.board
-        texts = Texts(batch.idx_mapping, states.total_len.gpu, states.all_token_ids.gpu)
+        board, texts = self.board, self._texts_of(batch)
         most_new, self._most_new = self._most_new, 0
-        rates = list(board.level_rates_DE) if self._text else []
+        rates = list(board.level_rates_DL) if self._text else []
         for i, drafter in self._text.items():
             drafter.propose(texts, most_new, rates[i], board.proposals_of(i))
         if self.remote is not None:
@@ -169,8 +164,8 @@ class Drafting:
             started = time.perf_counter()
             self.model.propose(*inputs, **options)
             native_s = time.perf_counter() - started
-        board.choose(batch.idx_mapping, states.total_len.gpu, self.row_price)
-        copy_first_rank(board.drafts_BK[: batch.num_reqs], board.rates_BK[: batch.num_reqs])
+        board.choose(texts, self.row_price)
+        copy_first_rank(board.tables.drafts_BK[: batch.num_reqs], board.tables.rates_BK[: batch.num_reqs])
         if self.model is not None:
             self.model.refresh()
         return native_s

@@ -37,7 +37,7 @@ class HeadWatch:
         self._folder = folder
         self._previous: Path | None = None
         board = drafting.board
-        self._counts = HostCopy(board.verified_DCK2[board.model])
+        self._counts = HostCopy(board.tables.verified_DCK2[board.model])
         self._seen_CK2 = self._counts.values.copy()
         self._num_steps = 0
         self._alarms: list[dict[str, Any]] = []

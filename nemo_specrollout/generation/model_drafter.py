@@ -50,11 +50,11 @@ class ModelDrafter:
         self._only_reads = False
         self._patch_sampling(isinstance(drafter, BlockDrafterConfig), shares_noise=drafter.sampling == "shared_noise")
         self._has_score_gaps = drafter.sampling == "shared_noise" and compat.HAS_SCORE_GAPS
-        num_slots, num_positions = board.limit_S.shape[0], board.num_positions
+        num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self._is_followed = np.zeros(num_slots, np.bool_)
-        self._outlook = HostCopy(board.outlook_S4K)
+        self._outlook = HostCopy(board.tables.outlook_S4K)
         self._spread = SurvivalSpread(num_positions)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
         self._planner = build_planner(config.budget)
@@ -65,7 +65,7 @@ class ModelDrafter:
         """Seconds of the latest drafting whose time is known."""
 
     def _patch_sampling(self, drafts_blocks: bool, *, shares_noise: bool) -> None:
-        levels_BK = self._board.levels_DBK[self._index]
+        levels_BK = self._board.tables.levels_DBK[self._index]
         if drafts_blocks:
             verify_block_speculator(self._speculator)
             norm_context_by_layer(self._speculator)
@@ -153,7 +153,7 @@ class ModelDrafter:
     def propose(self, *inputs: Any, **options: Any) -> None:
         """Drafts as deep as planned, or only reads. Takes the arguments of vLLM's `propose`."""
         batch, _, _, _, _, num_sampled_B, *_ = inputs
-        found_B = self._board.found_DB[self._index]
+        found_B = self._board.tables.found_DB[self._index]
         num_requests, depth = batch.num_reqs, self.plan.depth
         self.seconds = 0.0
         if not self.follows(batch.idx_mapping_np):
@@ -169,9 +169,9 @@ class ModelDrafter:
         self._only_reads = False
         self._timer.stop((batch.num_tokens, num_requests, depth))
         self._learn_times()
-        self._board.tokens_DBK[self._index, :num_requests] = drafts_BK
+        self._board.tables.tokens_DBK[self._index, :num_requests] = drafts_BK
         if not self._has_score_gaps:
-            self._board.levels_DBK[self._index, :num_requests] = self._positions_K
+            self._board.tables.levels_DBK[self._index, :num_requests] = self._positions_K
         found_B[:num_requests] = ((num_sampled_B > 0) & self._follows_S[batch.idx_mapping]) * depth
 
     def refresh(self) -> None:

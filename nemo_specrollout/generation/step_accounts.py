@@ -91,11 +91,11 @@ class StepAccounts:
 
     def _verified_DK2(self) -> np.ndarray:
         assert self._drafting is not None
-        return self._drafting.board.verified_DCK2.sum(dim=1).cpu().numpy()
+        return self._drafting.board.tables.verified_DCK2.sum(dim=1).cpu().numpy()
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
         """Returns draft tokens verified and accepted by drafter, of steps from `first_step` on, int64 [steps, D * 2]."""
         assert self._drafting is not None
-        steps_TD2 = self._drafting.board.steps_TD2
+        steps_TD2 = self._drafting.board.tables.steps_TD2
         index = np.arange(first_step, first_step + num_steps) % len(steps_TD2)
         return steps_TD2.cpu().numpy()[index].reshape(num_steps, -1)

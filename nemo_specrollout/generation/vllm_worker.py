@@ -84,7 +84,7 @@ class VllmWorkerMixin:
             if config.head is not None:
                 own_lm_head(runner.model, runner.speculator.model)
             self.specrollout_drafting = Drafting(config, runner)
-            self.specrollout_sample_stats = SampleStatsLog(self.specrollout_drafting.board.request_S2)
+            self.specrollout_sample_stats = SampleStatsLog(self.specrollout_drafting.board.tables.request_S2)
             self._watch_head(self.specrollout_drafting, self.specrollout_sample_stats)
         self.specrollout_accounts = StepAccounts(runner, self.specrollout_drafting)
 

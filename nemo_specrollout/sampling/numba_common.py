@@ -23,10 +23,18 @@ def mix64(z):  # type: ignore[no-untyped-def]
 
 
 def on_tensors(jitted: Callable[..., Any]) -> Callable[..., None]:
-    """Wraps a numba function so that it takes CPU tensors and numbers. It gets the tensors' memory as arrays."""
+    """Wraps a numba function so that it takes CPU tensors, named tuples of them, and numbers. It gets the tensors' memory."""
 
     @functools.wraps(jitted)
     def call(*args: Any) -> None:
-        jitted(*[a.numpy() if isinstance(a, torch.Tensor) else a for a in args])
+        jitted(*map(_memory, args))
 
     return call
+
+
+def _memory(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.numpy()
+    if isinstance(argument, tuple) and isinstance(argument[0], torch.Tensor):
+        return type(argument)(*map(_memory, argument))
+    return argument

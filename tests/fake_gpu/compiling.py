@@ -20,6 +20,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+ALIGNED = [["tt.divisibility", 16]]
 INSTRUCTION = re.compile(r"^[^\t]*\t(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
 
 
@@ -33,14 +34,19 @@ def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
         value = values[parameter.name]
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        signature[parameter.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
-        if isinstance(value, Tensor):
-            is_round = not parameter.do_not_specialize_on_alignment
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[i,] = ALIGNED
+        elif isinstance(value, tuple):
+            signature[parameter.name] = type(value)(*(TYPES[tensor.dtype] for tensor in value))
+            attributes |= dict.fromkeys(((i, j) for j in range(len(value))), ALIGNED)
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         else:
-            is_round = not parameter.do_not_specialize and value % 16 == 0
-        if is_round:
-            attributes[i,] = [["tt.divisibility", 16]]
+            signature[parameter.name] = "i32"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                attributes[i,] = ALIGNED
     return ASTSource(kernel, signature, constants, attributes), options
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from nemo_specrollout.drafters import board_numba, board_triton
-from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS
+from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
 from nemo_specrollout.generation import draft_sampling_triton
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, _best_two, sample_with_score_gap
@@ -52,11 +52,11 @@ class BoardWorld:
         names = [str(d) for d in range(num_drafters)]
         self.board = DraftBoard(names, priors_DE, BoardShape(self.num_slots, num_positions, edges), CPU, model)
         self.board.open(torch.arange(self.num_slots), self.ints(self.num_slots, low=30, high=LONGEST))
+        self.tables = self.board.tables
         # Some have more trials than the evidence window.
-        self.board.evidence_DE2 *= torch.from_numpy(self.rng.uniform(0.8, 200.0, self.board.evidence_DE2.shape)).float()
-        self.board.position_DK2.copy_(
-            torch.linspace(0.0, 800.0, self.board.position_DK2.numel()).view_as(self.board.position_DK2)
-        )
+        evidence_DE2, position_DK2 = self.tables.evidence_DE2, self.tables.position_DK2
+        evidence_DE2.mul_(torch.from_numpy(self.rng.uniform(0.8, 200.0, evidence_DE2.shape)).float())
+        position_DK2.copy_(torch.linspace(0.0, 800.0, position_DK2.numel()).view_as(position_DK2))
         self.total_len_S = self.ints(self.num_slots, low=10, high=20)
         self.wide_SL = self.ints(self.num_slots, LONGEST + 20, high=2)
         self.token_ids_SL = self.wide_SL[:, :LONGEST]
@@ -66,44 +66,42 @@ class BoardWorld:
 
     def step(self, number: int) -> dict[str, Tensor]:
         """Runs a step of the batch, and returns the board's tensors before and after the choice."""
-        board = self.board
+        board, tables = self.board, self.tables
         slots_B = torch.from_numpy(self.rng.permutation(self.num_slots)[:7])
         slots_B[self.rng.integers(7)] = -1
         num_sampled_B = self.ints(7, high=self.K + 2)
         self.total_len_S[slots_B[slots_B >= 0]] += num_sampled_B[slots_B >= 0]
         self.total_len_S.clamp_(max=LONGEST)
-        board.observe(
-            slots_B, num_sampled_B, self.ints(7, high=self.K + 1), self.total_len_S, self.token_ids_SL, number
-        )
+        texts = Texts(slots_B, self.total_len_S, self.token_ids_SL)
+        board.observe(texts, num_sampled_B, self.ints(7, high=self.K + 1), number)
         observed = self.state()
-        board.tokens_DBK.copy_(self.ints(*board.tokens_DBK.shape, high=2))
-        board.levels_DBK.copy_(self.ints(*board.levels_DBK.shape, high=NUM_LEVELS))
-        board.found_DB.copy_(self.ints(*board.found_DB.shape, high=self.K + 1))
-        board.choose(slots_B, self.total_len_S)
+        tables.tokens_DBK.copy_(self.ints(*tables.tokens_DBK.shape, high=2))
+        tables.levels_DBK.copy_(self.ints(*tables.levels_DBK.shape, high=NUM_LEVELS))
+        tables.found_DB.copy_(self.ints(*tables.found_DB.shape, high=self.K + 1))
+        board.choose(texts)
         return {f"observed.{name}": value for name, value in observed.items()} | self.state()
 
     def state(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in vars(self.board).items() if isinstance(value, Tensor)}
+        return {name: value.clone() for name, value in self.tables._asdict().items()}
 
 
 @pytest.mark.parametrize(("sizes"), [(1, 1, 0, None), (2, 8, 1, None), (3, 5, 2, 1), (5, 3, 1, 4)], ids=str)
 def test_board(sizes: tuple[int, int, int, int | None]) -> None:
     """Each step starts from the same state, so that rounding errors cannot add up to another choice."""
     ours, theirs = BoardWorld(*sizes), BoardWorld(*sizes)
-    ours.board._kernels = board_triton
+    ours.board._kernels, ours.board._memory = board_triton, ours.tables
     assert theirs.board._kernels is board_numba
     for number in range(12):
         got, expected = ours.step(number), theirs.step(number)
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=2e-6, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-        for name in vars(ours.board):
-            if isinstance(value := getattr(ours.board, name), Tensor):
-                value.copy_(getattr(theirs.board, name))
-    board = theirs.board
-    assert board.verified_DCK2.flatten(0, 2).sum(dim=0).tolist() == board.request_S2.sum(dim=0).tolist()
-    assert board.request_S2[:, 0].all(), "nothing was verified"
-    assert board.request_S2[:, 1].any()
-    assert sizes[3] is None or board.outlook_S4K.any()
+        for table, value in zip(ours.tables, theirs.tables, strict=True):
+            table.copy_(value)
+    tables = theirs.tables
+    assert tables.verified_DCK2.flatten(0, 2).sum(dim=0).tolist() == tables.request_S2.sum(dim=0).tolist()
+    assert tables.request_S2[:, 0].all(), "nothing was verified"
+    assert tables.request_S2[:, 1].any()
+    assert sizes[3] is None or tables.outlook_S4K.any()
 
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])
