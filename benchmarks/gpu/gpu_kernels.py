@@ -68,21 +68,21 @@ def check_board(num_requests: int) -> dict[str, Any]:
             proposed.copy_(ints(*proposed.shape, high=high))
         num_sampled_B = ints(num_requests, high=K + 2)
         total_len_S[slots_B] += num_sampled_B
-        texts, counts = Texts(slots_B, total_len_S, text_SL), (num_sampled_B, ints(num_requests, high=K))
+        texts, num_rejected_B = Texts(slots_B, total_len_S, text_SL), ints(num_requests, high=K)
         for table, value in zip(ours.tables, board.tables, strict=True):
             table.copy_(value)
         for each, device in ((board, CPU), (ours, GPU)):
             there = Texts(*(t.to(device) for t in texts))
-            each.observe(there, *(t.to(device) for t in counts), step)
+            each.observe(there, num_sampled_B.to(device), num_rejected_B.to(device), step)
             each.choose(there)
         for name, value, table in zip(Tables._fields, board.tables, ours.tables, strict=True):
             gap = float((table.cpu().double() - value.double()).abs().max())
             if gap > (ROUNDING if value.is_floating_point() else 0):
                 different[name] = max(gap, different.get(name, 0.0))
-    on_gpu = tuple(t.to(GPU) for t in counts)
+    num_sampled_B, num_rejected_B = num_sampled_B.to(GPU), num_rejected_B.to(GPU)
     return {
         "different": different,
-        "observe": _taken(lambda: ours.observe(there, *on_gpu, 0)),
+        "observe": _taken(lambda: ours.observe(there, num_sampled_B, num_rejected_B, 0)),
         "choose": _taken(lambda: ours.choose(there)),
     }
 

@@ -8,7 +8,7 @@ NUM_LEVELS * NUM_RELATIONS, or NUM_LEVELS on a board without a witness.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,7 +159,9 @@ class DraftBoard:
             self.forget_drafter(drafter)
         self._kernels = kernels_for("board", device)
         # numba takes arrays of the same memory. Making them in every step would take as long as the kernels.
-        self._memory = self.tables if device.type == "cuda" else Tables(*(table.numpy() for table in self.tables))
+        self._memory: Any = (
+            self.tables if device.type == "cuda" else Tables._make(table.numpy() for table in self.tables)
+        )
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""
