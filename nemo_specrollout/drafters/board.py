@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft board: stores the proposals of all drafters, learns from their outcomes, and chooses what is verified next.
 
-Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions, X edges between classes of context
-length, C = X + 1 classes, T traced steps. E kinds of evidence: NUM_LEVELS levels for each relation to the witness, so
-NUM_LEVELS * NUM_RELATIONS, or NUM_LEVELS on a board without a witness.
+Shapes: S request slots, B rows of the batch (room for S), D drafters, K draft positions. X edges between classes of context
+length, C = X + 1 classes, T traced steps. E kinds of evidence: NUM_LEVELS levels for each of the NUM_RELATIONS relations to
+the witness. On a board without a witness, E is NUM_LEVELS.
 """
 
 from collections.abc import Sequence
@@ -206,5 +206,7 @@ class DraftBoard:
     @property
     def level_rates_DL(self) -> torch.Tensor:
         """Share of hits of each of the L = NUM_LEVELS levels, over all relations: float32 [D, L], on the device."""
-        tried_DL2 = self.tables.evidence_DE2.unflatten(1, (-1, NUM_LEVELS)).sum(dim=1)
+        tried_DL2 = self.tables.evidence_DE2
+        if self.witness >= 0:
+            tried_DL2 = tried_DL2.unflatten(1, (NUM_RELATIONS, NUM_LEVELS)).sum(dim=1)
         return tried_DL2[..., 0] / tried_DL2[..., 1]
