@@ -196,7 +196,7 @@ def _store_outlook(  # type: ignore[no-untyped-def]
     t, slot, entry, count, factor, is_draft, row_price, max_drafts,
     MODEL: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Stores the mean and latest survival of the best text proposal and of the model's drafts (`board.outlook_S4K`)."""
+    """Stores the mean and latest survival of the best text proposal and of the model's drafts (`Tables.outlook_S4K`)."""
     d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))
     is_model, mask_K, outlook_ptr = d == MODEL, k < K, t.outlook_S4K + slot * 4 * K
     model_count = tl.sum(tl.where(is_model, count, 0), axis=0)
