@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.nemo_rl.logger import Watch
+from nemo_specrollout.nemo_rl.logger import LoggerSettings, StepLog, WatchingLogger
 
 BLOCK = {"enabled": True, "drafters": [{"type": "suffix"}, {"type": "ngram"}], "logprob_gap_alarm": 0.02}
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0"}
@@ -101,6 +101,12 @@ class NativeLogger:
         self.events.append("finish")
 
 
-def watching_logger(log_dir: Path, **settings: Any) -> Any:
-    """Returns our logger of a run in `log_dir` with these fields of `Watch`."""
-    return Watch(BLOCK["logprob_gap_alarm"], **settings).logger_class(NativeLogger)({"log_dir": str(log_dir)})
+class StandIn(WatchingLogger, NativeLogger):
+    """Our logger on that stand-in."""
+
+
+def watching_logger(log_dir: Path, log: StepLog | None = None, **settings: Any) -> Any:
+    """Returns our logger of a run in `log_dir` with a step log and these fields of `LoggerSettings`."""
+    logger = StandIn(LoggerSettings(BLOCK["logprob_gap_alarm"], **settings), {"log_dir": str(log_dir)})
+    logger.step_log = log or StepLog()
+    return logger

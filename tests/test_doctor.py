@@ -129,7 +129,7 @@ def test_an_import_that_fails_or_crashes_is_a_diagnosis(child: Child) -> None:
 
 def test_install_refuses_a_changed_patch_point() -> None:
     check_patch_points((DUMPS,))
-    with pytest.raises(ConfigError, match=r"shutil\.which no longer takes 'depth'"):
+    with pytest.raises(ConfigError, match=r"shutil\.which is changed: it no longer takes depth"):
         check_patch_points((CHANGED,))
 
 

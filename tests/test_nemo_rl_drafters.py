@@ -23,14 +23,14 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
 from nemo_specrollout.generation.worker_client import WorkerClient
+from nemo_specrollout.nemo_rl.logger import StepLog
+from nemo_specrollout.nemo_rl.ray_calls import ActorLink
 from nemo_specrollout.nemo_rl.remote_drafters import (
-    DrafterLink,
     DrafterStatus,
     RemoteDrafters,
     drafter_metrics,
     stats_between,
 )
-from nemo_specrollout.nemo_rl.step_log import StepLog
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import GPU_MEMORY_SHARE, drafter_spec, shared_vllm_config
 
@@ -39,16 +39,19 @@ pytestmark = pytest.mark.unit
 HERE, THERE = "tcp://127.0.0.1:5570", "tcp://10.0.0.7:5571"
 
 
-class ScriptedLink(DrafterLink):
+class ScriptedLink(ActorLink):
     """A link without an actor: it returns the status that a test sets."""
 
     def __init__(self) -> None:
         self.next: DrafterStatus | None = None
         self.is_closed = False
 
-    def status(self) -> DrafterStatus | None:
+    def answer(self) -> DrafterStatus | None:
         told, self.next = self.next, None
         return told
+
+    def call(self, method: str, *arguments: Any) -> None:
+        assert (method, arguments) == ("status", ())
 
     def close(self) -> None:
         self.is_closed = True
@@ -74,7 +77,7 @@ class Driver:
 
     @property
     def num_restarts(self) -> float:
-        return self.drafters.figures()["drafter_restarts"]
+        return self.drafters.num_restarts
 
     def _start(self) -> list[ScriptedLink]:
         self.links = [ScriptedLink(), ScriptedLink()]

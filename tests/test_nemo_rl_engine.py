@@ -14,8 +14,7 @@ from vllm import SamplingParams
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, engine_arguments
-from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds
+from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, RequestSeeds, engine_arguments
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +38,7 @@ def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
 def test_with_text_drafters_the_first_refit_brings_all_weights() -> None:
     made = arguments([{"type": "ngram"}])
     assert made["load_format"] == "dummy" and MTP_FROM_FOLDER not in made["additional_config"]
-    assert made["worker_cls"] == "nemo_specrollout.nemo_rl.cpu_engine_worker.NemoRlCPUWorker"
+    assert made["worker_cls"] == "nemo_specrollout.nemo_rl.engine_workers.NemoRlWorker"
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -73,8 +72,11 @@ def test_engine_arguments_load_no_numba() -> None:
 # vLLM's CPU worker replaces streams and events of torch.cuda in its process.
 NOTHING_OF_A_CPU = """
 import sys
-from nemo_specrollout.nemo_rl import gpu_engine_workers as gpu
-assert gpu.NemoRlGPUWorker._get_drafter_model is gpu.ExtensionOverrides._get_drafter_model
+from nemo_specrollout.generation import compat
+compat.device_type = lambda: 'cuda'
+from nemo_specrollout.nemo_rl import engine_workers as gpu
+for worker in (gpu.NemoRlWorker, gpu.NemoRlCheckpointEngineWorker):
+    assert worker._get_drafter_model is gpu.ExtensionOverrides._get_drafter_model
 assert not {'vllm.v1.worker.cpu.shm', 'vllm.v1.worker.cpu_worker'} & set(sys.modules)
 """
 HEADS_OF_THE_FOLDER = """

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 from nemo_rl_records import watching_logger
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink
 
-from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import FastestOfNConfig, BLOCK_PATH, DraftRefreshConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.worker_client import WorkerClient
-from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, TrainerFailed, TrainerLink
+from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
+from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
     FIRST_REFRESH_S,
     SHORTEST_S,
@@ -42,7 +44,7 @@ KEPT = RefreshRecord("skipped: too little", 0.5)
 REFUSED = RefreshRecord("refreshed: because", 9.0, "refused: worse", published=False, refresh_s=3.0)
 
 
-class ScriptedTrainer(TrainerLink):
+class ScriptedTrainer(ActorLink):
     """A trainer without an actor: it gives the answers that a test sets, and keeps what it was asked."""
 
     is_idle = False
@@ -52,8 +54,9 @@ class ScriptedTrainer(TrainerLink):
         self.next: Any = SOURCE
         self.is_closed = False
 
-    def ask(self, version: int, facts: Sequence[StepFacts]) -> None:
-        assert self.is_idle
+    def call(self, method: str, *arguments: Any) -> None:
+        assert self.is_idle and method == "after_steps"
+        version, facts = arguments
         self.asked.append((version, list(facts)))
         self.is_idle = False
 
@@ -71,12 +74,12 @@ class ScriptedTrainer(TrainerLink):
 class Driver:
     """A `HeadRefresh` of two engines in `folder`, its trainers, and the calls of its engines."""
 
-    def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK, has_head: Sequence[bool] = (True, True)) -> None:
+    def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK) -> None:
         self.folder, self.log = HeadFolder(folder), StepLog()
         self.trainers: list[ScriptedTrainer] = []
         self.told: list[tuple[str, list[Any]]] = []
         self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, WorkerClient(self._call, 2), has_head, self.log)
+        self.refresh = HeadRefresh(block, self.folder, self._start, WorkerClient(self._call, 2), self.log)
 
     def _start(self) -> ScriptedTrainer:
         self.trainers.append(ScriptedTrainer())
@@ -161,7 +164,8 @@ def test_a_published_head_is_loaded_once_after_the_next_refit(
 
 def test_an_engine_that_drafts_otherwise_gets_no_head(tmp_path: Path) -> None:
     Driver(tmp_path / "heads").publish(5)
-    driver = Driver(tmp_path / "heads", has_head=(False, True))
+    methods = FastestOfNConfig(methods=((), ("eagle3",)))
+    driver = Driver(tmp_path / "heads", replace(BLOCK, fastest_of_n=methods))
     driver.refresh.policy_updated(6)
     assert ("specrollout_load_head", [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]]) in driver.told
 
@@ -180,14 +184,14 @@ def test_a_resumed_run_goes_on_with_the_published_head(tmp_path: Path) -> None:
 def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
     driver.refresh.policy_updated(0)
     driver.refresh.after_step(0, FACTS)
-    driver.trainers[0].next = TrainerFailed("killed")
+    driver.trainers[0].next = ActorFailed("killed")
     driver.publish(0)  # which it had done before it was killed
     driver.refresh.after_step(1, FACTS)
     assert driver.trainers[0].is_closed and len(driver.trainers) == 2
     driver.refresh.policy_updated(2)
     assert "specrollout_load_head" in driver.methods()
     assert driver.refresh.after_step(2, FACTS)["refresh_failures"] == 1.0
-    driver.trainers[1].next = TrainerFailed("killed")
+    driver.trainers[1].next = ActorFailed("killed")
     assert driver.refresh.after_step(3, FACTS)["refresh_failures"] == 2.0
     assert len(driver.trainers) == 2 and len(driver.log.alarms) == 2
     driver.methods()
@@ -243,9 +247,9 @@ def test_the_trigger_gets_totals_of_engines_and_their_mean_time() -> None:
         num_steps=4, num_request_steps=50, other_s=1.0, decode_s=3.0, estimated_s=3.0, plain_s=5.0,
         proposed=(("suffix", (20, 9)), ("eagle3", (20, 10))), accepted=(("suffix", (10, 0)), ("eagle3", (10, 5))),
     )  # fmt: skip
-    facts = step_facts([EngineTotals(), EngineTotals()], [done, done], 12.0, 4)
+    facts = step_facts(done + done, 2, 12.0, 4)
     assert facts == StepFacts(1.75, 150, 12.0, 4, DecodeCosts(6.0 / 150, 4.0 / 100), head_share=0.4)
-    assert step_facts([done], [done], 12.0, 4) is None
+    assert step_facts(done - done, 1, 12.0, 4) is None
 
 
 def test_samples_keep_their_order_and_the_oldest_head_counts() -> None:
@@ -303,4 +307,4 @@ def test_the_step_log_reaches_the_record_and_the_terminal(tmp_path: Path, capsys
     said = capsys.readouterr()
     assert "refused: worse" in said.out and "ALARM, step 1: acceptance collapsed" in said.err
     summary = json.loads((tmp_path / "specrollout" / "summary.json").read_text())
-    assert summary["num_canary_alarms"] == 2
+    assert summary["num_canary_alarms"] == 2 and summary["num_alarms"] == 1

@@ -20,19 +20,18 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from nemo_specrollout.generation.requests import resolve_identity
 from nemo_specrollout.generation.shared_modules import part_from_policy, shared_modules
 from nemo_specrollout.generation.vllm_requests import REFUSAL
-from nemo_specrollout.nemo_rl.logger import gap_causes, in_a_line, logprob_gap
+from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
+from nemo_specrollout.nemo_rl.logger import RunRecord, StepLog, gap_causes, in_a_line, logprob_gap
 from nemo_specrollout.nemo_rl.metrics import step_metrics, weight_updates
 from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint
-from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, RowArgs, header_seed
 from nemo_specrollout.nemo_rl.row_seeds import (
     Conversations,
     RowSeeds,
     Sample,
-    Stream,
+    SeedKind,
     current_sample,
     gym_row_with_seed,
 )
-from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
 from nemo_specrollout.telemetry.engine_totals import EngineAccount, EngineTotals
 from nemo_specrollout.telemetry.step_trace import StepTrace
 
@@ -57,7 +56,7 @@ def test_run_seed_version_and_stream_change_every_seed() -> None:
     seeds = set(RowSeeds(42).seeds(PROMPTS))
     assert not seeds & set(RowSeeds(43).seeds(PROMPTS))
     assert not seeds & set(RowSeeds(42, 1).seeds(PROMPTS))
-    assert not seeds & set(RowSeeds(42).seeds(PROMPTS, Stream.VALIDATION))
+    assert not seeds & set(RowSeeds(42).seeds(PROMPTS, SeedKind.VALIDATION))
 
 
 def test_a_resumed_run_has_the_seeds_of_an_uninterrupted_one() -> None:
@@ -97,12 +96,12 @@ def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
 
 def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:
     seeds, shared = RequestSeeds(), SamplingParams(extra_args={"other": 1}, max_tokens=7)
-    first, second = seeds.of_rows(shared, RowArgs([11, 22], [3, 4]))
+    first, second = seeds.of_rows(shared, [(11, 3), (22, 4)])
     assert first.extra_args == {"other": 1, "specrollout": {"seed": 11, "prompt_length": 3}} and first.max_tokens == 7
     assert second.extra_args["specrollout"] == {"seed": 22, "prompt_length": 4}
     assert shared.extra_args == {"other": 1} and seeds.num_derived == 0
     with pytest.raises(ValueError, match="zip"):
-        seeds.of_rows([shared] * 3, RowArgs([11, 22], [3, 4]))
+        seeds.of_rows([shared] * 3, [(11, 3), (22, 4)])
 
 
 def seed_of(seeds: RequestSeeds, tokens: list[int], **params: Any) -> int:
@@ -273,7 +272,7 @@ def test_step_metrics_are_ratios_of_differences() -> None:
         num_steps=4, num_steps_with_drafts=2, num_request_steps=8, num_rows=14, other_s=1.0, decode_s=3.0, estimated_s=3.0,
         plain_s=7.0, proposed=(("suffix", (4, 2)),), accepted=(("suffix", (3, 1)),),
     )  # fmt: skip
-    figures = step_metrics([before], [before + done])
+    figures = step_metrics((before + done) - before, 1)
     assert figures["specrollout/speedup_estimate"] == pytest.approx(2.0)
     assert figures["specrollout/tokens_per_request_step"] == pytest.approx(1.5)
     assert figures["specrollout/draft_tokens_per_request_step"] == pytest.approx(0.75)
@@ -284,14 +283,15 @@ def test_step_metrics_are_ratios_of_differences() -> None:
 
 
 def test_a_refit_between_two_steps_counts_for_the_second() -> None:
-    first, second = ([totals(num_weight_updates=n)] * 2 for n in (1, 2))
-    assert weight_updates(None, first) == weight_updates(first, second) == {"specrollout/weight_updates": 1.0}
-    assert weight_updates(second, second) == {"specrollout/weight_updates": 0.0}
+    first, second = (totals(num_weight_updates=2 * n) for n in (1, 2))  # of two engines
+    expected = {"specrollout/weight_updates": 1.0}
+    assert weight_updates(totals(), first, 2) == weight_updates(first, second, 2) == expected
+    assert weight_updates(second, second, 2) == {"specrollout/weight_updates": 0.0}
 
 
 def test_an_idle_step_has_no_ratios() -> None:
     idle = totals(num_steps=5, num_request_steps=5)
-    figures = step_metrics([idle], [idle])
+    figures = step_metrics(idle - idle, 1)
     assert figures["specrollout/engine_steps"] == 0 and "specrollout/speedup_estimate" not in figures
 
 

@@ -22,8 +22,8 @@ from test_report import Page
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport, WriteThrottle
-from nemo_specrollout.nemo_rl.step_log import RunRecord, StepLog
+from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport, next_write_s
+from nemo_specrollout.nemo_rl.logger import RunRecord, StepLog
 from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of
 from nemo_specrollout.reports.nemo_rl_page import HOW_TO_READ, MOST_ROWS, write_pages
@@ -190,22 +190,19 @@ def test_the_folder_is_found_from_all_around(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_writes_take_less_than_a_hundredth_of_the_time() -> None:
-    throttle, now_s, written_s = WriteThrottle(), 0.0, 0.0
+    now_s = due_s = written_s = 0.0
     rng = random.Random(0)
     while now_s < 50_000:
-        if throttle.is_due(now_s):
+        if now_s >= due_s:
             took_s = rng.uniform(0.5, 4.0)
-            throttle.wrote(now_s, now_s + took_s)
+            due_s = next_write_s(now_s, now_s + took_s)
             now_s, written_s = now_s + took_s, written_s + took_s
         now_s += 7.0
     assert 0.005 < written_s / now_s < 0.01
 
 
 def test_a_quick_write_still_has_a_least_distance() -> None:
-    throttle = WriteThrottle(600.0)
-    assert throttle.is_due(0.0)
-    throttle.wrote(0.0, 0.1)
-    assert not throttle.is_due(600.0) and throttle.is_due(600.2)
+    assert next_write_s(0.0, 0.1, shortest_pause_s=600.0) == 600.1
 
 
 class Clock:

@@ -92,7 +92,5 @@ class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, _DeviceWorke
     """Worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
-class NemoRlCheckpointEngineWorker(
-    ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, _DeviceWorker
-):
+class NemoRlCheckpointEngineWorker(ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, _DeviceWorker):
     """Worker that is refitted through NeMo-RL's checkpoint engine."""

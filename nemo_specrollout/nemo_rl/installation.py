@@ -209,7 +209,7 @@ def _checked_block(plain_block: dict[str, Any], policy: Any) -> SpecrolloutConfi
 
 
 def _check_drafters(block: SpecrolloutConfig, policy: Any) -> None:
-    """Raises ConfigError if a head that is refreshed or drafts blocks does not fit the policy, or Ray cannot start drafters."""
+    """Raises ConfigError if a head does not fit the policy, or if Ray cannot start the remote drafters."""
     if block.draft_refresh is not None and block.head is not None:
         reason = misfit(block.head, policy["model_name"])
         if reason is not None:

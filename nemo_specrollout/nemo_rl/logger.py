@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's logger, extended by the log of a step: our figures, alarms, the log-prob gap, and files in the run's log folder."""
+"""NeMo-RL's logger, extended by a log of each step: figures, alarms, the log-prob gap, and files in the log folder."""
 
 import json
 import math

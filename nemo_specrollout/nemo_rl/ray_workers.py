@@ -50,7 +50,7 @@ class _SeededEngine:
 
     def _reply(self, method: str, replies: Sequence[Any]) -> Any:
         """Returns the reply of the only rank that does not reply None. Totals also get our count of derived seeds."""
-        reply = next((reply for reply in replies if reply is not None), None)
+        reply: Any = next((reply for reply in replies if reply is not None), None)
         if method == "specrollout_totals":
             return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
         return reply

@@ -161,8 +161,11 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
         spec = drafter_spec(drafter, shared_vllm_config(vllm_cfg), on_cpu=not drafter.gpus)
         host = LOOPBACK if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
         # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
-        options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD", "first_call": "status"}
-        return [ActorLink(SpecrolloutDrafter, spec, host, secret, **options) for _ in range(drafter.workers)]
+        options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD"}
+        return [
+            ActorLink(SpecrolloutDrafter, spec, host, secret, first_call="status", **options)
+            for _ in range(drafter.workers)
+        ]
 
     return RemoteDrafters(start, secret, log, starts_later=bool(drafter.gpus))
 

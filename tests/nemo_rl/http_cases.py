@@ -83,7 +83,7 @@ async def ask_all(worker: Any) -> dict[str, Any]:
     agents = [ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in range(12)]
     found["concurrent"] = await asyncio.gather(*agents)
     found["one_by_one"] = [await ask(f"{WORDS} {agent} " * 3, seed=agent) for agent in reversed(range(12))][::-1]
-    totals = await worker.specrollout_totals()
+    totals = await worker.specrollout_call("specrollout_totals", [])
     found["totals"] = {
         "derived": totals["num_derived_seeds"],
         "proposed": sum(map(sum, dict(totals["proposed"]).values())),

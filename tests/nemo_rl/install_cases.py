@@ -51,6 +51,7 @@ def main(base: Path) -> None:
     found["on_returns"] = install(on)
     found["on_replaced"] = [new is not old for new, old in zip(names(), native, strict=True)]
     found["on_environment"] = on.policy["generation"]["vllm_cfg"]["env_vars"]
+    found["on_facts"] = on.policy["generation"]["specrollout_run"]
     uninstall()
     found["undone"] = names() == native
     found["bad_option"] = refusal(config(base, f"{BLOCK}.enabled=true", "policy.generation.quant_cfg=NVFP4"))

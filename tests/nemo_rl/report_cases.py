@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.utils.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nemo_specrollout.nemo_rl.logger import Watch
-from nemo_specrollout.nemo_rl.step_log import StepLog
+from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
+from nemo_specrollout.nemo_rl.logger import STEP_LOG, LoggerSettings, StepLog
 
 BLOCK = {"logprob_gap_alarm": 0.02}
 OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow")}
@@ -31,12 +30,11 @@ def log_step(logger: Any, log: StepLog, step: int) -> None:
 
 
 def main(log_dir: Path) -> None:
-    log = StepLog()
     config = {**OFF, "log_dir": str(log_dir), "tensorboard_enabled": True, "tensorboard": {}, "monitor_gpus": False}
-    watch = Watch(BLOCK["logprob_gap_alarm"], facts={"block": BLOCK, "versions": {}}, log=log, last_step=2)
-    logger = watch.logger_class(Logger)(config)
+    settings = LoggerSettings(BLOCK["logprob_gap_alarm"], facts={"block": BLOCK, "versions": {}}, last_step=2)
+    logger = SpecrolloutLogger(settings, config)
     for step in (1, 2, 3):
-        log_step(logger, log, step)
+        log_step(logger, STEP_LOG, step)
     logger.loggers[0].writer.flush()
     events = EventAccumulator(str(log_dir / "tensorboard"))
     events.Reload()

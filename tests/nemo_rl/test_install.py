@@ -23,7 +23,8 @@ def test_off_touches_nothing(found: dict[str, Any]) -> None:
 def test_on_replaces_every_name_and_sets_the_environment(found: dict[str, Any]) -> None:
     assert found["on_returns"] is True
     assert all(found["on_replaced"])
-    assert found["on_environment"] == {"NEMO_SPECROLLOUT_V2_ON_CPU": "1", "NEMO_SPECROLLOUT_RUN_SEED": "42"}
+    assert found["on_environment"] == {"NEMO_SPECROLLOUT_V2_ON_CPU": "1"}
+    assert found["on_facts"]["seed"] == 42 and found["on_facts"]["first_version"] == 0
 
 
 def test_uninstall_puts_everything_back(found: dict[str, Any]) -> None:
@@ -36,5 +37,5 @@ def test_what_cannot_run_is_refused_with_a_sentence(found: dict[str, Any]) -> No
 
 
 def test_a_changed_nemo_rl_is_refused_by_name(found: dict[str, Any]) -> None:
-    assert "refit_policy_generation no longer takes 'policy_generation'" in found["bad_nemo_rl"]
-    assert "nemo_rl.algorithms.grpo.validate is gone" in found["worse_nemo_rl"]
+    assert "refit_policy_generation is changed: it no longer takes policy_generation" in found["bad_nemo_rl"]
+    assert "nemo_rl.algorithms.grpo.validate is absent" in found["worse_nemo_rl"]
