@@ -14,25 +14,23 @@ from conftest import QUICKSTART, ROOT
 
 from nemo_specrollout.cli.doctor import diagnose_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.doctor import machine
-from nemo_specrollout.doctor.child import Outcome, run_child
-from nemo_specrollout.doctor.device import devices
-from nemo_specrollout.doctor.diagnosis import Diagnosis, State
-from nemo_specrollout.doctor.installed_versions import NEEDED, diagnose_versions, found_versions
+from nemo_specrollout.doctor import environment
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, State, run_child
+from nemo_specrollout.doctor.environment import NEEDED, devices, diagnose_versions, found_versions
 from nemo_specrollout.doctor.patch_point_check import diagnose_vllm, patch_points_of_nemo_rl
 from nemo_specrollout.doctor.self_test import (
     CAUSES,
+    compared,
     diagnose_engine,
     diagnose_environment,
     diagnose_self_test,
     platform_plugin,
 )
-from nemo_specrollout.doctor.self_test_child import compared
 from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 
 pytestmark = pytest.mark.unit
 
-VERSIONS = {"python": "3.11.7", "nemo_specrollout": "0.1.0", "vllm": "0.32.0", **{n.package: "1.0" for n in NEEDED}}
+VERSIONS = {"python": "3.11.7", "nemo_specrollout": "0.1.0", "vllm": "0.32.0", **dict.fromkeys(NEEDED, "1.0")}
 DUMPS = PatchPoint("json", "dumps", ("obj", "indent"), "")
 CHANGED = PatchPoint("shutil", "which", ("cmd", "depth"), "")
 NO_ENGINE = Outcome({}, "killed by SIGSEGV", (), 1.0)
@@ -147,7 +145,7 @@ def test_a_missing_name_of_vllm_fails(changed_vllm: Callable[..., Path]) -> None
         ("raise SystemExit(3)", "ended with exit code 3"),
         ("import time; time.sleep(60)", "not done after 2 s"),
         (
-            "from nemo_specrollout.doctor.child import answer\n"
+            "from nemo_specrollout.doctor.diagnosis import answer\n"
             "def work(order, tell):\n    tell('order', order)\n    raise ValueError('a\\nb')\n"
             "answer(work)",
             "ValueError: a b",
@@ -170,31 +168,31 @@ def test_a_time_out_ends_the_children_of_a_child(child: Child, tmp_path: Path) -
 
 
 def test_limits_of_the_machine_are_diagnosed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.shared_memory(tmp_path / "none").state is State.FAIL
-    assert machine.open_files(256).state is State.WARN and machine.open_files(1024).state is State.OK
-    monkeypatch.setattr(machine, "SMALLEST_SHM", 1 << 60)
-    assert "--shm-size" in machine.shared_memory(tmp_path).to_do
-    assert machine.temporary_folder().state is State.OK
+    assert environment.shared_memory(tmp_path / "none").state is State.FAIL
+    assert environment.open_files(256).state is State.WARN and environment.open_files(1024).state is State.OK
+    monkeypatch.setattr(environment, "SMALLEST_SHM", 1 << 60)
+    assert "--shm-size" in environment.shared_memory(tmp_path).to_do
+    assert environment.temporary_folder().state is State.OK
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    gone = machine.temporary_folder()
+    gone = environment.temporary_folder()
     assert gone.state is State.FAIL and gone.found == os.strerror(errno.ENOENT)
 
 
 def test_a_read_only_model_cache_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert machine.model_cache({"HF_HOME": str(tmp_path / "new")}).state is State.OK
-    assert machine.model_cache({"HF_HOME": str(tmp_path / "file")}).state is State.WARN
-    assert machine.model_cache({"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"}).state is State.OK
+    assert environment.model_cache({"HF_HOME": str(tmp_path / "new")}).state is State.OK
+    assert environment.model_cache({"HF_HOME": str(tmp_path / "file")}).state is State.WARN
+    assert environment.model_cache({"HF_HOME": str(tmp_path / "file"), "HF_HUB_OFFLINE": "1"}).state is State.OK
 
 
 def test_a_ray_address_without_a_listener_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert machine.ray_address(address).state is State.OK
-        assert machine.ray_address(f"ray://{address}").state is State.OK
+        assert environment.ray_address(address).state is State.OK
+        assert environment.ray_address(f"ray://{address}").state is State.OK
     for wrong in (address, "nonsense", "127.0.0.1:99999"):
-        assert machine.ray_address(wrong).state is State.FAIL
-    assert "RAY_ADDRESS" not in {d.name for d in machine.diagnose_machine({"RAY_ADDRESS": "auto"})}
+        assert environment.ray_address(wrong).state is State.FAIL
+    assert "RAY_ADDRESS" not in {d.name for d in environment.diagnose_machine({"RAY_ADDRESS": "auto"})}
 
 
 def test_an_unusable_gpu_fails_unless_vllm_is_for_a_cpu() -> None:

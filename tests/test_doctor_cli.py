@@ -36,8 +36,8 @@ HEAVY = (
 
 # The self-test with a verifier that accepts every draft.
 LENIENT = """
-from nemo_specrollout.doctor.child import answer
-from nemo_specrollout.doctor.self_test_child import try_engines
+from nemo_specrollout.doctor.diagnosis import answer
+from nemo_specrollout.doctor.self_test import compare_engines
 from nemo_specrollout.generation.arguments import set_process_environment
 
 set_process_environment()
@@ -45,7 +45,7 @@ from nemo_specrollout.generation import verification
 
 accept = verification.accept_by_equality
 verification.accept_by_equality = lambda sampled_R, inputs_R, *rest: accept(sampled_R, sampled_R.roll(1), *rest)
-answer(try_engines)
+answer(compare_engines)
 """
 
 
@@ -108,7 +108,7 @@ def wait_for_self_test(parent: int) -> int:
     until = time.monotonic() + 120
     while time.monotonic() < until:
         for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            if b"self_test_child" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"doctor.self_test" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         time.sleep(0.05)
     raise AssertionError("no self-test was started")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from nemo_rl_records import watching_logger
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink
 
-from nemo_specrollout.config.block import FastestOfNConfig, BLOCK_PATH, DraftRefreshConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh

