@@ -40,11 +40,11 @@ class SeedKind(IntEnum):
     ROLLOUT = 0
     VALIDATION = 1
     KNOWN_SAMPLE = 2
-    """Of a rollout whose `Sample` is known."""
+    """Seed of a rollout whose `Sample` is known."""
     GIVEN = 3
-    """Of an HTTP request that brings a seed."""
+    """Seed of an HTTP request that brings a seed."""
     DERIVED = 4
-    """Of an HTTP request that brings none."""
+    """Seed of an HTTP request that brings none."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class _Reading:
     totals: EngineTotals
     """Sums over all engines."""
     drafter_stats: list[DrafterStats]
-    """Of each engine, if there are remote drafters."""
+    """Counters of each engine, if there are remote drafters."""
 
 
 class Supervisor:
