@@ -22,8 +22,7 @@ from test_report import Page
 
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.nemo_rl.live_report import PICTURE_NAME, LiveReport, next_write_s
-from nemo_specrollout.nemo_rl.logger import RunRecord, StepLog
+from nemo_specrollout.nemo_rl.logger import PICTURE_NAME, LiveReport, RunRecord, StepLog, next_write_s
 from nemo_specrollout.reports import nemo_rl_page
 from nemo_specrollout.reports.nemo_rl_charts import figure_of
 from nemo_specrollout.reports.nemo_rl_page import HOW_TO_READ, MOST_ROWS, write_pages
@@ -254,7 +253,7 @@ def test_an_error_of_the_report_is_one_warning(tmp_path: Path, capsys: pytest.Ca
 def test_without_matplotlib_the_run_goes_on_with_a_warning(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from pathlib import Path; from nemo_specrollout.nemo_rl.live_report import LiveReport\n"
+        "from pathlib import Path; from nemo_specrollout.nemo_rl.logger import LiveReport\n"
         f"LiveReport(Path({str(written(tmp_path))!r})).step_done(1)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -38,7 +38,7 @@ def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
         raise ConfigError(
             "runtime: nemo_rl, but NeMo-RL is not installed here; run in its container, see slurm/README.md"
         )
-    from nemo_specrollout.nemo_rl.launcher import run as run_nemo_rl
+    from nemo_specrollout.nemo_rl.installation import run as run_nemo_rl
 
     run_nemo_rl(tree, script)
     return 0

@@ -177,10 +177,6 @@ class ShardRacing:
             )
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
-    def help(self) -> None:
-        """Works for other engines in a rollout in which this engine's shard is empty."""
-        self.generate([], [], list)
-
 
 async def join_stream(llm: Any, generate: "Generate", actor: Any, engine: int) -> "StreamShard":
     """Enters engine number `engine`, an `AsyncLLM`, into the exchange. Returns the object that then serves its requests.

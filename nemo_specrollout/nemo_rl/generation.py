@@ -4,9 +4,9 @@
 Ray copies the generation to the actors that roll out. A copy gets its policy version from its actor.
 """
 
-import functools
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -185,19 +185,14 @@ class SpecrolloutGeneration(VllmGeneration):
         return self.first_version + self._num_refits - 1
 
 
-def seed_gym_rows(prepare: Callable[..., None]) -> Callable[..., None]:
-    """Wraps NeMo-RL's function that prepares NeMo-Gym's rows: each row gets a seed of this process's generation."""
-
-    @functools.wraps(prepare)
-    def prepare_with_seeds(rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
-        prepare(rows, *args, **kwargs)
-        latest = SpecrolloutGeneration.latest
-        generation = None if latest is None else latest()
-        assert generation is not None
-        for row, seed in zip(rows, generation.gym_seeds(rows), strict=True):
-            row.update(gym_row_with_seed(row, seed))
-
-    return prepare_with_seeds
+def prepare_with_seeds(prepare: Callable[..., None], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+    """Prepares NeMo-Gym's rows by NeMo-RL's `prepare`. Each row gets a seed of this process's generation."""
+    prepare(rows, *args, **kwargs)
+    latest = SpecrolloutGeneration.latest
+    generation = None if latest is None else latest()
+    assert generation is not None
+    for row, seed in zip(rows, generation.gym_seeds(rows), strict=True):
+        row.update(gym_row_with_seed(row, seed))
 
 
 @ray.remote
@@ -206,7 +201,7 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rollouts._prepare_nemo_gym_rows = seed_gym_rows(rollouts._prepare_nemo_gym_rows)
+        rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
     def set_weight_version(self, version: int) -> None:
@@ -221,7 +216,7 @@ class SpecrolloutRolloutActor(_NativeActor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        rollouts._prepare_nemo_gym_rows = seed_gym_rows(rollouts._prepare_nemo_gym_rows)
+        rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
         self._num_steps = 0
 
     def rollout_to_tq(self, input_batch: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the block into effect in NeMo-RL by replacing attributes of its modules, before one of its scripts runs."""
 
-import functools
 import importlib
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,7 +81,7 @@ def run(tree: Mapping[str, Any], script_path: Path | None = None) -> None:
     script = _script(checkout / (script_path or script_of(tree)))
     for name in _SETUPS:
         if hasattr(script, name):
-            setattr(script, name, _installing(getattr(script, name)))
+            setattr(script, name, partial(_install_and_set_up, getattr(script, name)))
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.yaml")
         config.write_text(yaml.safe_dump(_with_prompt_files(tree, checkout)), encoding="utf-8")
@@ -109,13 +109,9 @@ def _script(path: Path) -> ModuleType:
     return module
 
 
-def _installing(native: Any) -> Any:
-    @functools.wraps(native)
-    def setup(master_config: Any, *args: Any, **kwargs: Any) -> Any:
-        install(master_config)
-        return native(master_config, *args, **kwargs)
-
-    return setup
+def _install_and_set_up(native: Any, master_config: Any, *args: Any, **kwargs: Any) -> Any:
+    install(master_config)
+    return native(master_config, *args, **kwargs)
 
 
 def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
@@ -251,7 +247,7 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
     STEP_LOG.take()  # what an earlier run of this process has left
     summary = {"versions": installed_versions(), "block": plain_block}
     settings = LoggerSettings(block.logprob_gap_alarm, gap_causes(tree), summary, facts.last_version)
-    return functools.partial(SpecrolloutLogger, settings)
+    return partial(SpecrolloutLogger, settings)
 
 
 def _replace_names(config: Any, logger: Any) -> None:
@@ -264,25 +260,25 @@ def _replace_names(config: Any, logger: Any) -> None:
 
     for native, our_actor in ACTORS.items():
         ACTOR_ENVIRONMENT_REGISTRY[our_actor] = ACTOR_ENVIRONMENT_REGISTRY[native]
-    _replace(
-        vllm_generation, "resolve_generation_worker_cls", _naming_ours(vllm_generation.resolve_generation_worker_cls)
-    )
+    resolve = vllm_generation.resolve_generation_worker_cls
+    _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))
     if _is_controlled(config):
         _replace_for_controller(config, logger)
         return
     _replace(async_utils, "AsyncTrajectoryCollector", ours.SpecrolloutTrajectoryCollector)
-    _replace(rollouts, "_prepare_nemo_gym_rows", ours.seed_gym_rows(rollouts._prepare_nemo_gym_rows))
-    replacements: dict[str, Callable[[Any], Any]] = {
-        "VllmGeneration": lambda native: ours.SpecrolloutGeneration,
-        "refit_policy_generation": _telling_versions,
-        "validate": _in_validation_stream,
-        "Logger": lambda native: logger,
-        "SyncRolloutActor": lambda native: ours.SpecrolloutRolloutActor,
-    }
+    _replace(rollouts, "_prepare_nemo_gym_rows", partial(ours.prepare_with_seeds, rollouts._prepare_nemo_gym_rows))
     for point in ALL_PATCH_POINTS:
         if point.module in _trainers(config):
             trainer = importlib.import_module(point.module)
-            _replace(trainer, point.name, replacements[point.name](getattr(trainer, point.name)))
+            native = getattr(trainer, point.name)
+            replacements = {
+                "VllmGeneration": ours.SpecrolloutGeneration,
+                "refit_policy_generation": partial(_refit_and_tell, native),
+                "validate": partial(_validate_apart, native),
+                "Logger": logger,
+                "SyncRolloutActor": ours.SpecrolloutRolloutActor,
+            }
+            _replace(trainer, point.name, replacements[point.name])
 
 
 def _replace_for_controller(config: Any, logger: Any) -> None:
@@ -294,52 +290,32 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
 
     from nemo_specrollout.nemo_rl import single_controller as ours
 
-    checkpoints, native = CheckpointManager(config.checkpointing), setup.create_weight_synchronizer
+    checkpoints = CheckpointManager(config.checkpointing)
     state = checkpoints.load_training_info(checkpoints.get_latest_checkpoint_path()) or {}
-
-    @functools.wraps(native)
-    def create_weight_synchronizer(*args: Any, generation: Any, **kwargs: Any) -> Any:
-        return ours.SupervisingSynchronizer(native(*args, generation=generation, **kwargs), generation)
-
     _replace(rollout_manager, "AsyncRolloutImpl", ours.SeededRollouts)
     _replace(rollout_manager, "AsyncNemoGymRolloutImpl", ours.SeededGymRollouts)
-    loader = functools.partial(ours.EpochDataLoader, int(state.get("current_epoch") or 0))
-    _replace(setup, "StatefulDataLoader", loader)
+    _replace(setup, "StatefulDataLoader", partial(ours.EpochDataLoader, int(state.get("current_epoch") or 0)))
     _replace(setup, "VllmGeneration", ours.ControlledGeneration)
-    _replace(setup, "create_weight_synchronizer", create_weight_synchronizer)
+    synchronizer = partial(ours.make_synchronizer, setup.create_weight_synchronizer)
+    _replace(setup, "create_weight_synchronizer", synchronizer)
     _replace(single_controller, "Logger", logger)
 
 
-def _naming_ours(resolve: Any) -> Any:
-    """Wraps NeMo-RL's function that names an engine's actor: the name is the name of our actor."""
-
-    @functools.wraps(resolve)
-    def resolve_ours(default_cls: str, config: dict[str, Any]) -> str:
-        native = resolve(default_cls, config)
-        return ACTORS.get(native, native)
-
-    return resolve_ours
+def _our_actor(resolve: Any, default_cls: str, config: dict[str, Any]) -> str:
+    """Returns the name of our actor for the engine's actor that NeMo-RL's function `resolve` names."""
+    native = resolve(default_cls, config)
+    return ACTORS.get(native, native)
 
 
-def _telling_versions(refit: Any) -> Any:
-    """Wraps NeMo-RL's refit: a refit begins a policy version."""
-
-    @functools.wraps(refit)
-    def refit_and_tell(policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-        with policy_generation.new_weights():
-            metrics = refit(policy, policy_generation, *args, **kwargs)
-        policy_generation.weights_updated()
-        return metrics
-
-    return refit_and_tell
+def _refit_and_tell(refit: Any, policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refits by NeMo-RL's `refit`, and begins a policy version."""
+    with policy_generation.new_weights():
+        metrics = refit(policy, policy_generation, *args, **kwargs)
+    policy_generation.weights_updated()
+    return metrics
 
 
-def _in_validation_stream(validate: Any) -> Any:
-    """Wraps NeMo-RL's validation: its rows have seeds of their own kind."""
-
-    @functools.wraps(validate)
-    def validate_apart(policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
-        with policy_generation.validation():
-            return validate(policy_generation, *args, **kwargs)
-
-    return validate_apart
+def _validate_apart(validate: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Validates by NeMo-RL's `validate`, with seeds of their own kind."""
+    with policy_generation.validation():
+        return validate(policy_generation, *args, **kwargs)

@@ -71,7 +71,7 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generates as NeMo-RL does. An engine without rows works for the others."""
         if self._racing is not None and not len(data["input_ids"]):
-            self._racing.help()
+            self._racing.generate([], [], list)
         token = _rows.set(_rows_of(data))
         try:
             return super().generate(data, greedy)

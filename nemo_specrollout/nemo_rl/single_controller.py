@@ -103,6 +103,13 @@ class SupervisingSynchronizer:
             self._generation.end_supervision()
 
 
+def make_synchronizer(
+    make: Any, *args: Any, generation: ControlledGeneration, **kwargs: Any
+) -> SupervisingSynchronizer:
+    """Makes a weight synchronizer by NeMo-RL's function `make`, and wraps it."""
+    return SupervisingSynchronizer(make(*args, generation=generation, **kwargs), generation)
+
+
 @contextmanager
 def _lost_engines_as_alarms() -> Iterator[None]:
     """Logs an alarm if an engine has died. NeMo-RL handles the loss itself."""
