@@ -171,7 +171,9 @@ class LiveReport:
             return
         if not is_last and _has_event_loop():
             self._write_in_thread()
-        elif is_last or now_s >= self._picture_due_s:
+            return
+        self._wait_for_thread()
+        if is_last or now_s >= self._picture_due_s:
             self._write(step, log_plot)
             self._picture_due_s = next_write_s(now_s, self._clock(), SHORTEST_PAUSE_BETWEEN_PICTURES_S)
         else:
@@ -179,8 +181,7 @@ class LiveReport:
 
     def close(self) -> None:
         """Writes the pages once more, unless they already cover every step."""
-        if self._writer is not None:
-            self._writer.join()
+        self._wait_for_thread()
         if self._is_behind:
             self._write()
 
@@ -189,6 +190,11 @@ class LiveReport:
         if self._writer is None or not self._writer.is_alive():
             self._writer = Thread(target=self._write, daemon=True)
             self._writer.start()
+
+    def _wait_for_thread(self) -> None:
+        """Waits for the thread, which would otherwise write its older pages last."""
+        if self._writer is not None:
+            self._writer.join()
 
     def _write(self, step: int = 0, log_plot: LogPlot | None = None) -> None:
         began_s, self._is_behind = self._clock(), False
