@@ -19,8 +19,7 @@ import yaml
 from conftest import ROOT
 
 from nemo_specrollout.cli.commands import parse
-from nemo_specrollout.cli.slurm_script import SHARED_ENVIRONMENTS
-from nemo_specrollout.cli.slurm_settings import VARIABLES, seconds
+from nemo_specrollout.cli.slurm import VARIABLES, seconds
 from nemo_specrollout.config.strict import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -170,7 +169,7 @@ def test_the_driver_runs_in_the_checkout_with_the_copied_add_on(
 
 def test_our_actors_use_the_containers_environments(cluster: Cluster) -> None:
     environments = cluster.folder / "built environments"
-    natives = {native: ours for ours, native in SHARED_ENVIRONMENTS.items()}
+    natives = importlib.import_module("nemo_specrollout.nemo_rl.installation").ACTORS
     for native in list(natives)[:1]:
         (environments / native / "bin").mkdir(parents=True)
         (environments / native / "bin" / "python").symlink_to(sys.executable)
@@ -186,9 +185,11 @@ def test_our_actors_use_the_containers_environments(cluster: Cluster) -> None:
     assert (cluster.folder / "in the setup").exists()
 
 
-def test_all_registered_actors_share_environments() -> None:
-    install = importlib.import_module("nemo_specrollout.nemo_rl.installation")
-    assert {ours: native for native, ours in install.ACTORS.items()} == SHARED_ENVIRONMENTS
+def test_all_registered_actors_share_environments(cluster: Cluster) -> None:
+    cluster.launch()
+    setup = (cluster.run / "setup.sh").read_text()
+    actors = importlib.import_module("nemo_specrollout.nemo_rl.installation").ACTORS
+    assert all(f"share_environment {native} {ours}\n" in setup for native, ours in actors.items())
 
 
 def test_scripts_are_valid_shell(cluster: Cluster) -> None:

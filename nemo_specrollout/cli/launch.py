@@ -2,25 +2,28 @@
 """`nemo-specrollout launch`: a run on a Slurm cluster, by NeMo-RL's own `ray.sub`; without torch."""
 
 import argparse
+import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
+import nemo_specrollout
+import vllm_v2_cpu
 from nemo_specrollout.cli.commands import CLUSTER_FLAGS
-from nemo_specrollout.cli.launch_directory import LaunchDirectory
-from nemo_specrollout.cli.slurm_script import Job
-from nemo_specrollout.cli.slurm_settings import ClusterSettings, absolute, check_mountable, read_settings, seconds
+from nemo_specrollout.cli.slurm import ClusterSettings, Job, absolute, check_mountable, read_settings, seconds
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import NEMO_RL_DIR, load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
-from nemo_specrollout.config.nemo_rl_tree import runtime_of
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
+from nemo_specrollout.config.strict import ConfigError, differences, refuse
 
 _KEYS_OF_FLAGS = {
     "cluster.num_nodes": "--nodes",
@@ -28,6 +31,8 @@ _KEYS_OF_FLAGS = {
     "logger.log_dir": "--run-dir",
 }
 """Keys of the config that a flag sets."""
+_MAY_CHANGE = {"grpo.max_num_steps", "grpo.max_num_epochs", "checkpointing.checkpoint_must_save_by"}
+"""Keys that may differ when a run is resumed: its length, and the end of each job."""
 _SAVE_MARGIN_S = 25 * 60
 """Time between the last checkpoint and the time limit, in seconds, as in NeMo-RL's own recipes; half the limit at most.
 
@@ -37,74 +42,74 @@ It also covers the time before the first step, because NeMo-RL's clock starts th
 
 def launch(args: argparse.Namespace) -> int:
     """Writes the run directory and submits `args.jobs` jobs; returns 0 if Slurm took all. Raises ConfigError."""
-    _check_counts(args)
+    for name in ("nodes", "jobs"):
+        count = getattr(args, name)
+        refuse("", (count < 1, f"--{name}", f"{count} is out of range; it must be at least 1"))
+    if not args.dry_run and shutil.which("sbatch") is None:
+        raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
     settings = read_settings(args.cluster, {name: getattr(args, name) for name in CLUSTER_FLAGS})
     run = absolute(args.run_dir or Path("results", args.config.stem))
     check_mountable(run, "--run-dir")
     os.environ[NEMO_RL_DIR] = settings.nemo_rl  # configs inherit from NeMo-RL's own configs by this variable
-    config = _launched_config(args.config, args.overrides, settings, args.nodes, run)
-    tree = yaml.safe_load(config)
+    tree = _launched_tree(args.config, args.overrides, settings, args.nodes, run)
     findings = prepare_nemo_rl(tree)
     has_checkpoints = tree["checkpointing"].get("enabled")
     if args.jobs > 1 and not has_checkpoints:
         raise ConfigError(f"--jobs: {args.jobs} jobs need checkpoints to resume from; set checkpointing.enabled=true")
+    steps = at(tree, "grpo.max_num_steps")
     script = args.script or script_of(tree)
+    job = Job(
+        settings, run, args.nodes, tree["cluster"]["gpus_per_node"], steps if isinstance(steps, int) else None, script
+    )
     directory = LaunchDirectory(run)
-    directory.check(config)
-    job = Job(settings, run, args.nodes, tree["cluster"]["gpus_per_node"], _max_num_steps(tree), script)
-    directory.write({"config.yaml": config, **job.files()})
+    directory.check(tree)
+    directory.write({"config.yaml": OmegaConf.to_yaml(OmegaConf.create(tree)), **job.files()})
     for finding in findings:
         print(f"{finding.kind}: {finding}")
     if not has_checkpoints:
         print(
             "warning: checkpointing.enabled: false; a job that is preempted or submitted again starts at the first step"
         )
-    return _submit(directory, job, args.jobs, args.dry_run)
+    return _submit(directory, job.sbatch(), args.jobs, args.dry_run)
 
 
-def _launched_config(path: Path, overrides: list[str], settings: ClusterSettings, num_nodes: int, run: str) -> str:
-    """Returns the text of `config.yaml` in the run directory `run`, resolved and complete. Raises ConfigError."""
+def _launched_tree(
+    path: Path, overrides: list[str], settings: ClusterSettings, num_nodes: int, run: str
+) -> dict[str, Any]:
+    """Returns the config of the run directory `run`, resolved and complete. Raises ConfigError."""
     for override in overrides:
         flag = _KEYS_OF_FLAGS.get(override.partition("=")[0].lstrip("+"))
-        if flag is not None:
-            raise ConfigError(f"{override}: launch sets it; use {flag}")
+        refuse("", (flag, override, f"launch sets it; use {flag}"))
     tree = load_config(path, overrides)
     if runtime_of(tree) != "nemo_rl":
         raise ConfigError(f"runtime: {tree.get('runtime', 'local')!r} is not for a cluster; set runtime=nemo_rl")
     tree["runtime"] = "nemo_rl"
-    cluster = _section(tree, "cluster")
+    for name in ("cluster", "checkpointing", "logger"):
+        section = tree.setdefault(name, {})
+        refuse("", (not isinstance(section, dict), name, f"expected a block of keys, got {section!r}"))
+    cluster, checkpointing = tree["cluster"], tree["checkpointing"]
     cluster["gpus_per_node"] = _gpus_per_node(cluster.get("gpus_per_node"), settings.gpus_per_node)
     cluster["num_nodes"] = num_nodes
-    checkpointing = _section(tree, "checkpointing")
     checkpointing["checkpoint_dir"] = f"{run}/checkpoints"
     if checkpointing.get("enabled"):
         checkpointing["checkpoint_must_save_by"] = _must_save_by(checkpointing, settings.time)
-    _section(tree, "logger")["log_dir"] = f"{run}/logs"
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
-
-
-def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    section = tree.setdefault(name, {})
-    if not isinstance(section, dict):
-        raise ConfigError(f"{name}: expected a block of keys, got {section!r}")
-    return section
+    tree["logger"]["log_dir"] = f"{run}/logs"
+    return tree
 
 
 def _gpus_per_node(asked: Any, present: int | None) -> int:
     """Returns the GPUs of a node, on which the config and the cluster must agree. Raises ConfigError."""
     value = present if asked is None else asked
-    if value is None:
-        raise ConfigError(
-            "slurm.gpus_per_node: missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"
-        )
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"cluster.gpus_per_node: {value!r}; set it to the number of GPUs of one node")
-    if present is not None and value != present:
-        raise ConfigError(
-            f"cluster.gpus_per_node: {value}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}; "
-            f"add cluster.gpus_per_node={present}"
-        )
-    return value
+    refuse(
+        "",
+        (value is None, "slurm.gpus_per_node",
+         "missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"),
+        (not isinstance(value, int) or value < 1, "cluster.gpus_per_node",
+         f"{value!r}; set it to the number of GPUs of one node"),
+        (present not in (None, value), "cluster.gpus_per_node",
+         f"{value}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}; add cluster.gpus_per_node={present}"),
+    )  # fmt: skip
+    return int(value or 0)
 
 
 def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
@@ -115,35 +120,77 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
         minutes, rest = divmod(limit_s - min(_SAVE_MARGIN_S, limit_s // 2), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours // 24:02d}:{hours % 24:02d}:{minutes:02d}:{rest:02d}"
-    match = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(own))
-    if match is None:
-        raise ConfigError(
-            f"checkpointing.checkpoint_must_save_by: {own!r} is not DD:HH:MM:SS; remove it to have it set"
-        )
-    days, hours, minutes, rest = map(int, match.groups())
-    if days * 86400 + hours * 3600 + minutes * 60 + rest >= limit_s:
-        raise ConfigError(
-            f"checkpointing.checkpoint_must_save_by: {own} is not before the time limit {time}; remove it to have it set"
-        )
+    parts = str(own).split(":")
+    is_time = len(parts) == 4 and all(part.isdecimal() for part in parts)
+    asked_s = sum(int(part) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True)) if is_time else 0
+    refuse(
+        "checkpointing",
+        (not is_time, "checkpoint_must_save_by", f"{own!r} is not DD:HH:MM:SS; remove it to have it set"),
+        (asked_s >= limit_s, "checkpoint_must_save_by",
+         f"{own} is not before the time limit {time}; remove it to have it set"),
+    )  # fmt: skip
     return str(own)
 
 
-def _check_counts(args: argparse.Namespace) -> None:
-    for name in ("nodes", "jobs"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name}: {getattr(args, name)} is out of range; it must be at least 1")
-    if not args.dry_run and shutil.which("sbatch") is None:
-        raise ConfigError("sbatch is not on this machine; launch from the cluster's login node, or look with --dry-run")
+class LaunchDirectory:
+    """Owns `config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+
+    Invariant: after the first submission, config and code of the run stay the same. Until then they may be written again.
+    `addon/` is a copy of this package, so that an edit of the original cannot change a run. Each file is written as a whole.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    @property
+    def submitted(self) -> bool:
+        """Whether a job of this run was submitted, or has left a checkpoint."""
+        return (self.path / "submissions.jsonl").is_file() or any(self.path.glob("checkpoints/step_*"))
+
+    def check(self, tree: dict[str, Any]) -> None:
+        """Raises ConfigError if a run of the config `tree` cannot start or resume here."""
+        existing = next(p for p in (self.path, *self.path.parents) if p.exists())
+        is_foreign = existing == self.path and not (self.path / "job.sh").is_file()
+        refuse(
+            "",
+            (not existing.is_dir(), "--run-dir",
+             f"{self.path} cannot be a folder: {existing} is a file; choose another"),
+            (not os.access(existing, os.W_OK | os.X_OK), "--run-dir",
+             f"{self.path} cannot be written to; choose another"),
+            (is_foreign and existing.is_dir() and any(existing.iterdir()), "--run-dir",
+             f"{self.path} exists and is not the directory of a launched run; choose another"),
+        )  # fmt: skip
+        if not self.submitted:
+            return
+        try:
+            earlier = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"--run-dir: config.yaml of {self.path} cannot be read; choose another") from error
+        keys = ", ".join(sorted(differences(earlier, tree) - _MAY_CHANGE)[:4])
+        text = f"{self.path} holds a run of another config (it differs in {keys}); choose another"
+        refuse("", (keys, "--run-dir", text))
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Writes `files`, texts by name, in their order, and the code unless a submitted job uses it."""
+        (self.path / "slurm").mkdir(parents=True, exist_ok=True)
+        addon, temporary = self.path / "addon", self.path / f".addon.{os.getpid()}"
+        if not (self.submitted and addon.is_dir()):
+            for package in (nemo_specrollout, vllm_v2_cpu):
+                source = Path(package.__file__ or "").parent
+                shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.rmtree(addon, ignore_errors=True)
+            os.replace(temporary, addon)
+        for name, text in files.items():
+            write_atomically(self.path / name, text)
+
+    def note_submission(self, job_id: str, command: list[str]) -> None:
+        """Appends a line to `submissions.jsonl`."""
+        record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+        with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
-def _max_num_steps(tree: dict[str, Any]) -> int | None:
-    grpo = tree.get("grpo")
-    steps = grpo.get("max_num_steps") if isinstance(grpo, dict) else None
-    return steps if isinstance(steps, int) else None
-
-
-def _submit(directory: LaunchDirectory, job: Job, num_jobs: int, dry_run: bool) -> int:
-    command = job.sbatch()
+def _submit(directory: LaunchDirectory, command: list[str], num_jobs: int, dry_run: bool) -> int:
     print(f"{'resumes' if directory.submitted else 'run'}: {directory.path}")
     if dry_run:
         print("\n".join([shlex.join(command)] * num_jobs))
