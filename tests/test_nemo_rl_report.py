@@ -24,9 +24,9 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.nemo_rl.logger import PICTURE_NAME, LiveReport, RunRecord, StepLog, next_write_s
 from nemo_specrollout.reports import nemo_rl_page
-from nemo_specrollout.reports.nemo_rl_charts import figure_of
-from nemo_specrollout.reports.nemo_rl_page import HOW_TO_READ, MOST_ROWS, write_pages
-from nemo_specrollout.reports.nemo_rl_run import NemoRlRun, find_folder, policy_lag
+from nemo_specrollout.reports.nemo_rl_charts import CHARTS, figure_of
+from nemo_specrollout.reports.nemo_rl_page import MOST_ROWS, write_pages
+from nemo_specrollout.reports.records import NemoRlRun, find_folder, policy_lag
 
 pytestmark = pytest.mark.unit
 
@@ -62,7 +62,7 @@ def test_a_run_with_everything_has_every_chart_and_card(tmp_path: Path) -> None:
     rng, steps = random.Random(0), range(1, 13)
     lines = with_everything([metrics(i, rng) for i in steps])
     page = page_of(write_run(tmp_path, lines, [timing(i, rng) for i in steps]))
-    assert sorted(charts_on(page)) == sorted(HOW_TO_READ)
+    assert sorted(charts_on(page)) == sorted(CHARTS)
     for text in ("Draft heads 1 of 2", "Remote drafters 1 of 2", "bottleneck: the drafters", "Seeds made up 36",
                  "Staleness 0.90 training steps behind, of the samples trained on",
                  "step 12: refreshed: 12; gate: better & so", "Last word of the trigger: refreshed: 12"):  # fmt: skip

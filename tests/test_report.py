@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from benchmarks.rollouts.bench_charts import bench_chart
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.results import write_results
 from nemo_specrollout.local.run_report import write_report
 from nemo_specrollout.reports import charts, records
-from nemo_specrollout.reports.head_panels import head_acceptance, head_summary
+from nemo_specrollout.reports.panels import head_acceptance, head_summary
 
 pytestmark = pytest.mark.unit
 
@@ -291,7 +292,7 @@ def test_figures_of_a_head() -> None:
 
 
 def test_pictures(tmp_path: Path) -> None:
-    charts.bench_chart(bench_rows(), tmp_path / "bench.png")
+    bench_chart(bench_rows(), tmp_path / "bench.png")
     assert ElementTree.parse(tmp_path / "bench.svg").getroot().tag.endswith("svg")
     assert imread(tmp_path / "bench.png").shape[1] == 1200
     charts.run_picture(write_full_run(tmp_path), tmp_path / "run.png")
@@ -299,5 +300,5 @@ def test_pictures(tmp_path: Path) -> None:
 
 
 def test_bench_chart_of_a_row_without_numbers(tmp_path: Path) -> None:
-    charts.bench_chart([{"mode": "plain", "speedup_vs_plain": 1.0}, {"mode": "ours"}], tmp_path / "bench.svg")
+    bench_chart([{"mode": "plain", "speedup_vs_plain": 1.0}, {"mode": "ours"}], tmp_path / "bench.svg")
     assert (tmp_path / "bench.png").stat().st_size > 0

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
-from nemo_specrollout.reports.chart_panels import STYLE
+from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts
 from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences

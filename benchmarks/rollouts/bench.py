@@ -16,6 +16,7 @@ from rich.progress import Progress as RichProgress
 
 from benchmarks.policies.deep_policy import with_deep_policy
 from benchmarks.rollouts.acceptance_bench import acceptance_table, measure_acceptance_table
+from benchmarks.rollouts.bench_charts import bench_chart, running_chart
 from benchmarks.rollouts.bench_figures import Figures, figures_of, host_share, row_figures
 from benchmarks.rollouts.bench_rounds import Entrant, group_with, play_round, started
 from benchmarks.rollouts.bench_rows import OURS, BenchRow, bench_rows, plain_row, row_groups
@@ -28,7 +29,6 @@ from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
-from nemo_specrollout.reports.charts import bench_chart, running_chart
 
 # Rounds that only warm up: kernels compile, engines learn what steps cost.
 WARM_UP_ROUNDS = 1

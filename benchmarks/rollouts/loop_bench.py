@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.rollouts.bench_command import bench_parser, write_facts
-from nemo_specrollout.reports.chart_panels import BLUE, GREEN, ORANGE, STYLE, light, over_steps
+from nemo_specrollout.reports.panels import BLUE, GREEN, ORANGE, STYLE, light, over_steps
 from nemo_specrollout.reports.records import Record, read_lines, running_mean, series
 
 # Steps that are not counted: kernels compile, and in an asynchronous run nothing was generated ahead yet.

@@ -21,7 +21,7 @@ def report(parsed: argparse.Namespace) -> int:
 
 
 def _write_pages(run_dir: Path) -> tuple[Path, Path]:
-    from nemo_specrollout.reports.nemo_rl_run import find_folder
+    from nemo_specrollout.reports.records import find_folder
 
     if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
         from nemo_specrollout.local.results import write_pages as write_local_pages

@@ -14,7 +14,7 @@ from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.local.run_directory import PAGES, SUMMARY
 from nemo_specrollout.local.run_report import write_report
 from nemo_specrollout.reports.charts import run_picture
-from nemo_specrollout.reports.head_panels import head_summary
+from nemo_specrollout.reports.panels import head_summary
 from nemo_specrollout.reports.records import naming_damage, overall_speedup, read_lines, reward_window, series
 from nemo_specrollout.reports.tail_panels import tail_summary
 

@@ -12,7 +12,6 @@ import numpy as np
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.reports import charts
-from nemo_specrollout.reports.head_panels import head_summary, refreshes
 from nemo_specrollout.reports.page import (
     NONE,
     alarm_list,
@@ -27,6 +26,7 @@ from nemo_specrollout.reports.page import (
     pair,
     table,
 )
+from nemo_specrollout.reports.panels import head_summary, refreshes
 from nemo_specrollout.reports.records import Record, number, overall_speedup, read_lines, read_object_or_nothing, series
 from nemo_specrollout.reports.tail_panels import tail_summary
 
@@ -76,7 +76,8 @@ TRAINING_COLUMNS = {
 }
 """Columns of the training table."""
 
-HOW_TO_READ = {
+HOW_TO_READ = charts.HOW_TO_READ | {
+    "Draft head": charts.HOW_TO_READ["Draft head"] + " On the right: the share of the run's time spent on refreshes.",
     "Rollout time": (
         "Blue is the measured time. Grey is what the same tokens would have taken one at a time, by the step times that "
         "the engine measured in this run. The area between them is the time saved; above 1x is faster."
@@ -94,22 +95,6 @@ HOW_TO_READ = {
     "Where a step's time goes": (
         "Each bar is one step, and the labels are means. The black mark is the estimated end of the rollout part without "
         "speculation."
-    ),
-    "Acceptance by position": (
-        "The share of tokens proposed at a draft position that equalled the policy's own token. Small counts are noisy."
-    ),
-    "Draft head": (
-        "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is published. "
-        "A head that is not better than the one in service is refused. On the right: the share of the run's time spent on "
-        "refreshes."
-    ),
-    "Reward": (
-        "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold "
-        "line."
-    ),
-    "Engine against trainer": (
-        "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means that a refit went "
-        "wrong."
     ),
 }
 """Explanation of each chart, by its title."""

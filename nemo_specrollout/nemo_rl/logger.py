@@ -18,8 +18,7 @@ from rich.console import Console
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, Tree, asynchronous_block, at, stale_kv_field
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
-from nemo_specrollout.reports.nemo_rl_run import FOLDER, METRICS, PREFIX, policy_lag
-from nemo_specrollout.reports.records import read_lines
+from nemo_specrollout.reports.records import FOLDER, METRICS, PREFIX, policy_lag, read_lines
 
 _NATIVE_KEYS = (
     "loss", "reward", "gen_kl_error", "token_mult_prob_error", "draft_loss", "mean_gen_tokens_per_sample",

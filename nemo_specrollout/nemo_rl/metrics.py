@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_specrollout.reports.nemo_rl_run import PREFIX
+from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
 from nemo_specrollout.telemetry.engine_stats import StepEnd
 from nemo_specrollout.telemetry.engine_totals import EngineTotals

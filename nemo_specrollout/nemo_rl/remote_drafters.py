@@ -19,7 +19,7 @@ from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_t
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec, shared_vllm_config
 from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
-from nemo_specrollout.reports.nemo_rl_run import PREFIX
+from nemo_specrollout.reports.records import PREFIX
 
 LOOPBACK = "127.0.0.1"
 _LOGGED = {

@@ -27,7 +27,7 @@ from nemo_specrollout.nemo_rl.metrics import (
 from nemo_specrollout.nemo_rl.ray_calls import worker_client
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
-from nemo_specrollout.reports.nemo_rl_run import PREFIX
+from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
 
 

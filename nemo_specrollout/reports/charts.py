@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of local runs and benchmarks: SVG text for the report, and files.
+"""Charts and picture of a local run, and how charts of all runs become SVG text and PNG files.
 
 They are drawn from the recorded numbers alone. A chart without a number is the empty string.
 """
@@ -19,22 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from nemo_specrollout.config.files import replacing_file
-from nemo_specrollout.reports.chart_panels import (
-    GREY,
-    PHASES,
-    STYLE,
-    draw_acceptance,
-    draw_bench,
-    draw_drafts,
-    draw_drain,
-    draw_gap,
-    draw_reward,
-    draw_running,
-    draw_seconds,
-    draw_speedup,
-    draw_time,
-)
-from nemo_specrollout.reports.head_panels import draw_head_acceptance, draw_head_cost, has_head
+from nemo_specrollout.reports import panels
 from nemo_specrollout.reports.records import (
     Record,
     acceptance_totals,
@@ -57,37 +42,50 @@ DPI = 150
 """Pixels per inch of PNG files."""
 PANELS_IN_ROW = 3
 """Panels in a row of a picture."""
+HOW_TO_READ = {
+    "Acceptance by position": "The share of tokens proposed at a draft position that equalled the policy's own token. Small "
+    "counts are noisy.",
+    "Draft head": "A head is trained for one policy, and the policy changes: acceptance falls until a refreshed head is "
+    "published. A head that is not better than the one in service is refused.",
+    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the running mean, the bold "
+    "line.",
+    "Engine against trainer": "The distance between the engine's and the trainer's log-prob of a sampled token. A jump means "
+    "that a refit went wrong.",
+}
+"""Explanation of the charts that all reports have, by title."""
 Draw = Callable[[Axes, Any], None]
 """Function that draws data into a pair of axes."""
 
 
 def reward_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the mean reward of each step."""
-    return svg_chart("reward", (4.4, 2.3), steps, draw_reward) if has_any(steps, "reward") else ""
+    return svg_chart("reward", (4.4, 2.3), steps, panels.draw_reward) if has_any(steps, "reward") else ""
 
 
 def time_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the seconds of each step by phase."""
-    return svg_chart("time", (4.4, 2.6), steps, draw_time) if has_any(steps, *(f"{p}_s" for p in PHASES)) else ""
+    has_times = has_any(steps, *(f"{phase}_s" for phase in panels.PHASES))
+    return svg_chart("time", (4.4, 2.6), steps, panels.draw_time) if has_times else ""
 
 
 def speedup_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the rollout seconds of each step, measured and by the plain estimate, and of their ratio."""
     if not has_any(steps, "rollout_s"):
         return ""
-    panels = (draw_seconds, draw_speedup) if np.isfinite(speedups(steps)).any() else (draw_seconds,)
-    return svg_chart("speedup", (9.0, 2.4), steps, *panels)
+    ratio = [panels.draw_speedup] if np.isfinite(speedups(steps)).any() else []
+    return svg_chart("speedup", (9.0, 2.4), steps, panels.draw_seconds, *ratio)
 
 
 def acceptance_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the accepted share of draft tokens, by position in the draft and by drafter."""
     totals = acceptance_totals(steps)
-    return svg_chart("acceptance", (4.4, 2.6), totals, draw_acceptance) if totals else ""
+    return svg_chart("acceptance", (4.4, 2.6), totals, panels.draw_acceptance) if totals else ""
 
 
 def head_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of a refreshed head: the accepted share of its drafts, and the time of the refreshes."""
-    return svg_chart("head", (9.0, 2.3), steps, draw_head_acceptance, draw_head_cost) if has_head(steps) else ""
+    both = panels.draw_head_acceptance, panels.draw_head_cost
+    return svg_chart("head", (9.0, 2.3), steps, *both) if panels.has_head(steps) else ""
 
 
 def drain_chart(trace: Record) -> str:
@@ -96,8 +94,8 @@ def drain_chart(trace: Record) -> str:
     if not can_drain(whole):
         return ""
     if not drafts_by_name(whole):
-        return svg_chart("drain", (9.0, 2.2), whole, draw_drain)
-    return svg_chart("drain", (9.0, 3.4), whole, draw_drain, draw_drafts, heights=(1, 1))
+        return svg_chart("drain", (9.0, 2.2), whole, panels.draw_drain)
+    return svg_chart("drain", (9.0, 3.4), whole, panels.draw_drain, panels.draw_drafts, heights=(1, 1))
 
 
 def tail_chart(timelines: Sequence[Record]) -> str:
@@ -111,63 +109,42 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 def gap_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the absolute difference between the engine's and the trainer's log-probs, on a log scale."""
-    return (
-        svg_chart("gap", (4.4, 2.3), steps, draw_gap) if has_any(steps, "logprob_gap.max", "logprob_gap.mean") else ""
-    )
-
-
-def bench_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
-    _save_panel(path, (8.0, 0.9 + 0.3 * len(rows)), draw_bench, rows)
-
-
-def running_chart(rows: Sequence[Record], path: Path) -> None:
-    """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
-    _save_panel(path, (8.0, 4.2), draw_running, rows)
+    has_gap = has_any(steps, "logprob_gap.max", "logprob_gap.mean")
+    return svg_chart("gap", (4.4, 2.3), steps, panels.draw_gap) if has_gap else ""
 
 
 def run_picture(run_dir: Path, path: Path) -> None:
     """Writes a local run in one PNG: reward, rollout speedup and the drain of the last batch."""
     steps, traces = read_lines(run_dir / "metrics.jsonl"), read_lines(run_dir / "trace.jsonl")
-    panels: list[tuple[Draw, Any]] = []
+    drawings: list[tuple[Draw, Any]] = []
     if steps:
         if has_any(steps, "reward"):
-            panels.append((draw_reward, steps))
-        panels.append((draw_speedup if np.isfinite(speedups(steps)).any() else draw_seconds, steps))
+            drawings.append((panels.draw_reward, steps))
+        drawings.append((panels.draw_speedup if np.isfinite(speedups(steps)).any() else panels.draw_seconds, steps))
         if traces and can_drain(whole := whole_trace(traces[-1])):
-            panels.append((draw_drain, whole))
-    save_picture(panels, path)
+            drawings.append((panels.draw_drain, whole))
+    save_picture(drawings, path)
 
 
-def save_picture(panels: Sequence[tuple[Draw, Any]], path: Path) -> None:
+def save_picture(drawings: Sequence[tuple[Draw, Any]], path: Path) -> None:
     """Writes panels, each a function and its data, as a PNG with three panels in a row.
 
     The PNG is 1200 pixels wide and 420 pixels high for each row. Without panels it says that no step has finished.
     """
-    num_rows = max(1, math.ceil(len(panels) / PANELS_IN_ROW))
-    with matplotlib.rc_context(STYLE):
+    num_rows = max(1, math.ceil(len(drawings) / PANELS_IN_ROW))
+    with matplotlib.rc_context(panels.STYLE):
         figure = Figure((8.0, 2.8 * num_rows), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.08))
         FigureCanvasAgg(figure)
-        if panels:
-            axes = figure.subplots(num_rows, min(len(panels), PANELS_IN_ROW), squeeze=False).ravel()
-            for ax, (draw, data) in zip(axes, panels, strict=False):
+        if drawings:
+            axes = figure.subplots(num_rows, min(len(drawings), PANELS_IN_ROW), squeeze=False).ravel()
+            for ax, (draw, data) in zip(axes, drawings, strict=False):
                 draw(ax, data)
-            for ax in axes[len(panels) :]:
+            for ax in axes[len(drawings) :]:
                 ax.set_axis_off()
         else:
-            figure.text(0.5, 0.5, "no finished step yet", ha="center", color=GREY, fontsize=12)
+            figure.text(0.5, 0.5, "no finished step yet", ha="center", color=panels.GREY, fontsize=12)
         with replacing_file(path) as temporary:
             figure.savefig(temporary, dpi=DPI, format="png")
-
-
-def _save_panel(path: Path, size: tuple[float, float], draw: Draw, data: Any) -> None:
-    """Saves one panel as PNG and as SVG."""
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
-        figure = Figure(size, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw(figure.subplots(), data)
-        for suffix in (".png", ".svg"):
-            figure.savefig(path.with_suffix(suffix), dpi=DPI)
 
 
 def has_any(steps: Sequence[Record], *keys: str) -> bool:
@@ -175,26 +152,20 @@ def has_any(steps: Sequence[Record], *keys: str) -> bool:
     return any(np.isfinite(series(steps, key)).any() for key in keys)
 
 
-def svg_chart(
-    name: str,
-    size: tuple[float, float],
-    data: Any,
-    *draw: Draw,
-    heights: Sequence[float] = (),
-) -> str:
+def svg_chart(name: str, size: tuple[float, float], data: Any, *draw: Draw, heights: Sequence[float] = ()) -> str:
     """Returns an SVG of `size` inches with a panel for each of `draw`.
 
     The panels are side by side, or one below the other with relative `heights`. All ids start with `name`, so that several
     charts can share a page.
     """
     shape = (len(draw), 1) if heights else (1, len(draw))
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
+    with matplotlib.rc_context(panels.STYLE | {"svg.hashsalt": name}):
         figure = Figure(size, layout="constrained")
-        panels = figure.subplots(*shape, squeeze=False, sharex=bool(heights), height_ratios=heights or None).ravel()
-        for panel, draw_panel in zip(panels, draw, strict=True):
-            draw_panel(panel, data)
+        axes = figure.subplots(*shape, squeeze=False, sharex=bool(heights), height_ratios=heights or None).ravel()
+        for ax, draw_panel in zip(axes, draw, strict=True):
+            draw_panel(ax, data)
         if heights:
-            panels[0].set_xlabel("")
+            axes[0].set_xlabel("")
         buffer = io.StringIO()
         metadata: dict[str, Any] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)

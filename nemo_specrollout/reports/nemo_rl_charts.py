@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from nemo_specrollout.reports.chart_panels import (
+from nemo_specrollout.reports.charts import DPI, HOW_TO_READ, has_any, save_picture, svg_chart
+from nemo_specrollout.reports.panels import (
     BLUE,
     GREEN,
     GREY,
@@ -26,17 +27,16 @@ from nemo_specrollout.reports.chart_panels import (
     drafter_colour,
     draw_acceptance,
     draw_gaps,
+    draw_head_acceptance,
     draw_ratios,
     draw_reward,
+    head_acceptance,
     label_right,
     line_format,
     over_steps,
     stack_phases,
 )
-from nemo_specrollout.reports.charts import DPI, has_any, save_picture, svg_chart
-from nemo_specrollout.reports.head_panels import draw_head_acceptance, head_acceptance
-from nemo_specrollout.reports.nemo_rl_run import NemoRlRun
-from nemo_specrollout.reports.records import Record, acceptance_totals, series
+from nemo_specrollout.reports.records import NemoRlRun, Record, acceptance_totals, series
 
 HALF, WHOLE = (4.4, 2.5), (9.0, 2.3)
 """Sizes of charts with one and with two panels, inches."""
@@ -54,20 +54,54 @@ STEP_PHASES = {
 }
 """Phases of a step in the order of the stack, with colours. Each is recorded as `<phase>_s`."""
 CHARTS = {
-    "Reward": ("reward",),
-    "Loss": ("loss",),
-    "Speculation": ("speedup", "tokens"),
-    "Where a step's time goes": ("time",),
-    "Share of generation": ("share",),
-    "Acceptance by position": ("positions",),
-    "Acceptance, step by step": ("acceptance",),
-    "Engine against trainer": ("gap",),
-    "Staleness": ("staleness",),
-    "Draft head": ("head_acceptance", "head_age"),
-    "The tail": ("moves", "saved"),
-    "Remote drafters": ("drafts_in_time", "run_ahead"),
+    "Reward": (("reward",), HOW_TO_READ["Reward"]),
+    "Loss": (
+        ("loss",),
+        "The policy loss of a step, as NeMo-RL logs it.",
+    ),
+    "Speculation": (
+        ("speedup", "tokens"),
+        "Left: estimated seconds without drafts over measured seconds, from the step times of the engines. Right: "
+        "tokens that a request gains in an engine step, which is 1 without speculation, and drafts that are verified in the "
+        "step.",
+    ),
+    "Where a step's time goes": (
+        ("time",),
+        "NeMo-RL's timers, each bar a step; labels are means. Speculation shortens the blue part "
+        "only, which in asynchronous GRPO is the time for which the trainer waits.",
+    ),
+    "Share of generation": (
+        ("share",),
+        "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for "
+        "which it waits.",
+    ),
+    "Acceptance by position": (("positions",), HOW_TO_READ["Acceptance by position"]),
+    "Acceptance, step by step": (
+        ("acceptance",),
+        "Of each drafter's tokens, the share that equalled the policy's own token.",
+    ),
+    "Engine against trainer": (
+        ("gap",),
+        HOW_TO_READ["Engine against trainer"] + " Above the dashed line an alarm is raised.",
+    ),
+    "Staleness": (
+        ("staleness",),
+        "Training steps by which the policy that began a sample lags behind the trained one: for the samples that "
+        "ended in a step and, by NeMo-RL's count, for the samples that the step was trained on.",
+    ),
+    "Draft head": (("head_acceptance", "head_age"), HOW_TO_READ["Draft head"]),
+    "The tail": (
+        ("moves", "saved"),
+        "When an engine runs out of requests, requests of other engines move to it or are raced. All racers make the "
+        "same tokens, so the first to end delivers the response.",
+    ),
+    "Remote drafters": (
+        ("drafts_in_time", "run_ahead"),
+        "In time: share of the request steps with a draft, of those that wanted one. Wasted: share of all "
+        "drafts without use. Drafts at hand: at most as many as one step may take.",
+    ),
 }
-"""Charts in the order of the page: title -> names of panels."""
+"""Charts in the order of the page: title -> names of panels, explanation."""
 PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap", "share")
 """Panels of the picture, the most important first."""
 Draw = Callable[[Axes, Sequence[Record]], None]
@@ -190,15 +224,15 @@ def panels_of(run: NemoRlRun) -> dict[str, Draw]:
     return {name: draw for name, (draw, has_numbers) in panels.items() if has_numbers}
 
 
-def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, bool]]:
-    """Yields title and SVG of each chart, and whether it is as wide as the page, in the order of the page."""
+def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, str, bool]]:
+    """Yields the charts in the order of the page: title, SVG, explanation, and whether it is as wide as the page."""
     panels = panels_of(run)
-    for title, names in CHARTS.items():
+    for title, (names, how_to_read) in CHARTS.items():
         shown = [panels[name] for name in names if name in panels]
         if shown:
             id_prefix = "".join(letter for letter in title.lower() if letter.isalpha())
             is_wide = len(shown) > 1
-            yield title, svg_chart(id_prefix, WHOLE if is_wide else HALF, run.steps, *shown), is_wide
+            yield title, svg_chart(id_prefix, WHOLE if is_wide else HALF, run.steps, *shown), how_to_read, is_wide
 
 
 def picture(run: NemoRlRun, path: Path) -> None:

@@ -10,9 +10,7 @@ import yaml
 
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.reports.charts import has_any
-from nemo_specrollout.reports.head_panels import refreshes
 from nemo_specrollout.reports.nemo_rl_charts import charts_of, picture
-from nemo_specrollout.reports.nemo_rl_run import NemoRlRun
 from nemo_specrollout.reports.page import (
     alarm_list,
     card,
@@ -26,7 +24,8 @@ from nemo_specrollout.reports.page import (
     pair,
     table,
 )
-from nemo_specrollout.reports.records import Record, naming_damage, number, reward_window, series
+from nemo_specrollout.reports.panels import refreshes
+from nemo_specrollout.reports.records import NemoRlRun, Record, naming_damage, number, reward_window, series
 
 MOST_ROWS = 200
 """Rows of a table, and alarms in the list. A run in NeMo-RL may have thousands of steps."""
@@ -68,32 +67,6 @@ COLUMNS = {
     },
 }
 """Tables: title -> columns, each a heading (HTML) with the key of the step and a format."""
-
-HOW_TO_READ = {
-    "Reward": "The mean reward of a step's samples. Problems differ from step to step, so look at the bold line, a "
-    "running mean.",
-    "Loss": "The policy loss of a step, as NeMo-RL logs it.",
-    "Speculation": "Left: estimated seconds without drafts over measured seconds, from the step times of the engines. Right: "
-    "tokens that a request gains in an engine step, which is 1 without speculation, and drafts that are verified in the step.",
-    "Where a step's time goes": "NeMo-RL's timers, each bar a step; labels are means. Speculation shortens the blue part "
-    "only, which in asynchronous GRPO is the time for which the trainer waits.",
-    "Share of generation": "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for "
-    "which it waits.",
-    "Acceptance by position": "Of all tokens proposed at a position of a draft, the share that equalled the policy's "
-    "own token; small counts are noisy.",
-    "Acceptance, step by step": "Of each drafter's tokens, the share that equalled the policy's own token.",
-    "Engine against trainer": "How far the engine's log-prob of a sampled token is from the trainer's. A jump means that a "
-    "refit went wrong. Above the dashed line an alarm is raised.",
-    "Staleness": "Training steps by which the policy that began a sample lags behind the trained one: for the samples that "
-    "ended in a step and, by NeMo-RL's count, for the samples that the step was trained on.",
-    "Draft head": "A head knows one policy, and the policy moves: acceptance falls until a refreshed head is published. A "
-    "head that is not better than the one in service is refused.",
-    "The tail": "When an engine runs out of requests, requests of other engines move to it or are raced. All racers make the "
-    "same tokens, so the first to end delivers the response.",
-    "Remote drafters": "In time: share of the request steps with a draft, of those that wanted one. Wasted: share of all "
-    "drafts without use. Drafts at hand: at most as many as one step may take.",
-}
-"""Explanation of each chart."""
 
 
 def write_pages(folder: Path) -> tuple[Path, Path]:
@@ -188,8 +161,8 @@ def _drafters_card(run: NemoRlRun, last: Record) -> str:
 def _charts(run: NemoRlRun) -> Iterator[str]:
     """Yields the sections of charts. Narrow charts that follow one another share a row, two at a time."""
     narrow: list[str] = []
-    for title, svg, is_wide in charts_of(run):
-        section = chart(title, svg, HOW_TO_READ[title])
+    for title, svg, how_to_read, is_wide in charts_of(run):
+        section = chart(title, svg, how_to_read)
         section = _with_refreshes(run, section) if title == "Draft head" else section
         if is_wide or len(narrow) == 2:
             yield from [pair(*narrow)] if narrow else []

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from nemo_specrollout.reports.chart_panels import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, RED, SKY, dark, light
+from nemo_specrollout.reports.panels import BLUE, GREEN, GREY, INK, ORANGE, PALE, PINK, RED, SKY, dark, light
 from nemo_specrollout.reports.records import Record, number, series
 
 ENGINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, "#8c959f")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Panels of charts: each function draws one pair of axes.
+"""Panels of charts, and the figures of a draft head: each `draw_` function draws one pair of axes.
 
 The palette is Okabe and Ito's, whose colours differ for colour-blind readers too. A NaN is a gap in its line.
 """
@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
 
+from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
 from nemo_specrollout.reports.records import (
     Record,
     column,
@@ -204,63 +205,6 @@ def draw_gaps(
     label_right(ax, labels)
 
 
-def draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
-    at, speedup = np.arange(len(rows)), series(rows, "speedup_vs_plain")
-    low, high = series(rows, "speedup_low"), series(rows, "speedup_high")
-    ax.barh(at, np.nan_to_num(speedup), 0.66, color=[_bench_colour(r) for r in rows])
-    whiskers = np.isfinite(low) & np.isfinite(high)
-    ax.hlines(at[whiskers], low[whiskers], high[whiskers], color=INK, linewidth=1.2)
-    ax.axvline(1, color=INK, linewidth=1)
-    right = np.nanmax([1.0, *speedup, *high])
-    for i, row in enumerate(rows):
-        text = f"{speedup[i]:.2f}x" if np.isfinite(speedup[i]) else "not measured"
-        ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
-                    fontweight="bold" if row.get("mode") == "ours" else "normal",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-        equal, colour = _equality(row)
-        ax.annotate(equal, (1.0, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right", color=colour)
-    ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
-    ax.set_yticks(at, [{"stock": "stock vLLM"}.get(str(r.get("mode")), str(r.get("mode"))) for r in rows], color=INK)
-    ax.tick_params(axis="y", length=0)
-    ax.grid(False)
-    ax.spines["left"].set_visible(False)
-    ax.set_title("tokens equal to plain", loc="right", color=GREY)
-
-
-def draw_running(ax: Axes, rows: Sequence[Record]) -> None:
-    """Draws our modes in colours and the others in grey, each with its label at the right end."""
-    modes = [m for m in dict.fromkeys(str(r["mode"]) for r in rows) if m != "plain"]
-    own = [m for m in modes if m.startswith("ours")]
-    batches = sorted({int(r["batch"]) for r in rows})
-    labels = []
-    for mode in sorted(modes, key=own.__contains__):
-        of_mode = {int(r["batch"]): number(r, "speedup_vs_plain") for r in rows if r["mode"] == mode}
-        speedup = [of_mode.get(batch, math.nan) for batch in batches]
-        is_all = mode == "ours"
-        colour = BLUE if is_all else drafter_colour(1 + own.index(mode)) if mode in own else "#8c959f"
-        style: dict[str, Any] = {"linewidth": 2.6 if is_all else 1.6, "alpha": 1.0 if mode in own else 0.6}
-        ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
-        labels.append((speedup[-1], mode, colour))
-    ax.axhline(1, color=INK, linewidth=1)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(batches, [str(batch) for batch in batches])
-    ax.minorticks_off()
-    ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
-    label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
-
-
-def _equality(row: Record) -> tuple[str, str]:
-    """Returns text and colour for a row's equality with plain decoding."""
-    equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
-    if not math.isfinite(equal + total):
-        return "other samples" if "tokens_equal" in row else "", GREY
-    return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED
-
-
-def _bench_colour(row: Record) -> str:
-    return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
-
-
 def over_steps(ax: Axes, steps: Sequence[Record], title: str) -> None:
     """Sets title and x axis of a panel with a value for each step."""
     at = series(steps, "step")
@@ -306,3 +250,74 @@ def light(colour: str) -> str:
 def dark(colour: str) -> str:
     """Returns a darker colour for text, which needs more contrast than a filled shape."""
     return to_hex(tuple(0.75 * c for c in to_rgb(colour)))  # type: ignore[arg-type]
+
+
+def has_head(steps: Sequence[Record]) -> bool:
+    """Returns whether the run's head may be refreshed."""
+    return any("draft_refresh" in step for step in steps)
+
+
+def refreshes(steps: Sequence[Record]) -> list[tuple[Any, Record]]:
+    """Returns step and `draft_refresh` of each step after which a head was trained."""
+    return [(s["step"], s["draft_refresh"]) for s in steps if number(s, "draft_refresh.refresh_s") >= 0]
+
+
+def head_summary(steps: Sequence[Record]) -> dict[str, Any]:
+    """Returns the figures of a run's heads for `summary.json`.
+
+    They are the number of refreshes and of published heads, and the seconds of the refreshes and their share of the run.
+    The last is the share of the rollouts' time that keeping features took.
+    """
+    if not has_head(steps):
+        return {}
+    training_s, capture_s = (np.nansum(series(steps, f"draft_refresh.{k}")) for k in ("refresh_s", "capture_s"))
+    run_s = _seconds(steps).sum()
+    return {
+        "refreshes": len(refreshes(steps)),
+        "heads_published": sum(bool(r.get("published")) for _, r in refreshes(steps)),
+        "refresh_s": float(training_s),
+        "refresh_share": float(training_s / (run_s + training_s)),
+        "capture_share": float(capture_s / np.nansum(series(steps, "rollout_s"))),
+    }
+
+
+def head_acceptance(steps: Sequence[Record]) -> np.ndarray:
+    """Returns the accepted share of the head's drafts of each step, or NaN if none was verified."""
+    shares = []
+    for step in steps:
+        counts = [c for name, c in (step.get("acceptance") or {}).items() if name in MODEL_DRAFTERS]
+        proposed, accepted = (sum(sum(c[k]) for c in counts) for k in ("proposed", "accepted"))
+        shares.append(accepted / proposed if proposed else math.nan)
+    return np.array(shares)
+
+
+def _seconds(steps: Sequence[Record]) -> np.ndarray:
+    """Returns the seconds of each step without refreshes."""
+    return np.sum([np.nan_to_num(series(steps, f"{phase}_s")) for phase in PHASES], axis=0)
+
+
+def draw_head_acceptance(ax: Axes, steps: Sequence[Record]) -> None:
+    """Draws the accepted share over the run, with a dot for a published head and a cross for a refused one."""
+    at, shares = series(steps, "step"), head_acceptance(steps)
+    over_steps(ax, steps, "Accepted of the head's drafts")
+    ax.set_ylim(0, 1)
+    ax.plot(at, shares, color=BLUE, marker="." if len(steps) <= MAX_MARKERS else "")
+    for step, record in refreshes(steps):
+        published = bool(record.get("published"))
+        ax.plot([step], [0.04], "o" if published else "x", color=GREEN if published else RED, clip_on=False)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.annotate("\N{BLACK CIRCLE} published", (1.0, 1.02), xycoords="axes fraction", ha="right", color=GREEN)
+    ax.annotate("\N{MULTIPLICATION SIGN} refused", (0.72, 1.02), xycoords="axes fraction", ha="right", color=RED)
+
+
+def draw_head_cost(ax: Axes, steps: Sequence[Record]) -> None:
+    """Draws the share of the run's time so far that training heads took."""
+    at = series(steps, "step")
+    training_s = np.nan_to_num(series(steps, "draft_refresh.refresh_s")).cumsum()
+    share = training_s / np.maximum(_seconds(steps).cumsum() + training_s, 1e-9)
+    over_steps(ax, steps, "Time of refreshes, of the run so far")
+    ax.fill_between(at, share, color=BLUE, alpha=0.25, linewidth=0)
+    ax.plot(at, share, color=BLUE)
+    ax.set_ylim(0, max(0.25, float(share.max()) * 1.2))
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.annotate(f"{share[-1]:.1%}", (at[-1], share[-1]), (0, 5), textcoords="offset points", ha="right", color=GREY)

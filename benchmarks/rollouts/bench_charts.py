@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Charts of benchmarks: speedup over plain decoding of each row, and by running requests. Each is saved as PNG and SVG."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from nemo_specrollout.reports.charts import DPI
+from nemo_specrollout.reports.panels import BLUE, GREY, INK, PALE, RED, STYLE, drafter_colour, label_right
+from nemo_specrollout.reports.records import Record, number, series
+
+
+def bench_chart(rows: Sequence[Record], path: Path) -> None:
+    """Saves the speedup over plain of each row of a `bench.json` as PNG and as SVG, whatever suffix `path` has."""
+    _save_panel(path, (8.0, 0.9 + 0.3 * len(rows)), _draw_bench, rows)
+
+
+def running_chart(rows: Sequence[Record], path: Path) -> None:
+    """Saves the speedup over plain by running requests, a line for each mode of a `bench_constant.json`, as PNG and SVG."""
+    _save_panel(path, (8.0, 4.2), _draw_running, rows)
+
+
+def _save_panel(path: Path, size: tuple[float, float], draw: Callable[[Axes, Any], None], data: Any) -> None:
+    """Saves one panel as PNG and as SVG."""
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "path"}):
+        figure = Figure(size, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.subplots(), data)
+        for suffix in (".png", ".svg"):
+            figure.savefig(path.with_suffix(suffix), dpi=DPI)
+
+
+def _draw_bench(ax: Axes, rows: Sequence[Record]) -> None:
+    at, speedup = np.arange(len(rows)), series(rows, "speedup_vs_plain")
+    low, high = series(rows, "speedup_low"), series(rows, "speedup_high")
+    ax.barh(at, np.nan_to_num(speedup), 0.66, color=[_bench_colour(r) for r in rows])
+    whiskers = np.isfinite(low) & np.isfinite(high)
+    ax.hlines(at[whiskers], low[whiskers], high[whiskers], color=INK, linewidth=1.2)
+    ax.axvline(1, color=INK, linewidth=1)
+    right = np.nanmax([1.0, *speedup, *high])
+    for i, row in enumerate(rows):
+        text = f"{speedup[i]:.2f}x" if np.isfinite(speedup[i]) else "not measured"
+        ax.annotate(text, (np.nanmax([0, speedup[i], high[i]]), i), (5, 0), textcoords="offset points", va="center",
+                    fontweight="bold" if row.get("mode") == "ours" else "normal",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+        equal, colour = _equality(row)
+        ax.annotate(equal, (1.0, i), xycoords=ax.get_yaxis_transform(), va="center", ha="right", color=colour)
+    ax.set(xlim=(0, right * 1.4), ylim=(len(rows) - 0.4, -0.6), xlabel="speedup of the rollout over plain decoding (x)")
+    ax.set_yticks(at, [{"stock": "stock vLLM"}.get(str(r.get("mode")), str(r.get("mode"))) for r in rows], color=INK)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.set_title("tokens equal to plain", loc="right", color=GREY)
+
+
+def _draw_running(ax: Axes, rows: Sequence[Record]) -> None:
+    """Draws our modes in colours and the others in grey, each with its label at the right end."""
+    modes = [m for m in dict.fromkeys(str(r["mode"]) for r in rows) if m != "plain"]
+    own = [m for m in modes if m.startswith("ours")]
+    batches = sorted({int(r["batch"]) for r in rows})
+    labels = []
+    for mode in sorted(modes, key=own.__contains__):
+        of_mode = {int(r["batch"]): number(r, "speedup_vs_plain") for r in rows if r["mode"] == mode}
+        speedup = [of_mode.get(batch, math.nan) for batch in batches]
+        is_all = mode == "ours"
+        colour = BLUE if is_all else drafter_colour(1 + own.index(mode)) if mode in own else "#8c959f"
+        style: dict[str, Any] = {"linewidth": 2.6 if is_all else 1.6, "alpha": 1.0 if mode in own else 0.6}
+        ax.plot(batches, speedup, "o-" if mode in own else "o--", color=colour, **style)
+        labels.append((speedup[-1], mode, colour))
+    ax.axhline(1, color=INK, linewidth=1)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(batches, [str(batch) for batch in batches])
+    ax.minorticks_off()
+    ax.set(xlabel="running requests", ylabel="speedup over plain decoding (x)", ylim=(0, None))
+    label_right(ax, [(y, text, colour) for y, text, colour in labels if math.isfinite(y)])
+
+
+def _equality(row: Record) -> tuple[str, str]:
+    """Returns text and colour for a row's equality with plain decoding."""
+    equal, total = number(row, "tokens_equal"), number(row, "tokens_total")
+    if not math.isfinite(equal + total):
+        return "other samples" if "tokens_equal" in row else "", GREY
+    return f"{equal:,.0f} of {total:,.0f}", INK if equal == total else RED
+
+
+def _bench_colour(row: Record) -> str:
+    return {"ours": BLUE, "plain": "#8c959f", "stock": PALE}.get(str(row.get("mode")), "#a8cbe4")
