@@ -2,6 +2,8 @@
 """Simulated RL steps, and comparisons of variants: features added one by one, or a run as configured, against plain.
 
 A step is synchronous, or asynchronous with a lag and separate GPUs for each side.
+
+Shapes: R requests, T steps, B requests of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ import numpy as np
 
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
-from nemo_specrollout.simulation.event_loop import RolloutResult
+from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
 from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import APART, AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 
@@ -42,11 +44,7 @@ class StepResult:
 
 def simulate_step(setting: Setting) -> StepResult:
     """Simulates a step of the setting."""
-    if setting.fleet.scenario.training.mode == "sync":
-        return _synchronous(setting)
-    run = _AsynchronousRun(setting)
-    run.train_all()
-    return run.result()
+    return _synchronous(setting) if setting.fleet.scenario.training.mode == "sync" else _asynchronous(setting)
 
 
 def _synchronous(setting: Setting) -> StepResult:
@@ -66,84 +64,57 @@ def _with_generation(parts_s: Mapping[str, float], generate_s: float) -> dict[st
     return {"data": parts_s["data"], "prepare": parts_s["prepare"], "generate": generate_s, **parts_s}
 
 
-class _AsynchronousRun:
-    """Asynchronous run: batch j may start once the weights are at most `lag` versions old for it, i.e. version j - lag.
+def _asynchronous(setting: Setting) -> StepResult:
+    """Simulates overlapping steps, and returns the means over the later half of them.
 
-    Owns when each batch began, was complete, and was trained.
+    The last few do not count, because they have no generation beside them. Batches that began together end together, so
+    steps differ in a cycle of that many batches. Whole cycles count.
     """
+    cluster, training = setting.fleet.scenario.cluster, setting.fleet.scenario.training
+    requests = setting.requests(training.num_steps)
+    rollout = setting.rollout(requests)
+    length_TB = requests.length_R.reshape(training.num_steps, -1)
+    parts_T = [setting.parts_s(int(length_B.sum()), len(length_B)) for length_B in length_TB]
+    ahead = min(training.lag, (training.buffer_batches or training.lag + 1) - 1)
+    generated_s_T, waited_s_T, trained_s_T = _train_all(rollout, [sum(parts.values()) for parts in parts_T], ahead)
+    cycle, last = ahead + 1, training.num_steps - ahead
+    first = last - max(1, last // 2 // cycle) * cycle
+    parts_s = {name: float(np.mean([parts[name] for parts in parts_T[first:last]])) for name in parts_T[0]}
+    waited_s = float(waited_s_T[first:last].mean())
+    result = rollout.result()
+    idle_training = waited_s / (waited_s + sum(parts_s.values()))
+    idle_generating = result.idle_share_between(float(trained_s_T[first - 1]), float(trained_s_T[last - 1]))
+    idle_gpus = cluster.generating_gpus * idle_generating + cluster.training_gpus * idle_training
+    rollout_s = float(generated_s_T[first:last].mean())
+    parts_s = _with_generation(parts_s, waited_s)
+    return StepResult(setting.variant.name, parts_s, rollout_s, idle_gpus / cluster.num_gpus, result)
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        training = setting.fleet.scenario.training
-        self.num_steps = num = training.num_steps
-        self.requests = setting.requests(num)
-        self.rollout = setting.rollout(self.requests)
-        self.size = len(self.requests.length_R) // num
-        buffer = training.buffer_batches or training.lag + 1
-        self.ahead = min(training.lag, buffer - 1)
-        self.left = np.full(num, self.size)
-        self.began_s, self.complete_s, self.waited_s, self.trained_s = (np.zeros(num) for _ in range(4))
-        self.parts_s = [self._parts_s(batch) for batch in range(num)]
 
-    def train_all(self) -> None:
-        """Trains batch after batch. After each, starts the next batch within the lag."""
-        for batch in range(1 + self.ahead):
-            self._begin(batch)
-        free_s = 0.0
-        for batch in range(self.num_steps):
-            self._generate(batch)
-            begin_s = max(free_s, float(self.complete_s[batch]))
-            self.waited_s[batch] = begin_s - free_s
-            free_s = self.trained_s[batch] = begin_s + sum(self.parts_s[batch].values())
-            self.rollout.run(free_s, on_end=self._ended)
-            self._begin(batch + 1 + self.ahead)
+def _train_all(rollout: Rollout, train_s_T: list[float], ahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Trains batch after batch, while up to `ahead` later ones generate: batch j starts with policy version j - `ahead`.
 
-    def result(self) -> StepResult:
-        """Returns the means over the counted steps."""
-        first, last = self._counted()
-        counted = slice(first, last)
-        parts_s = {name: float(np.mean([p[name] for p in self.parts_s[counted]])) for name in self.parts_s[0]}
-        waited_s = float(self.waited_s[counted].mean())
-        rollout_s = float((self.complete_s - self.began_s)[counted].mean())
-        result = self.rollout.result()
-        begin_s, end_s = float(self.trained_s[first - 1]), float(self.trained_s[last - 1])
-        idle_training = waited_s / (waited_s + sum(parts_s.values()))
-        idle_share = self._idle_share(result.idle_share_between(begin_s, end_s), idle_training)
-        return StepResult(self.setting.variant.name, _with_generation(parts_s, waited_s), rollout_s, idle_share, result)
-
-    def _counted(self) -> tuple[int, int]:
-        """Returns the range of counted steps: the later half, without the last few that have no generation beside them.
-
-        Batches that began together end together, so steps differ in a cycle of that many batches. Whole cycles count.
-        """
-        cycle = self.ahead + 1
-        last = self.num_steps - self.ahead
-        return last - max(1, last // 2 // cycle) * cycle, last
-
-    def _begin(self, batch: int) -> None:
-        if batch < self.num_steps:
-            self.began_s[batch] = self.rollout.now_s
-            requests = np.arange(batch * self.size, (batch + 1) * self.size)
-            self.rollout.start(requests, in_shards(self.size, len(self.rollout.engines)))
-
-    def _generate(self, batch: int) -> None:
-        """Runs until the last request of a batch has ended, which may be past already."""
-        self.rollout.run(stop=lambda: self.left[batch] == 0, on_end=self._ended)
-
-    def _ended(self, request: int, now_s: float) -> None:
-        batch = request // self.size
-        self.left[batch] -= 1
-        if not self.left[batch]:
-            self.complete_s[batch] = now_s
-
-    def _parts_s(self, batch: int) -> dict[str, float]:
-        lengths = self.requests.length_R[batch * self.size : (batch + 1) * self.size]
-        return self.setting.parts_s(int(lengths.sum()), self.size)
-
-    def _idle_share(self, idle_generating: float, idle_training: float) -> float:
-        cluster = self.setting.fleet.scenario.cluster
-        idle_gpus = cluster.generating_gpus * idle_generating + cluster.training_gpus * idle_training
-        return idle_gpus / cluster.num_gpus
+    Returns for each batch the seconds of its generation, the seconds that training waited for it, and the moment when it was
+    trained.
+    """
+    requests_TB = np.arange(len(rollout.end_R)).reshape(len(train_s_T), -1)
+    engine_B = in_shards(requests_TB.shape[1], len(rollout.engines))
+    generated_s_T, waited_s_T, trained_s_T = np.zeros((3, len(train_s_T)))
+    began_s: list[float] = []
+    for requests_B in requests_TB[: 1 + ahead]:
+        rollout.start(requests_B, engine_B)
+        began_s.append(0.0)
+    free_s = 0.0
+    for step, requests_B in enumerate(requests_TB):
+        rollout.run(until_ended=requests_B)
+        complete_s = float(rollout.end_R[requests_B].max())
+        begin_s = max(free_s, complete_s)
+        generated_s_T[step], waited_s_T[step] = complete_s - began_s[step], begin_s - free_s
+        free_s = trained_s_T[step] = begin_s + train_s_T[step]
+        rollout.run(free_s)
+        if len(began_s) < len(requests_TB):
+            rollout.start(requests_TB[len(began_s)], engine_B)
+            began_s.append(rollout.now_s)
+    return generated_s_T, waited_s_T, trained_s_T
 
 
 DECOUPLED, MOVING, RACING = "decoupled", "moving", "racing"

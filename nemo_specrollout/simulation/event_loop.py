@@ -6,7 +6,7 @@ Shapes: R requests, B requests of an engine, N spans, T moments.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,7 +101,6 @@ class Rollout:
         """Tokens that an attempt took over when it began."""
         self._made: dict[int, float] = defaultdict(float)
         """Tokens that ended attempts at a request have made."""
-        self._on_end: Callable[[int, float], None] | None = None
 
     def start(self, requests_R: np.ndarray, engine_R: np.ndarray) -> None:
         """Starts requests now, each on its engine. Requests without a slot wait there."""
@@ -112,14 +111,11 @@ class Rollout:
             self._admit(engine)
             self._plan(engine)
 
-    def run(
-        self, until_s: float = np.inf, stop: Callable[[], bool] = lambda: False,
-        on_end: Callable[[int, float], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Runs until all requests have ended, until `until_s`, or until `stop()`. Calls `on_end(request, seconds)` for
-        each."""
-        self._on_end = on_end
-        while self._queue and self._queue[0][0] <= until_s and not stop():
+    def run(self, until_s: float = np.inf, until_ended: np.ndarray | None = None) -> None:
+        """Runs until all requests have ended, until `until_s`, or until the requests `until_ended` have ended."""
+        while self._queue and self._queue[0][0] <= until_s:
+            if until_ended is not None and np.isfinite(self.end_R[until_ended]).all():
+                break
             end_s, index, plan_number = heapq.heappop(self._queue)
             if plan_number == self.engines[index].plan_number:
                 self.now_s = end_s
@@ -161,8 +157,6 @@ class Rollout:
         self._num_wasted += self._made.pop(request) - length
         if self.tail is not None:
             self.tail.ended(int(self.workload.prompt_R[request]), length)
-        if self._on_end is not None:
-            self._on_end(request, self.now_s)
 
     def _take_away(self, engine: SimulatedEngine, request: int) -> None:
         """Ends an attempt before its request ends."""
@@ -211,7 +205,8 @@ class Rollout:
         stopped = {index for _, index in decision.stops}
         furthest = {r: self._furthest(r) for r, _ in decision.starts}
         for request, index in decision.stops:
-            self._stop(request, self.engines[index])
+            self._attempts[request].discard(index)
+            self._take_away(self.engines[index], request)
         for request, index in decision.starts:
             self._move_to(request, self.engines[index], furthest[request])
             self._changes.append(TailChange(self.now_s, is_race=request not in moved))
@@ -220,15 +215,8 @@ class Rollout:
             self._plan(self.engines[index])
 
     def _furthest(self, request: int) -> float:
-        tokens = [0.0]
-        for index in self._attempts[request]:
-            engine = self.engines[index]
-            tokens.append(float(engine.tokens_at(self.now_s)[engine.requests_B == request][0]))
-        return max(tokens)
-
-    def _stop(self, request: int, engine: SimulatedEngine) -> None:
-        self._attempts[request].discard(engine.index)
-        self._take_away(engine, request)
+        engines = [self.engines[index] for index in self._attempts[request]]
+        return max((float(e.tokens_at(self.now_s)[e.requests_B == request][0]) for e in engines), default=0.0)
 
     def _move_to(self, request: int, engine: SimulatedEngine, num_tokens: float) -> None:
         engine.advance(self.now_s)

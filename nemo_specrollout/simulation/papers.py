@@ -77,13 +77,10 @@ def k_sweep() -> Iterator[Cell]:
     for scenario, sweep in paper.items():
         for k, (length, speedup) in sweep.items():
             plain, step = _step(scenario, PLAIN), _step(scenario, FIXED, f"drafting.k={k}")
-            predicted = step.rollout.num_tokens / step.rollout.num_request_steps
-            is_input = k == 3 or (scenario == ZERO and k == 5)
-            yield _cell(
-                "k sweep", f"{scenario} k={k} length", INPUT if k == 3 else PREDICTION, length, predicted, "tokens"
-            )
-            role = INPUT if is_input and scenario == ZERO else PREDICTION
-            yield _cell("k sweep", f"{scenario} k={k} rollout", role, speedup, plain.rollout_s / step.rollout_s)
+            predicted, name = step.rollout.num_tokens / step.rollout.num_request_steps, f"{scenario} k={k}"
+            yield _cell("k sweep", f"{name} length", INPUT if k == 3 else PREDICTION, length, predicted, "tokens")
+            role = INPUT if scenario == ZERO and k in (3, 5) else PREDICTION
+            yield _cell("k sweep", f"{name} rollout", role, speedup, plain.rollout_s / step.rollout_s)
 
 
 def draft_table() -> Iterator[Cell]:
@@ -95,8 +92,8 @@ def draft_table() -> Iterator[Cell]:
     for scenario, rows in paper.items():
         for name, (length, speedup) in rows.items():
             method = f"drafting.methods=[{{name: eagle3, acceptance_length: {length}, at_k: 3}}]"
-            plain, step = _step(scenario, PLAIN), _step(scenario, FIXED, method)
-            yield _cell("drafts", f"{scenario} {name}", PREDICTION, speedup, plain.rollout_s / step.rollout_s)
+            gain = _step(scenario, PLAIN).rollout_s / _step(scenario, FIXED, method).rollout_s
+            yield _cell("drafts", f"{scenario} {name}", PREDICTION, speedup, gain)
 
 
 def asynchronous() -> Iterator[Cell]:
@@ -128,20 +125,22 @@ def projections() -> Iterator[Cell]:
 def specactor() -> Iterator[Cell]:
     """Yields SpecActor's ranges over its traces, compared with the trace that resembles DAPO."""
     plain, vanilla = _step(DAPO, PLAIN), _step(DAPO, FIXED)
-    yield Cell("SpecActor", "plain: idle share of the rollout", INPUT, 0.45, 0.55, plain.rollout.idle_share, "")
-    yield Cell("SpecActor", "plain: rollout's share of a step", INPUT, 0.7, 0.8, plain.rollout_s / plain.step_s, "")
-    yield Cell("SpecActor", "vanilla: rollout over plain", INPUT, 1.1, 1.2, plain.rollout_s / vanilla.rollout_s)
+    figures = [
+        ("plain: idle share of the rollout", INPUT, 0.45, 0.55, plain.rollout.idle_share, ""),
+        ("plain: rollout's share of a step", INPUT, 0.7, 0.8, plain.rollout_s / plain.step_s, ""),
+        ("vanilla: rollout over plain", INPUT, 1.1, 1.2, plain.rollout_s / vanilla.rollout_s, "x"),
+    ]
     for variant in (_MOVING, _RACING):
-        step = _simulate(DAPO, variant, ())
-        name, ratio = variant.name, plain.rollout_s / step.rollout_s
-        yield Cell("SpecActor", f"{name}: rollout over plain", PREDICTION, 2.0, 2.7, ratio)
-        yield Cell(
-            "SpecActor", f"{name}: rollout over vanilla", PREDICTION, 1.1, 2.6, vanilla.rollout_s / step.rollout_s
-        )
-        yield Cell("SpecActor", f"{name}: step over plain", PREDICTION, 1.4, 2.3, plain.step_s / step.step_s)
+        step, name = _simulate(DAPO, variant, ()), variant.name
+        figures += [
+            (f"{name}: rollout over plain", PREDICTION, 2.0, 2.7, plain.rollout_s / step.rollout_s, "x"),
+            (f"{name}: rollout over vanilla", PREDICTION, 1.1, 2.6, vanilla.rollout_s / step.rollout_s, "x"),
+            (f"{name}: step over plain", PREDICTION, 1.4, 2.3, plain.step_s / step.step_s, "x"),
+        ]
     costs, context = Fleet(read_scenario(DAPO, [])).costs(0), 1500.0
     ratio = float(costs.step_s(256, 256.0, context)) / float(costs.step_s(128, 128.0, context))
-    yield _cell("SpecActor", "verification of 256 over 128", PREDICTION, 1.4, ratio)
+    figures.append(("verification of 256 over 128", PREDICTION, 1.4, 1.4, ratio, "x"))
+    yield from (Cell("SpecActor", *figure) for figure in figures)
 
 
 def _cell(table: str, name: str, role: str, paper: float, predicted: float, unit: str = "x") -> Cell:

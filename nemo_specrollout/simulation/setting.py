@@ -174,10 +174,8 @@ class Variant:
     name: str
     speculation: str = PLAIN
     """Kind of drafting, as in `Fleet.speculation`."""
-
     tail: FastestOfNConfig | None = None
     """Config of the straggler policy; None if each engine keeps its share."""
-
     is_split: bool = False
     """Whether each engine drafts by its own method even without races. Otherwise all use the first method."""
 

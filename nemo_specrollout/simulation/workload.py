@@ -32,13 +32,10 @@ class LengthConfig:
 
     median: float = bounded(above=0.0)
     """Median before the cap."""
-
     sigma: float = bounded(low=0.0, high=3.0)
     """Standard deviation of the logarithm before the cap."""
-
     max_tokens: int = bounded(low=1)
     """Maximum length, like `max_new_tokens`."""
-
     group_share: float = bounded(0.5, low=0.0, high=1.0)
     """Share of the variance between prompts; the rest is between samples of a prompt."""
 

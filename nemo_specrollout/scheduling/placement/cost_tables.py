@@ -25,10 +25,8 @@ class CostCurve:
 
     size: int = bounded(low=1)
     """Threads or GPUs of the engine."""
-
     counts: tuple[int, ...] = bounded(low=1)
     """Measured amounts of work, ascending: rows of a verifier's step, or requests of a drafter's step."""
-
     seconds: tuple[float, ...] = bounded(above=0.0)
     """Seconds of one step, for each of `counts`."""
 
@@ -67,25 +65,18 @@ class CostTables:
 
     device: str
     """Description of the measured device."""
-
     policy: str
     """Folder or name of the policy."""
-
     draft_model: str
     """Folder or name of the draft model."""
-
     verify_s: tuple[CostCurve, ...]
     """Seconds of a step of the policy's engine by rows (requests and their draft tokens). One curve for each size."""
-
     unit: str = choice("thread", "GPU")
     """Unit of sizes."""
-
     draft_s: tuple[CostCurve, ...] = ()
     """Seconds in which a separate drafter makes one token for each request, by requests. One curve for each size."""
-
     coupled_draft_s: tuple[CostCurve, ...] = ()
     """Seconds of one draft token for each request in the policy's own engine, by requests. One curve for each size."""
-
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
     """Version of the file format."""
 

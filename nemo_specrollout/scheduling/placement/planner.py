@@ -38,44 +38,31 @@ class Option:
 
     mode: str
     """`plain`, `coupled` (the verifier's engine drafts itself) or `decoupled`."""
-
     verifier_size: int
     """Threads or GPUs of a verifier."""
-
     drafter_size: int
     """Threads or GPUs of a separate drafter; 0 without one."""
-
     num_groups: int
     """Groups side by side."""
-
     batch: int
     """Requests of the largest group."""
-
     k: int
     """Maximum draft tokens of a request in a step."""
-
     window: int
     """Draft tokens that a drafter may be ahead; k if it is coupled."""
-
     step_s: float
     """Seconds of a step, including coupled drafting."""
-
     tokens_per_step: float
     """Tokens that a request emits in a step."""
-
     num_submitted: float
     """Mean draft tokens of a request in a step."""
-
     occupancy: float
     """Share of a request's steps that have a draft."""
-
     bottleneck: str
     """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would
     bring a tenth more tokens a second. In a coupled engine, it is the part that takes more of the step."""
-
     tokens_per_s: float
     """Tokens a second of all requests, at the speed of the largest group."""
-
     speedup: float = 1.0
     """Speed relative to the best plain option on the same devices."""
 

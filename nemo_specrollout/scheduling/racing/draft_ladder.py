@@ -58,19 +58,14 @@ class Rung:
 
     task: str
     """Name of the task, or `any`."""
-
     method: str
     """Types of the drafters, joined by +; `plain` without drafters."""
-
     batches: tuple[int, ...] = bounded(low=1)
     """Numbers of requests in the engine, ascending."""
-
     tokens_per_s: tuple[float, ...] = bounded(above=0.0)
     """Tokens a second of each request."""
-
     weights_s: tuple[float, ...] = bounded(above=0.0)
     """Request seconds behind each measurement."""
-
     acceptance: float = bounded(0.0, low=0.0, high=1.0)
     """Share of verified draft tokens that were accepted. For information only."""
 
@@ -91,16 +86,12 @@ class LadderFile:
 
     device: str
     """Description of the machine."""
-
     policy: str
     """Folder or name of the policy."""
-
     prefill_s_per_token: float = bounded(above=0.0)
     """Prefill seconds for each token."""
-
     rungs: tuple[Rung, ...] = ()
     """Measurements by task; the fastest method with one request first."""
-
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
     """Version of the file format."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine decodes which request: the dispatch at the start of a rollout, and the straggler policy later.
+"""Assignment of requests to engines: the dispatch at the start of a rollout, and the straggler policy later.
 
 The policy decides which requests move to another engine, which are raced by several, and which racers give up.
 All engines produce the same tokens for a request, so the first engine to finish has *the* response. The policy is therefore

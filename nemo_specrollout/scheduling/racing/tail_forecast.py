@@ -39,10 +39,8 @@ class Assignment:
 
     engine_R: np.ndarray
     """Engine of each request under way, int64."""
-
     num_tokens_R: np.ndarray
     """Response tokens that the engine had reported, int64."""
-
     reported_s_E: np.ndarray
     """Time of each engine's latest report, seconds by any clock, float64."""
 
@@ -72,31 +70,22 @@ class TailObservation:
 
     num_tokens_R: np.ndarray
     """Tokens of prompt and response in the furthest attempt, int64."""
-
     remaining_R: np.ndarray
     """Expected tokens from there to the end, float64."""
-
     speed_RM: np.ndarray
     """Decode speed of a request under each method, relative to a typical request, float64."""
-
     doubt_RM: np.ndarray
     """Standard deviation of the logarithm of `speed_RM`, float64."""
-
     request_A: np.ndarray
     """Request of each attempt, int64."""
-
     engine_A: np.ndarray
     """Engine of each attempt, int64."""
-
     lag_A: np.ndarray
     """Tokens by which an attempt is behind the furthest attempt of its request, int64."""
-
     method_E: np.ndarray
     """Draft method of each engine, int64."""
-
     capacity_E: np.ndarray
     """Maximum number of requests of each engine, int64; 0 for a dead engine."""
-
     handover_s: float = 0.0
     """Seconds from a decision until an engine begins with a new request."""
 
