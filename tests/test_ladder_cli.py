@@ -11,8 +11,8 @@ from conftest import QUICKSTART, ROOT, STEP_ADDER
 from rich.console import Console
 from test_plan_cli import NEMO_RL, refused
 
-from nemo_specrollout.cli.ladder import ladder_table
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.cli.measure import ladder_table
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DraftModelDrafterConfig, Eagle3DrafterConfig, NgramDrafterConfig
 from nemo_specrollout.config.load import load_config

@@ -67,7 +67,7 @@ COMMANDS = (
     Command(
         "bench",
         "the same rollouts with and without speculation, interleaved",
-        "bench.bench",
+        "measure.bench",
         _RUN,
         in_scratch_folder=True,
     ),
@@ -116,7 +116,7 @@ COMMANDS = (
     Command(
         "profile",
         "measures on this CPU the times that `plan` needs",
-        "profile.profile",
+        "measure.profile",
         (
             *_RUN,
             Flag("--out", "FILE", "file for the measured times, JSON", type=Path, required=True),
@@ -128,7 +128,7 @@ COMMANDS = (
     Command(
         "ladder",
         "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
-        "ladder.ladder",
+        "measure.ladder",
         (
             *_RUN,
             Flag("--out", "FILE", "file for the ladder, JSON", type=Path, required=True),
@@ -164,7 +164,7 @@ COMMANDS = (
     Command(
         "report",
         "writes report.html and picture.png of a run directory again, also while it runs",
-        "report.report",
+        "run.report",
         (Flag("run_dir", "RUN_DIR", "the logger.log_dir of a run, local or in NeMo-RL", type=Path),),
     ),
     Command(

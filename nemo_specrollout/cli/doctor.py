@@ -131,7 +131,7 @@ def _counts(found: Iterable[Diagnosis]) -> dict[str, int]:
 
 def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
     """Prints a section as a table. Neighbours with the same result share a row."""
-    console.print(f"\n{section}", style="bold", markup=False)
+    console.print(f"\n{section}", style="bold")
     boxed = console.is_terminal
     table = Table(box=box.ROUNDED if boxed else None, pad_edge=boxed, show_header=False)
     for ratio in (None, 3, 5):
@@ -147,9 +147,9 @@ def _show(console: Console, section: str, diagnoses: list[Diagnosis]) -> None:
 
 def _conclude(console: Console, found: list[Diagnosis], file: Path | None) -> int:
     counts = _counts(found)
-    console.print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()), markup=False)
+    console.print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
     if file is not None:
-        console.print(f"written to {file}", markup=False)
+        console.print(f"written to {file}")
     elif counts[State.FAIL]:
-        console.print("for a bug report: give --json FILE, and attach the file", markup=False)
+        console.print("for a bug report: give --json FILE, and attach the file")
     return EXIT_FAILED if counts[State.FAIL] else 0

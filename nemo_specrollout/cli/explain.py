@@ -80,13 +80,13 @@ def _subject(tree: dict[str, Any]) -> Subject:
 
 
 def _section(console: Console, title: str, lines: Any) -> None:
-    console.print(f"\n{title}", style="bold", markup=False)
+    console.print(f"\n{title}", style="bold")
     _print(console, lines)
 
 
 def _print(console: Console, lines: Any) -> None:
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
     if parsed.profile is not None:
         show_plan(subject.tree, parsed.profile, {"acceptance": DEFAULT_ACCEPTANCE}, console)
     else:
-        console.print("what would be best: unknown without --profile", markup=False)
+        console.print("what would be best: unknown without --profile")
     if expected is not None:
         _show_window(expected.scenario, subject.block, console)
     _section(console, "Racing", _racing_lines(subject.block, expected))

@@ -59,7 +59,7 @@ def show_plan(tree: dict[str, Any], profile: Path, flags: Mapping[str, Any], con
     tables = CostTables.read(profile, "--profile")
     placement = place(tables, request.batch, request.devices, request.acceptance, request.max_k, request.max_groups)
     for line in _lines(placement, tables, request):
-        console.print(line, markup=False)
+        console.print(line)
     console.print(_table(placement, tables, boxed=console.is_terminal))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-specrollout run`: a GRPO run, resumable, with a report however it ends."""
+"""`nemo-specrollout run` and `report`: a GRPO run, resumable, with a report however it ends."""
 
 import argparse
 import time
@@ -30,6 +30,30 @@ def run(parsed: argparse.Namespace) -> int:
     return _run_local(tree)
 
 
+def report(parsed: argparse.Namespace) -> int:
+    """Writes `report.html` and `picture.png` of a local run or a run in NeMo-RL, also while it runs; prints their paths.
+
+    Raises ConfigError if the folder is no run directory.
+    """
+    run_dir = parsed.run_dir
+    try:
+        if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
+            from nemo_specrollout.local.results import write_pages as write_local_pages
+
+            page, picture = write_local_pages(run_dir)
+        else:
+            from nemo_specrollout.reports.records import find_folder
+
+            folder = find_folder(run_dir)  # before the charts' packages, which may be missing, are imported
+            from nemo_specrollout.reports.nemo_rl_page import write_pages
+
+            page, picture = write_pages(folder)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a report needs {error.name}, which is not installed: pip install {error.name}") from error
+    print(f"report  {page}\npicture {picture}")
+    return 0
+
+
 def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
     """Runs NeMo-RL's own script with our block in effect. It resumes from `checkpointing.checkpoint_dir`."""
     for finding in prepare_nemo_rl(tree):
@@ -50,6 +74,7 @@ def _run_local(tree: dict[str, Any]) -> int:
     use_threads(prepared.config.cluster.threads)
     prepared = place_drafter(prepared)
     from nemo_specrollout.local.progress import Progress
+    from nemo_specrollout.local.results import results_are_of, write_results
     from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
 
     config, progress = prepared.config, Progress()
@@ -57,7 +82,9 @@ def _run_local(tree: dict[str, Any]) -> int:
     try:
         directory = RunDirectory.open(path, prepared.tree, config.grpo.max_num_steps)
     except CompleteRun as error:
-        _complete_report(path, error.num_steps, progress)
+        if not results_are_of(path, error.num_steps):  # it was killed before its report was written
+            write_results(path, None, completed=True)
+            progress.warn(f"the report of this run was missing or incomplete; it is in {path / 'report.html'} now")
         raise
     try:
         with scratch_folder():
@@ -84,7 +111,9 @@ def _run_in(directory: "RunDirectory", prepared: Prepared, progress: "Progress")
             ended = error
             progress.warn("stopped: finished steps are kept; the same command resumes from there")
         except FloatingPointError as error:
-            raise _diverged(prepared, error) from error
+            rate = prepared.config.policy.megatron_cfg.optimizer.lr
+            fix = "lower the rate, or lengthen its warm-up, in another folder; the checkpoints so far are kept"
+            raise ConfigError(f"policy.megatron_cfg.optimizer.lr: {rate:g}; {error}: {fix}") from error
         finally:
             interrupts.shield()
             runner.close()
@@ -110,24 +139,6 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
     except ConfigError as error:
         progress.warn(str(error))
     return None
-
-
-def _diverged(prepared: Prepared, error: FloatingPointError) -> ConfigError:
-    rate = prepared.config.policy.megatron_cfg.optimizer.lr
-    return ConfigError(
-        f"policy.megatron_cfg.optimizer.lr: {rate:g}; {error}: lower the rate, or lengthen its warm-up, in "
-        "another folder; the checkpoints so far are kept"
-    )
-
-
-def _complete_report(path: Path, num_steps: int, progress: "Progress") -> None:
-    """Writes the report of a complete run that was killed before its report was written."""
-    from nemo_specrollout.local.results import results_are_of, write_results
-
-    if results_are_of(path, num_steps):
-        return
-    write_results(path, None, completed=True)
-    progress.warn(f"the report of this run was missing or incomplete; it is in {path / 'report.html'} now")
 
 
 def _start(prepared: Prepared, directory: "RunDirectory", progress: "Progress") -> "GrpoRunner":

@@ -47,11 +47,11 @@ def simulate(parsed: argparse.Namespace) -> int:
         return 0
     comparison = compare(*_with_trace(_scenario(parsed), parsed.trace))
     for line in _lines(comparison):
-        console.print(line, markup=False)
+        console.print(line)
     console.print(comparison_table(comparison, boxed=console.is_terminal))
     if parsed.out is not None:
         _write(parsed.out, comparison)
-        console.print(f"written to {parsed.out}: simulation.json, simulation.png", markup=False)
+        console.print(f"written to {parsed.out}: simulation.json, simulation.png")
     return 0
 
 
@@ -101,7 +101,7 @@ def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[
 
 def _list(console: Console) -> None:
     for name in shipped():
-        console.print(f"{name}: {read_scenario(name, []).title}", markup=False)
+        console.print(f"{name}: {read_scenario(name, []).title}")
 
 
 def _account(boxed: bool) -> Table:

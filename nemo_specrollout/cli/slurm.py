@@ -228,7 +228,7 @@ class Job:
         return f"{path} uv run python -m nemo_specrollout.cli.main run {config} --script {quote(self.script)}"
 
     def _setup(self) -> str:
-        # NeMo-RL names an environment after its actor; ours share those of NeMo-RL's own actors.
+        # NeMo-RL names an environment after its actor; each of our actors shares the environment of one of NeMo-RL's.
         links = "".join(f"  share_environment {native} {ours}\n" for native, ours in ACTORS.items())
         own = f"\n# From the cluster file.\n{self.settings.setup_command}\n" if self.settings.setup_command else ""
         return f"""#!/bin/bash
