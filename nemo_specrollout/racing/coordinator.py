@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rolls requests out over several engines: deals them out, collects tokens, moves and races stragglers, survives deaths.
 
-Shapes: R requests under way, U attempts, W engines; see `scheduling/racing/straggler_policy.py`.
+Shapes: R requests under way, A attempts, E engines; see `scheduling/racing/straggler_policy.py`.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
-from nemo_specrollout.racing.responses import Attempt, Response
-from nemo_specrollout.racing.savings import Savings
-from nemo_specrollout.racing.timeline import Outcome, SpanLog, Timeline
+from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
+from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.racing.turns import Engines, Orders, Request, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
@@ -24,9 +23,7 @@ from nemo_specrollout.scheduling.racing.tail_forecast import TailObservation
 TURN_SHARE = 0.05
 """Length of a turn, as a share of the time since the requests began. Short turns cost overhead, long ones delay decisions."""
 SHORTEST_TURN_S = 0.05
-"""Seconds of the shortest turn."""
 LONGEST_TURN_S = 0.5
-"""Seconds of the longest turn."""
 MOST_AHEAD = 2
 """Turns that an engine has queued: it begins one while the result of the one before is read."""
 
@@ -62,19 +59,16 @@ class Coordinator:
     def __init__(self, engines: Engines, policy: FastestOfN | None, ladder: Ladder, lengths: LengthEstimator) -> None:
         self.engines = engines
         self.policy = policy
-        self.ladder = ladder
         self.lengths = lengths
-        self._responses: dict[int, Response] = {}
+        self.responses: dict[int, Response] = {}
+        """The known part of each response that was not taken yet, by the key of its request."""
         self._active: dict[int, None] = {}
         self._ended: list[int] = []
-        self._numbers = range(len(engines.methods))
-        self._assigned = [_Assignments() for _ in self._numbers]
+        self._assigned = [_Assignments() for _ in engines.methods]
         self._num_requests = 0
         self._num_attempts = 0
         self._speeds = DecodeSpeeds(ladder)
-        self._log = SpanLog(tuple(ladder.methods[m] for m in engines.methods))
         self._stood_still: set[int] = set()
-        self._saved_s: float | None = None
         self._begin_afresh()
 
     # The life of requests
@@ -101,13 +95,13 @@ class Coordinator:
     def add(self, requests: Sequence[Request], task: str = ANY_TASK, engine: int | None = None) -> list[int]:
         """Begins requests and returns their keys. They begin on `engine`, which must be alive, or are dealt out."""
         self.engines.revive()
-        if self._active:
-            self._savings.more_requests()
-        else:
+        if not self._active:
             self._begin_afresh()
+        elif self._savings.before is not None:
+            self._savings.is_unknown = True
         keys = list(range(self._num_requests, self._num_requests + len(requests)))
         self._num_requests += len(requests)
-        self._responses |= {key: Response(r) for key, r in zip(keys, requests, strict=True)}
+        self.responses |= {key: Response(r) for key, r in zip(keys, requests, strict=True)}
         self._active |= dict.fromkeys(keys)
         self._speeds.begin(keys, task)
         if engine is None:
@@ -122,7 +116,11 @@ class Coordinator:
         if not self._active:
             return []
         self.send_turns()
-        self._read_results()
+        for engine, result in self.engines.results():
+            if result is None:
+                self._lose(engine)
+            else:
+                self._read_result(engine, result)
         self._consult_policy()
         ended, self._ended = self._ended, []
         return ended
@@ -134,18 +132,19 @@ class Coordinator:
         """
         is_all = len(keys) == self._num_requests - self._first_key
         if not is_all:
-            self._savings.give_up()
-        timeline = replace(self._log.take(keys), saved_s=self._saved_s if is_all else None)
+            self._savings.is_unknown = True
         self._speeds.forget(keys)
-        return [self._responses.pop(key) for key in keys], timeline
+        responses = [self.responses.pop(key) for key in keys]
+        methods = tuple(self._speeds.ladder.methods[m] for m in self.engines.methods)
+        return responses, Timeline.of(responses, methods, self._saved_s if is_all else None)
 
     def abandon(self, keys: Iterable[int] | None = None) -> None:
         """Stops and forgets these requests, or all that are under way. A request that has ended is left alone."""
         if keys is None:
             self._ended = []
         for key in [key for key in (self._active if keys is None else keys) if key in self._active]:
-            for engine in list(self._responses[key].attempts):
-                self._stop(key, engine, Outcome.ABANDONED)
+            for engine in list(self.responses[key].attempts):
+                self._stop(key, engine, AttemptOutcome.ABANDONED)
             del self._active[key]
             self.take([key])
         self._send_stops()
@@ -154,10 +153,6 @@ class Coordinator:
     def is_busy(self) -> bool:
         """Whether any request is under way."""
         return bool(self._active)
-
-    def response(self, key: int) -> Response:
-        """Returns the known part of a response that was not taken yet."""
-        return self._responses[key]
 
     def request_of(self, engine: int, name: int) -> int | None:
         """Returns the key of the request that an open attempt of an engine is for; None if there is no such attempt."""
@@ -175,29 +170,28 @@ class Coordinator:
 
         Call it before new weights: racers that get them at different tokens would make different responses.
         """
-        self._savings.give_up()
+        self._savings.is_unknown = True
         for key in self._active:
-            attempts = self._responses[key].attempts
+            attempts = self.responses[key].attempts
             for engine in sorted(attempts, key=lambda e: -attempts[e].position)[1:]:
-                self._stop(key, engine, Outcome.GAVE_UP)
+                self._stop(key, engine, AttemptOutcome.GAVE_UP)
         self._send_stops()
 
     def resume(self) -> None:
         """Ends an interruption by new weights: each engine's next turn may have stood still, so its speed is not learned."""
-        self._stood_still = set(self._numbers)
+        self._stood_still = set(range(len(self._assigned)))
 
     # Attempts
 
     def _start(self, key: int, engine: int) -> None:
         """Opens an attempt. Where it begins is fixed when its order is sent."""
-        response, name = self._responses[key], self._num_attempts
+        name, assigned = self._num_attempts, self._assigned[engine]
         self._num_attempts += 1
-        response.attempts[engine] = Attempt(name, len(response.tokens))
-        self._assigned[engine].attempts[name] = key
-        self._assigned[engine].starts[name] = None
-        self._log.begin(key, engine, len(response.tokens))
+        self.responses[key].open(engine, name)
+        assigned.attempts[name] = key
+        assigned.starts[name] = None
 
-    def _stop(self, key: int, engine: int, outcome: Outcome) -> None:
+    def _stop(self, key: int, engine: int, outcome: AttemptOutcome) -> None:
         """Closes an attempt that its engine may still work on."""
         name, assigned = self._close(key, engine, outcome), self._assigned[engine]
         if name in assigned.starts:
@@ -205,22 +199,24 @@ class Coordinator:
         else:
             assigned.stops.append(name)
 
-    def _close(self, key: int, engine: int, outcome: Outcome, at_s: float | None = None) -> int:
+    def _close(self, key: int, engine: int, outcome: AttemptOutcome, at_s: float | None = None) -> int:
         """Closes an attempt, now or at `at_s`, and returns its name."""
-        attempt = self._responses[key].attempts.pop(engine)
-        del self._assigned[engine].attempts[attempt.name]
-        self._log.end(key, engine, attempt.position, outcome, at_s)
-        return attempt.name
+        name = self.responses[key].close(engine, outcome, time.perf_counter() if at_s is None else at_s)
+        del self._assigned[engine].attempts[name]
+        return name
 
     # Turns
 
     def send_turns(self) -> None:
         """Keeps the queue of every engine that has something to do filled with turns."""
         for engine, assigned in enumerate(self._assigned):
-            while self._needs_turn(engine):
-                orders = Orders(self.begin_now(engine), tuple(assigned.stops), self._turn_s)
+            while (
+                (assigned.attempts or assigned.stops)
+                and self.engines.is_alive(engine)
+                and self.engines.num_turns(engine) < MOST_AHEAD
+            ):
+                self.engines.send(engine, Orders(self.begin_now(engine), tuple(assigned.stops), self._turn_s))
                 assigned.stops = []
-                self.engines.send(engine, orders)
 
     def begin_now(self, engine: int, keys: Iterable[int] | None = None) -> Starts:
         """Returns the engine's new attempts, or those at these requests. The caller has to deliver them."""
@@ -228,16 +224,11 @@ class Coordinator:
         names = [name for name in assigned.starts if wanted is None or assigned.attempts[name] in wanted]
         for name in names:
             del assigned.starts[name]
-        return tuple((name, self._responses[assigned.attempts[name]].begin(engine)) for name in names)
+        return tuple((name, self.responses[assigned.attempts[name]].begin(engine)) for name in names)
 
     @property
     def _turn_s(self) -> float:
-        return min(max(TURN_SHARE * (self._log.now_s - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
-
-    def _needs_turn(self, engine: int) -> bool:
-        if not self.engines.is_alive(engine) or self.engines.num_turns(engine) >= MOST_AHEAD:
-            return False
-        return bool(self._assigned[engine].attempts or self._assigned[engine].stops)
+        return min(max(TURN_SHARE * (time.perf_counter() - self._busy_since_s), SHORTEST_TURN_S), LONGEST_TURN_S)
 
     def _send_stops(self) -> None:
         """Sends stops in turns of their own, behind the turns that are queued."""
@@ -248,54 +239,44 @@ class Coordinator:
 
     # Results
 
-    def _read_results(self) -> None:
-        for engine, result in self.engines.results():
-            if result is None:
-                self._lose(engine)
-            else:
-                self._read_result(engine, result)
-
     def _read_result(self, engine: int, result: TurnResult) -> None:
         """Learns from a turn, adds its tokens, and closes attempts that ended or that contradict what is known."""
-        self._savings.heard_from(engine, self._log.now_s)
+        self._savings.heard_s_E[engine] = time.perf_counter()
         attempts = self._assigned[engine].attempts
         parts = {name: part for name, part in result.parts.items() if name in attempts}
-        self._learn(engine, result, {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()})
+        if engine in self._stood_still:
+            self._stood_still.remove(engine)
+        else:
+            num_made = {attempts[name]: len(tokens) for name, (tokens, _) in parts.items()}
+            steady = [attempts[name] for name in result.steady if name in attempts]
+            self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
         for name, part in parts.items():
             key, reason = attempts[name], result.finished.get(name)
-            if not self._responses[key].extend(engine, *part, reason, result.policy_version):
-                self._stop(key, engine, Outcome.DIVERGED)
+            if not self.responses[key].extend(engine, *part, reason, result.policy_version):
+                self._stop(key, engine, AttemptOutcome.DIVERGED)
             elif reason is not None:
                 self._finish(key, engine)
 
-    def _learn(self, engine: int, result: TurnResult, num_made: dict[int, int]) -> None:
-        """Learns decode speeds from the attempts that are still open."""
-        if engine in self._stood_still:
-            self._stood_still.remove(engine)
-            return
-        attempts = self._assigned[engine].attempts
-        steady = [attempts[name] for name in result.steady if name in attempts]
-        self._speeds.learn(self.engines.methods[engine], result.work, num_made, steady)
-
     def _finish(self, key: int, winner: int) -> None:
         """Ends a request: stops the other racers and learns the response's length."""
-        response = self._responses[key]
-        self._close(key, winner, Outcome.WON)
+        response = self.responses[key]
+        self._close(key, winner, AttemptOutcome.WON)
         for rival in list(response.attempts):
-            self._stop(key, rival, Outcome.BEATEN)
+            self._stop(key, rival, AttemptOutcome.BEATEN)
         del self._active[key]
         self._ended.append(key)
         self.lengths.finished(response.request.prompt_index, len(response.tokens))
         if not self._active:
             self._send_stops()
-            self._saved_s = self._savings.saved_s(self._log.now_s, self._responses, self._speeds, self.engines.methods)
+            now_s = time.perf_counter()
+            self._saved_s = self._savings.saved_s(now_s, self.responses, self._speeds, self.engines.methods)
 
     def _lose(self, engine: int) -> None:
         """Closes the attempts of an engine that has died. Their requests wait for another engine."""
-        self._savings.give_up()
-        now_s = self._log.now_s
+        self._savings.is_unknown = True
+        died_s = time.perf_counter()
         for key in list(self._assigned[engine].attempts.values()):
-            self._close(key, engine, Outcome.DIED, now_s)
+            self._close(key, engine, AttemptOutcome.DIED, died_s)
         self._assigned[engine] = _Assignments()
         self.engines.revive()
 
@@ -303,50 +284,54 @@ class Coordinator:
 
     def _begin_afresh(self) -> None:
         """Resets the clock and the estimate of savings: no request is under way."""
-        self._busy_since_s, self._next_look_s = self._log.now_s, 0.0
+        self._busy_since_s, self._next_look_s = time.perf_counter(), 0.0
         self._first_key = self._num_requests
-        self._savings, self._saved_s = Savings(len(self._numbers), self._busy_since_s), None
+        self._savings = Savings(len(self._assigned), self._busy_since_s)
+        self._saved_s: float | None = None
 
     def _consult_policy(self) -> None:
         """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""
-        waiting = [key for key in self._active if not self._responses[key].attempts]
+        waiting = [key for key in self._active if not self.responses[key].attempts]
         if self.policy is None:
-            if waiting:
-                self._deal_out(waiting)
-        elif self._active and (waiting or self._log.now_s >= self._next_look_s):
+            self._deal_out(waiting)
+        elif self._active and (waiting or time.perf_counter() >= self._next_look_s):
             keys = list(self._active)
             decision = self.policy.decide(self._observe(keys))
-            self._savings.before(decision, keys, self._responses)
+            self._savings.note(decision, keys, self.responses)
             started = {request for request, _ in decision.starts}
             for request, engine in decision.stops:
-                self._stop(keys[request], engine, Outcome.MOVED if request in started else Outcome.GAVE_UP)
+                moves = request in started
+                self._stop(keys[request], engine, AttemptOutcome.MOVED if moves else AttemptOutcome.GAVE_UP)
             for request, engine in decision.starts:
                 self._start(keys[request], engine)
-            self._next_look_s = self._log.now_s + self._turn_s
+            self._next_look_s = time.perf_counter() + self._turn_s
 
     def _deal_out(self, keys: Sequence[int]) -> None:
         """Starts requests: by expected length if there is a policy, else in equal shards as NeMo-RL does."""
-        requests = [self._responses[key].request for key in keys]
-        groups = [r.prompt_index for r in requests]
-        expected_R = self.lengths.remaining(groups, np.zeros(len(keys), np.int64))
-        alive = [e for e in self._numbers if self.engines.is_alive(e)]
-        if not alive:
+        is_alive_E = self._is_alive_E()
+        if not keys or not is_alive_E.any():
             return
+        responses = [self.responses[key] for key in keys]
+        expected_R = self._remaining(responses)
         if self.policy is None:
-            engine_R = np.array(alive)[in_shards(len(keys), len(alive))]
+            alive = np.flatnonzero(is_alive_E)
+            engine_R = alive[in_shards(len(keys), len(alive))]
         else:
-            engine_R = longest_first(groups, expected_R, self._loads())
+            loads_E = np.where(is_alive_E, self._loads_E(), np.inf)
+            engine_R = longest_first([r.request.prompt_index for r in responses], expected_R, loads_E)
         for i in np.argsort(-expected_R, kind="stable").tolist():
             self._start(keys[i], int(engine_R[i]))
 
-    def _loads(self) -> np.ndarray:
-        """Returns the expected tokens to come by engine, float64 [W]; infinity for a dead engine."""
-        loads_W = np.where([self.engines.is_alive(e) for e in self._numbers], 0.0, np.inf)
-        responses = [self._responses[key] for key in self._active if self._responses[key].attempts]
+    def _is_alive_E(self) -> np.ndarray:
+        return np.array([self.engines.is_alive(e) for e in range(len(self._assigned))])
+
+    def _loads_E(self) -> np.ndarray:
+        """Returns the expected tokens to come by engine, float64 [E]."""
+        responses = [self.responses[key] for key in self._active]
+        loads_E = np.zeros(len(self._assigned))
         for response, tokens in zip(responses, self._remaining(responses).tolist(), strict=True):
-            for engine in response.attempts:
-                loads_W[engine] += tokens
-        return loads_W
+            loads_E[list(response.attempts)] += tokens
+        return loads_E
 
     def _remaining(self, responses: Sequence[Response]) -> np.ndarray:
         lengths_R = np.array([len(r.tokens) for r in responses], np.int64)
@@ -354,21 +339,20 @@ class Coordinator:
 
     def _observe(self, keys: list[int]) -> TailObservation:
         """Returns what the policy decides by; it numbers requests by their place in `keys`."""
-        under_way = [self._responses[key] for key in keys]
+        under_way = [self.responses[key] for key in keys]
         attempts_A = [
             (i, e, len(r.tokens) - a.position) for i, r in enumerate(under_way) for e, a in r.attempts.items()
         ]
-        attempts_A3 = np.array(attempts_A, np.int64).reshape(-1, 3)
-        is_alive_E = np.array([self.engines.is_alive(e) for e in self._numbers])
+        request_A, engine_A, lag_A = np.array(attempts_A, np.int64).reshape(-1, 3).T
         return TailObservation(
-            num_tokens_R=np.array([r.num_text for r in under_way]),
+            num_tokens_R=np.array([len(r.request.prompt_token_ids) + len(r.tokens) for r in under_way]),
             remaining_R=self._remaining(under_way),
             speed_RM=self._speeds.of(keys),
             doubt_RM=self._speeds.doubts(keys),
-            request_A=attempts_A3[:, 0],
-            engine_A=attempts_A3[:, 1],
-            lag_A=attempts_A3[:, 2],
+            request_A=request_A,
+            engine_A=engine_A,
+            lag_A=lag_A,
             method_E=np.array(self.engines.methods),
-            capacity_E=np.where(is_alive_E, self.engines.capacity, 0),
+            capacity_E=np.where(self._is_alive_E(), self.engines.capacity, 0),
             handover_s=self._turn_s,
         )

@@ -6,14 +6,16 @@ The exchange has no loop of its own: an engine that calls it does the coordinato
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_specrollout.config.block import FastestOfNConfig
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.mailboxes import Mailboxes
-from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Starts, TurnResult
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
@@ -26,10 +28,71 @@ _COUNTS = ("moves", "races", "won_by_racer", "diverged")
 """Metrics of `Timeline.figures` that the exchange adds up, beside `saved_s`."""
 
 
-class StragglerExchange:
-    """Owns the coordinator of a fleet of engines, with its ladder and lengths, and the metrics until they are taken.
+@dataclass
+class _Mailbox:
+    """Mailbox of an engine that has joined."""
 
-    Several threads may call it. A call that waits lets others in.
+    orders: deque[Orders] = field(default_factory=deque)
+    """Orders that the engine has not fetched."""
+    num_turns: int = 0
+    """Turns whose results are missing."""
+    heard_s: float = field(default_factory=time.monotonic)
+    """Time of the engine's latest call for orders."""
+
+
+class Mailboxes:
+    """The `Engines` of a coordinator that cannot call them: engines come for their orders, and hand in their results.
+
+    An engine has a mailbox from when it joins until it leaves or is lost. It fetches its orders in order, and hands in one
+    result for each turn, in the same order.
+    """
+
+    def __init__(self, methods: Sequence[int]) -> None:
+        self.methods = list(methods)
+        self.capacity = 0
+        self.boxes: dict[int, _Mailbox] = {}
+        """Mailboxes of the engines that have joined."""
+        self.inbox: list[tuple[int, TurnResult | None]] = []
+        """Results that were not read."""
+
+    def join(self, engine: int, capacity: int) -> None:
+        """Adds an engine that decodes `capacity` requests at a time and has no turn."""
+        self.capacity = min(capacity, self.capacity or capacity)
+        self.boxes[engine] = _Mailbox()
+
+    def leave(self, engine: int) -> None:
+        """Removes an engine; to the coordinator it has died."""
+        if self.boxes.pop(engine, None) is not None:
+            self.inbox.append((engine, None))
+
+    # For the coordinator: see `Engines`
+
+    def send(self, engine: int, orders: Orders) -> None:
+        box = self.boxes[engine]
+        box.orders.append(orders)
+        box.num_turns += 1
+
+    def results(self) -> list[tuple[int, TurnResult | None]]:
+        """Returns the results since the last call; does not wait."""
+        results, self.inbox = self.inbox, []
+        return results
+
+    def num_turns(self, engine: int) -> int:
+        return self.boxes[engine].num_turns if engine in self.boxes else 0
+
+    def is_alive(self, engine: int) -> bool:
+        return engine in self.boxes
+
+    def revive(self) -> None:
+        """Does nothing: an absent engine comes back by itself or not at all."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, Any]], policy_version: int) -> None:
+        """Raises NotImplementedError: these engines get their weights from their own framework."""
+        raise NotImplementedError
+
+
+class StragglerExchange:
+    """Owns the coordinator of a fleet of engines, and the metrics until they are taken. Several threads may call it.
 
     Synchronous engines call it for one rollout: `begin`, then each engine joins with its shard or leaves, all exchange turns
     until everything is done, then `end`. Asynchronous engines join once and `add` requests at any time; `pause` and `resume`
@@ -47,7 +110,6 @@ class StragglerExchange:
         self._boxes = Mailboxes([names.index(name) for name in methods])
         self._coordinator = Coordinator(self._boxes, FastestOfN(config, known), known, LengthEstimator(max_new_tokens))
         self._changed = threading.Condition()
-        self._heard_s = [0.0] * len(methods)
         self._keys: dict[tuple[int, int], int] = {}
         """The coordinator's key of each request under way, by the request's home."""
         self._answers: list[list[tuple[int, Rollout | None]]] = [[] for _ in methods]
@@ -64,21 +126,22 @@ class StragglerExchange:
     def begin(self) -> None:
         """Begins a rollout of all engines."""
         with self._guarded():
-            self._clear()
-            self._awaited = set(range(len(self._answers)))
+            self._begin_with(set(range(len(self._answers))))
 
     def end(self) -> None:
         """Ends the rollout, complete or not; no engine waits for another any longer."""
         with self._guarded():
-            self._clear()
-            self._awaited = set()
+            self._begin_with(set())
 
-    def _clear(self) -> None:
+    def _begin_with(self, awaited: set[int]) -> None:
+        """Forgets all requests and engines."""
         self._coordinator.abandon()
-        self._boxes.clear()
+        self._boxes.boxes.clear()
+        self._boxes.inbox.clear()
         self._take_ended()
         self._keys = {}
         self._answers = [[] for _ in self._answers]
+        self._awaited = awaited
 
     # For engines
 
@@ -86,7 +149,6 @@ class StragglerExchange:
         """Adds an engine that decodes `capacity` requests at a time, with its shard of requests."""
         with self._guarded():
             self._boxes.join(engine, capacity)
-            self._heard_s[engine] = time.monotonic()
             if self._awaited is not None:
                 self._awaited.discard(engine)
             self._add(engine, requests)
@@ -95,7 +157,7 @@ class StragglerExchange:
     def add(self, engine: int, requests: Sequence[ShardRequest]) -> Starts:
         """Adds requests; returns the attempts that the engine begins at once, none while the exchange is paused."""
         with self._guarded():
-            self._check(engine)
+            self._box_of(engine)
             keys = self._add(engine, requests)
             starts = () if self._is_paused else self._coordinator.begin_now(engine, keys)
             self._advance()
@@ -118,16 +180,19 @@ class StragglerExchange:
     def exchange(self, engine: int, result: TurnResult | None = None) -> Reply:
         """Takes the result of a turn; returns orders and answers. An idle engine waits for them, at most `POLL_S`."""
         with self._guarded():
-            self._check(engine)
-            self._heard_s[engine] = time.monotonic()
+            box = self._box_of(engine)
+            box.heard_s = time.monotonic()
             if result is not None:
-                self._boxes.hand_in(engine, result)
+                box.num_turns -= 1
+                self._boxes.inbox.append((engine, result))
                 self._refuse(engine, result.refused)
             self._advance()
             self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
-            self._check(engine)
-            answers, self._answers[engine] = tuple(self._answers[engine]), []
-            return Reply(self._boxes.fetch(engine), answers, self._is_over)
+            box = self._box_of(engine)
+            orders, answers = tuple(box.orders), tuple(self._answers[engine])
+            box.orders.clear()
+            self._answers[engine] = []
+            return Reply(orders, answers, self._is_over)
 
     # For the driver
 
@@ -140,8 +205,8 @@ class StragglerExchange:
             self._coordinator.decide_races()
             self._is_paused = True
             self._changed.notify_all()
-            engines = range(len(self._answers))
-            return self._changed.wait_for(lambda: all(self._boxes.num_turns(e) == 0 for e in engines), patience_s)
+            boxes = self._boxes.boxes
+            return self._changed.wait_for(lambda: not any(box.num_turns for box in boxes.values()), patience_s)
 
     def resume(self) -> None:
         """Begins requests again: all engines have the new weights."""
@@ -162,7 +227,7 @@ class StragglerExchange:
     def _guarded(self) -> Iterator[None]:
         """Lets one call in at a time. An error in one call is raised in all later ones."""
         with self._changed:
-            self._check()
+            self._raise_failure()
             try:
                 yield
             except ExchangeFailed:
@@ -172,13 +237,18 @@ class StragglerExchange:
                 self._changed.notify_all()
                 raise ExchangeFailed(self._failure) from error
 
-    def _check(self, engine: int | None = None) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise ExchangeFailed(self._failure)
-        if engine is not None and not self._boxes.is_alive(engine):
+
+    def _box_of(self, engine: int) -> _Mailbox:
+        """Returns an engine's mailbox. Raises ExchangeFailed if it has none, or after a failure."""
+        self._raise_failure()
+        if not self._boxes.is_alive(engine):
             raise ExchangeFailed(
                 f"engine {engine} is not part of the rollout: it was silent for too long, or the rollout has ended"
             )
+        return self._boxes.boxes[engine]
 
     @property
     def _is_over(self) -> bool:
@@ -196,8 +266,8 @@ class StragglerExchange:
     def _refuse(self, engine: int, names: Sequence[int]) -> None:
         """Tells the engines whose requests were refused."""
         keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
-        for home, number in map(self._home, keys):
-            self._answers[home].append((number, None))
+        for engine_that_asked, number in map(self._home, keys):
+            self._answers[engine_that_asked].append((number, None))
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
@@ -207,7 +277,7 @@ class StragglerExchange:
         self._coordinator.abandon(keys)
 
     def _home(self, key: int) -> tuple[int, int]:
-        request = self._coordinator.response(key).request
+        request = self._coordinator.responses[key].request
         assert isinstance(request, ShardRequest)
         return request.home
 
@@ -215,7 +285,10 @@ class StragglerExchange:
         if not self._is_paused:
             self._lose_silent_engines()
             for key in self._coordinator.advance():
-                self._finish(key)
+                home = engine, number = self._home(key)
+                del self._keys[home]
+                self._answers[engine].append((number, self._coordinator.responses[key].rollout))
+                self._ended.append(key)
             if self._awaited is None or self._is_over:
                 self._take_ended()
             self._coordinator.send_turns()
@@ -224,16 +297,10 @@ class StragglerExchange:
         self._changed.notify_all()
 
     def _lose_silent_engines(self) -> None:
-        now = time.monotonic()
-        for engine, heard_s in enumerate(self._heard_s):
-            if self._boxes.num_turns(engine) and now - heard_s > SILENCE_S:
+        now_s = time.monotonic()
+        for engine, box in list(self._boxes.boxes.items()):
+            if box.num_turns and now_s - box.heard_s > SILENCE_S:
                 self._boxes.leave(engine)
-
-    def _finish(self, key: int) -> None:
-        home = engine, number = self._home(key)
-        del self._keys[home]
-        self._answers[engine].append((number, self._coordinator.response(key).rollout))
-        self._ended.append(key)
 
     def _take_ended(self) -> None:
         """Takes ended requests from the coordinator: all of a rollout together, so that it knows what moves saved."""

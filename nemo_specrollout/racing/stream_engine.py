@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous engine that works in turns: it steps by itself, and a turn is a while after which it reports."""
+"""An asynchronous engine that works in turns, and its part in an exchange with other engines.
+
+The engine steps by itself, and a turn is a while after which it reports.
+"""
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_specrollout.generation.requests import ShardRequest
-from nemo_specrollout.generation.vllm_requests import REFUSALS, text_and_params
-from nemo_specrollout.racing.timeline import covered
+from nemo_specrollout.generation.requests import Rollout, ShardRequest
+from nemo_specrollout.generation.vllm_requests import (
+    REFUSALS,
+    as_vllm_returns,
+    is_portable,
+    shard_request,
+    text_and_params,
+)
+from nemo_specrollout.racing.attempts import covered
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS, num_text_tokens
-from nemo_specrollout.racing.turns import Orders, Starts, TurnResult, Work
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Starts, TurnResult, Work
+
+logger = logging.getLogger(__name__)
 
 MOST_EARLY_STOPS = 256
 """Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
@@ -21,15 +34,15 @@ Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 
 
 @dataclass
-class _Attempt:
-    """A request in the engine, with the tokens that were not reported yet."""
+class _Streamed:
+    """An attempt in the engine, with the tokens that were not reported yet."""
 
     name: int
     request: ShardRequest
     began_s: float
     waits: bool
     """Whether the engine was full when the attempt began. Then its first token says nothing about prefill."""
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
     first_s: float | None = None
     """Time of the first token."""
     ended_s: float | None = None
@@ -39,15 +52,16 @@ class _Attempt:
 
 
 class StreamEngine:
-    """Wraps an `AsyncLLM`. Owns the attempts under way, which go on between turns.
+    """Reports in turns what an `AsyncLLM` makes. Owns the attempts under way, which go on between turns.
 
     Invariant: each token of an attempt is reported once and in order. Belongs to one event loop.
     """
 
     def __init__(self, generate: Generate, capacity: int) -> None:
         """`capacity` is the number of requests that the engine decodes at a time."""
-        self._generate, self._capacity = generate, capacity
-        self._attempts: dict[int, _Attempt] = {}
+        self.capacity = capacity
+        self._generate = generate
+        self._attempts: dict[int, _Streamed] = {}
         self._num_requests = 0
         self._early_stops: deque[int] = deque(maxlen=MOST_EARLY_STOPS)
         self._reported_s = time.perf_counter()
@@ -69,8 +83,8 @@ class StreamEngine:
             assert isinstance(request, ShardRequest)
             if name in self._early_stops:
                 continue
-            waits = len(self._attempts) >= self._capacity
-            attempt = self._attempts[name] = _Attempt(name, request, time.perf_counter(), waits)
+            waits = len(self._attempts) >= self.capacity
+            attempt = self._attempts[name] = _Streamed(name, request, time.perf_counter(), waits)
             attempt.task = asyncio.create_task(self._consume(attempt))
 
     async def stop_all(self) -> None:
@@ -80,12 +94,11 @@ class StreamEngine:
     async def _stop(self, names: Sequence[int]) -> None:
         """Cancels attempts: vLLM aborts a request when its outputs are no longer consumed."""
         stopped = [self._attempts.pop(name) for name in names if name in self._attempts]
-        tasks = [attempt.task for attempt in stopped if attempt.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for attempt in stopped:
+            attempt.task.cancel()
+        await asyncio.gather(*(attempt.task for attempt in stopped), return_exceptions=True)
 
-    async def _consume(self, attempt: _Attempt) -> None:
+    async def _consume(self, attempt: _Streamed) -> None:
         text, params = text_and_params(attempt.request, streams=True)
         self._num_requests += 1
         async for output in self._generate({"prompt_token_ids": text}, params, f"specrollout-{self._num_requests}"):
@@ -102,7 +115,7 @@ class StreamEngine:
         """Waits; with few attempts only until one of them ends, because others may be racing for it."""
         until = time.perf_counter() + seconds
         while (left_s := until - time.perf_counter()) > 0:
-            tasks = [a.task for a in self._attempts.values() if a.task is not None and not a.task.done()]
+            tasks = [a.task for a in self._attempts.values() if not a.task.done()]
             if not tasks:
                 return
             done, _ = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +130,6 @@ class StreamEngine:
         steady = tuple(a.name for a in decoding if a.ended_s is None)
         parts, finished, refused = {}, {}, []
         for attempt in attempts:
-            assert attempt.task is not None
             if attempt.task.done():
                 del self._attempts[attempt.name]
                 if attempt.first_s is None and isinstance(attempt.task.exception(), REFUSALS):
@@ -132,7 +144,7 @@ class StreamEngine:
         return TurnResult(parts, finished, work, steady=steady, refused=tuple(refused))
 
 
-def _work(decoding: list[_Attempt], attempts: list[_Attempt], since_s: float, now_s: float) -> Work:
+def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, now_s: float) -> Work:
     """Returns the work since `since_s`.
 
     `decoding` are the attempts that made tokens all the time. Prefill is measured by the attempts that began to.
@@ -146,3 +158,130 @@ def _work(decoding: list[_Attempt], attempts: list[_Attempt], since_s: float, no
         covered([(a.began_s, first_s) for a, first_s in begun]),
         num_text_tokens(a.request for a, _ in begun),
     )
+
+
+class StreamLink(Protocol):
+    """An engine's connection to the exchange. Every call raises ExchangeFailed if the exchange is lost."""
+
+    async def join(self, capacity: int) -> None: ...
+
+    async def add(self, requests: Sequence[ShardRequest]) -> Starts: ...
+
+    async def cancel(self, numbers: Sequence[int]) -> None: ...
+
+    async def exchange(self, result: TurnResult | None) -> Reply: ...
+
+    async def leave(self) -> None: ...
+
+
+class StreamShard:
+    """An asynchronous engine's part in the exchange. Owns the futures of the responses that callers wait for.
+
+    If the exchange is lost, the engine makes its own requests alone from their beginning: the same tokens, later.
+
+    States: connected from `begin` on; alone after the exchange is lost or the engine has failed.
+    """
+
+    def __init__(self, number: int, engine: StreamEngine, link: StreamLink) -> None:
+        """`number` is the engine's."""
+        self._number, self._engine, self._link = number, engine, link
+        self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
+        self._num_requests = 0
+        self._loop: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self.failure: str | None = None
+        """Reason why the engine is alone; None while it is connected."""
+
+    async def begin(self) -> None:
+        """Joins the exchange and begins to take turns."""
+        try:
+            await self._link.join(self._engine.capacity)
+        except ExchangeFailed as error:
+            await self._go_alone(error)
+        else:
+            self._loop = asyncio.create_task(self._take_turns())
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, native: Callable[[], AsyncIterator[Any]]
+    ) -> AsyncIterator[Any]:
+        """Replaces `AsyncLLM.generate`: yields the last output only. `native` serves what other engines cannot take over."""
+        rollout = None
+        if self.failure is None and is_portable(prompt, params):
+            request = shard_request((self._number, self._num_requests), prompt, params)
+            self._num_requests += 1
+            rollout = await self._roll_out(request)
+        if rollout is not None:
+            yield as_vllm_returns(request, request_id, rollout)
+            return
+        async for output in native():
+            yield output
+
+    async def _roll_out(self, request: ShardRequest) -> Rollout | None:
+        """Returns the response, or None if the exchange is lost or an engine refused the request."""
+        number = request.home[1]
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        adding = asyncio.ensure_future(self._link.add([request]))
+        try:
+            self._engine.begin(await asyncio.shield(adding))
+            return await self._waiting[number]
+        except ExchangeFailed as error:
+            await self._go_alone(error)
+            return None
+        except asyncio.CancelledError:
+            self._in_background(self._cancel(number, adding))
+            raise
+        finally:
+            del self._waiting[number]
+
+    async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
+        """Cancels a request after the exchange has got it: calls may overtake each other."""
+        with suppress(ExchangeFailed):
+            await adding
+            await self._link.cancel([number])
+
+    async def _leave(self) -> None:
+        with suppress(ExchangeFailed):
+            await self._link.leave()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _take_turns(self) -> None:
+        turns, result = deque[Orders](), None
+        receiving = asyncio.create_task(self._link.exchange(None))
+        try:
+            while True:
+                if turns:
+                    result = await self._engine.turn(turns.popleft())
+                reply = await receiving
+                self._deliver(reply)
+                turns.extend(reply.orders)
+                receiving, result = asyncio.create_task(self._link.exchange(result)), None
+        except Exception as error:  # an error of the engine, too: a native request will raise it again
+            await self._go_alone(error)
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    def _deliver(self, reply: Reply) -> None:
+        for number, rollout in reply.answers:
+            future = self._waiting.get(number)
+            if future is not None and not future.done():
+                future.set_result(rollout)
+
+    async def _go_alone(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = f"{error}" if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
+        logger.warning(
+            "specrollout: requests no longer move between engines; each engine decodes its own: %s", self.failure
+        )
+        if self._loop is not None and self._loop is not asyncio.current_task():
+            self._loop.cancel()
+        self._in_background(self._leave())
+        await self._engine.stop_all()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ExchangeFailed(self.failure))

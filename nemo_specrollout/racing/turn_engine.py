@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A synchronous engine that works in turns: it takes orders, steps for a while, and reports what its attempts made."""
+"""A synchronous engine that works in turns, and its part in a rollout with other engines."""
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.racing.turns import Orders, Request, Tokens, TurnResult, Work
+from nemo_specrollout.generation.requests import Rollout, ShardRequest
+from nemo_specrollout.racing.attempts import Attempt, Response
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Request, Starts, Tokens, TurnResult, Work
 
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
@@ -34,7 +37,7 @@ class SteppedEngine(Protocol):
 
 
 @dataclass
-class _Attempt:
+class _Submitted:
     """An attempt under way in the engine."""
 
     name: int
@@ -50,15 +53,13 @@ class _Turn:
 
     parts: dict[int, Tokens] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
+    num_tokens: int = 0
 
     def add(self, name: int, tokens: list[int], logprobs: list[float]) -> None:
         known = self.parts.setdefault(name, ([], []))
         known[0].extend(tokens)
         known[1].extend(logprobs)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(tokens) for tokens, _ in self.parts.values())
+        self.num_tokens += len(tokens)
 
 
 def num_text_tokens(requests: Iterable[Request]) -> int:
@@ -69,7 +70,9 @@ def num_text_tokens(requests: Iterable[Request]) -> int:
 
 
 class TurnEngine:
-    """Wraps a `SteppedEngine`. Owns the attempts under way, and how much of each was reported.
+    """Takes orders, steps a `SteppedEngine` for a while, and reports what its attempts made.
+
+    Owns the attempts under way, and how much of each was reported.
 
     Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
     """
@@ -78,8 +81,8 @@ class TurnEngine:
         """`sampling` overrides the config's sampling parameters."""
         self.engine, self._sampling = engine, sampling
         self.policy_version = 0
-        self._attempts: dict[int, _Attempt] = {}
-        self._by_engine_id: dict[str, _Attempt] = {}
+        self._attempts: dict[int, _Submitted] = {}
+        self._by_engine_id: dict[str, _Submitted] = {}
         self._step_s = 0.0  # seconds of a recent decode step
 
     def turn(self, orders: Orders) -> TurnResult:
@@ -124,7 +127,7 @@ class TurnEngine:
         """Stops attempts. Their unreported tokens are lost."""
         self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
 
-    def _begin(self, starts: Sequence[tuple[int, Request]], turn: _Turn) -> tuple[float, int, int]:
+    def _begin(self, starts: Starts, turn: _Turn) -> tuple[float, int, int]:
         """Begins attempts and takes the steps of their prefill.
 
         Returns the seconds of these steps, their number, and the number of tokens that they computed completely.
@@ -132,7 +135,7 @@ class TurnEngine:
         if not starts:
             return 0.0, 0, 0
         started, num_steps, begun = time.perf_counter(), 0, set[int]()
-        attempts = [_Attempt(name, request) for name, request in starts]
+        attempts = [_Submitted(name, request) for name, request in starts]
         self._attempts |= {attempt.name: attempt for attempt in attempts}
         self._submit(attempts)
         while not begun and num_steps < FIRST_STEPS:
@@ -143,13 +146,13 @@ class TurnEngine:
         num_prefilled = num_text_tokens(request for name, request in starts if name in begun)
         return time.perf_counter() - started, num_steps, num_prefilled
 
-    def _submit(self, attempts: Sequence[_Attempt]) -> None:
+    def _submit(self, attempts: Sequence[_Submitted]) -> None:
         ids = self.engine.submit([a.request for a in attempts], self._sampling)
         for attempt, engine_id in zip(attempts, ids, strict=True):
             attempt.engine_id = engine_id
             self._by_engine_id[engine_id] = attempt
 
-    def _abort(self, attempts: Sequence[_Attempt]) -> None:
+    def _abort(self, attempts: Sequence[_Submitted]) -> None:
         self.engine.abort([attempt.engine_id for attempt in attempts])
         for attempt in attempts:
             del self._by_engine_id[attempt.engine_id]
@@ -184,3 +187,93 @@ class TurnEngine:
             if tokens:
                 attempt.num_reported += len(tokens)
                 turn.add(attempt.name, tokens, logprobs)
+
+
+class Link(Protocol):
+    """An engine's connection to the exchange. Every call but `leave` raises ExchangeFailed if the exchange is lost."""
+
+    def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None: ...
+
+    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
+        """Sends the result of a turn; the returned function waits for the reply."""
+
+    def leave(self) -> None: ...
+
+
+class ShardRollout:
+    """A synchronous engine's part in a rollout: it takes turns until no engine has anything left to do.
+
+    Owns the responses to the engine's own requests. If the exchange is lost, the engine goes on alone from the tokens that it
+    has made itself: the same tokens, later.
+
+    Invariant: at most one exchange is under way; meanwhile the engine takes a turn that it already has.
+    """
+
+    def __init__(self, engine: int, stepped: SteppedEngine, link: Link) -> None:
+        """`engine` is the number of the engine `stepped`."""
+        self._number, self._stepped, self._link = engine, stepped, link
+        self._rollouts: dict[int, Rollout] = {}
+        self._own: list[Response] = []
+        """The responses to our requests, as far as attempts here reach without a gap."""
+        self._own_of_attempt: dict[int, Response] = {}
+        self.failure: str | None = None
+        """Reason why the exchange was lost; None if it was not."""
+
+    def run(self, requests: Sequence[ShardRequest]) -> list[Rollout]:
+        """Returns the responses to `requests`, which are numbered 0, 1, ... An engine without requests helps others."""
+        self._own = [Response(request) for request in requests]
+        engine = TurnEngine(self._stepped)
+        try:
+            self._take_turns(engine, requests)
+        except ExchangeFailed as error:
+            self.failure = str(error)
+        except BaseException:
+            self._link.leave()
+            raise
+        finally:
+            engine.stop_all()
+        if self.failure is not None:
+            self._finish_alone()
+        return [self._rollouts[number] for number in range(len(requests))]
+
+    def _take_turns(self, engine: TurnEngine, requests: Sequence[ShardRequest]) -> None:
+        self._link.join(self._stepped.max_num_seqs, requests)
+        receive, turns, result = self._link.exchange(None), deque[Orders](), None
+        while True:
+            if turns:
+                orders = turns.popleft()
+                result = engine.turn(orders)
+                self._keep(orders.starts, result)
+            reply = receive()
+            self._rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
+            if reply.is_over:
+                return
+            turns.extend(reply.orders)
+            receive, result = self._link.exchange(result), None
+
+    def _keep(self, starts: Starts, result: TurnResult) -> None:
+        """Keeps what attempts made of our requests, unless another engine made the tokens before."""
+        for name, request in starts:
+            assert isinstance(request, ShardRequest)
+            engine, number = request.home
+            if engine == self._number and len(request.prefix_token_ids) <= len(self._own[number].tokens):
+                self._own_of_attempt[name] = self._own[number]
+                self._own[number].attempts[name] = Attempt(name, len(request.prefix_token_ids))
+        for name, part in result.parts.items():
+            own = self._own_of_attempt.get(name)
+            if own is not None and not own.extend(name, *part, result.finished.get(name), 0):
+                del self._own_of_attempt[name]  # it diverged
+
+    def _finish_alone(self) -> None:
+        left = {n: r for n, r in enumerate(self._own) if n not in self._rollouts and r.finish_reason is None}
+        for number, response in left.items():
+            response.open(number, number)
+        orders = Orders(tuple((n, r.begin(n)) for n, r in left.items()), seconds=math.inf)
+        engine = TurnEngine(self._stepped)
+        while any(r.finish_reason is None for r in left.values()):
+            result = engine.turn(orders)
+            for number, part in result.parts.items():
+                left[number].extend(number, *part, result.finished.get(number), 0)
+            orders = Orders(seconds=math.inf)
+        done = {n: r.rollout for n, r in enumerate(self._own) if r.finish_reason is not None}
+        self._rollouts = {**done, **self._rollouts}

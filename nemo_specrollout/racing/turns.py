@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a coordinator and its engines: orders, turn results, replies of an exchange; and the engines' interface."""
+"""Messages between a coordinator and its engines, and the engines' interface."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,10 +9,8 @@ from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardR
 
 Request = RolloutRequest | ShardRequest
 """A sample that its indices identify, or a request that came with parameters of its own."""
-
 Starts = tuple[tuple[int, Request], ...]
 """Attempts to begin: the name of each, and its request. The request's prefix is the known part of the response."""
-
 Tokens = tuple[list[int], list[float]]
 """Token ids and their log-probs."""
 
@@ -22,7 +20,6 @@ class Orders:
     """An engine's orders for one turn."""
 
     starts: Starts = ()
-    """Attempts to begin."""
     stops: tuple[int, ...] = ()
     """Names of the attempts to stop."""
     seconds: float = 0.0
@@ -44,18 +41,13 @@ class Work:
     num_prefilled: int = 0
     """Tokens of the prefilled texts."""
 
-    @property
-    def mean_batch(self) -> float:
-        """Mean number of requests in a decode step."""
-        return self.request_s / self.decode_s if self.decode_s else 0.0
-
 
 @dataclass(frozen=True)
 class TurnResult:
-    """An engine's account of one turn."""
+    """An engine's account of one turn. Attempts are called by their names."""
 
     parts: dict[int, Tokens]
-    """New tokens by the name of the attempt."""
+    """New tokens by attempt."""
     finished: dict[int, str] = field(default_factory=dict)
     """Finish reason (`stop` or `length`) of each attempt that ended. All of them are in `parts`, even without tokens."""
     work: Work = Work()
