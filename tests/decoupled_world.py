@@ -6,24 +6,17 @@ The clock is simulated, and the engines are small deterministic functions. The p
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol.draft_ring import text_hash
-from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
-from nemo_specrollout.remote.protocol.engine_commands import (
-    DRAFT_ROW,
-    CloseShadow,
-    CorrectShadow,
-    DraftModel,
-    LoadWeights,
-    OpenShadow,
-)
-from nemo_specrollout.remote.protocol.messages import decode, encode
-from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
-from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
+from nemo_specrollout.remote.protocol.draft_buffers import text_hash
+from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftModel
+from nemo_specrollout.remote.protocol.messages import Open, Publish, column, decode, encode
+from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest, VerifierSide
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
@@ -95,7 +88,9 @@ class Network:
 
 
 class FakeDrafter:
-    """A drafter with `draft_token` as its engine, which keeps full texts, as vLLM does, and carries out commands."""
+    """A drafter with `draft_token` as its engine, which keeps full texts, as vLLM does."""
+
+    model = DraftModel(VOCAB, "", MAX_LEN)
 
     def __init__(self, name: object, rng: random.Random, truth: dict[int, list[int]]) -> None:
         """`truth` holds, by seed, the final text of each request."""
@@ -107,14 +102,14 @@ class FakeDrafter:
         self.num_starts += 1
         drafter = combine(hash(self.name) & 0xFFFF, self.num_starts) >> 1
         num_shadows = self.rng.choice([SHADOWS, SHADOWS, 3])  # 3 are too few for all requests
-        self.side = DrafterSide(DraftModel(VOCAB, "", MAX_LEN), drafter, num_shadows, MOST_AHEAD)
         self.texts: dict[int, tuple[int, list[int]]] = {}
+        self.side = DrafterSide(self, drafter, num_shadows, MOST_AHEAD)
         self.version = 0
 
     def publish(self) -> None:
         """Changes the weights."""
-        self.version += 1
-        self.side.weights_loaded(LoadWeights("", self.version, None))
+        self.side.receive(None, Publish("", self.version + 1), 0.0)
+        assert self.side.draft_version == self.version
 
     def check(self) -> None:
         """Checks that the protocol knows the engine's texts, and that its committed texts are the verifier's."""
@@ -128,8 +123,7 @@ class FakeDrafter:
     def step(self, network: Network, now_s: float) -> None:
         for peer, frame in network.arrived(self.name, now_s):
             self.side.receive(peer, decode(frame), now_s)
-        self._carry_out_commands()
-        ready = self.side.ready_to_draft()[: self.rng.choice([SHADOWS, SHADOWS, 1, 0])]
+        ready = self.side.shadows.ready_to_draft()[: self.rng.choice([SHADOWS, SHADOWS, 1, 0])]
         if len(ready):
             self.side.drafted(np.array([self._draft(shadow) for shadow in ready.tolist()], DRAFT_ROW), 0.001)
         self.side.forget_silent(now_s)
@@ -137,18 +131,22 @@ class FakeDrafter:
             if peer is not None:
                 network.send(self.name, peer, encode(reply), now_s)
 
-    def _carry_out_commands(self) -> None:
-        for command in self.side.take_commands():
-            if isinstance(command, CloseShadow):
-                del self.texts[command.shadow]
-            elif isinstance(command, OpenShadow):
-                assert command.shadow not in self.texts
-                self.texts[command.shadow] = (command.seed, command.text.tolist())
-            else:
-                assert isinstance(command, CorrectShadow)
-                seed, text = self.texts[command.shadow]
-                assert command.num_kept <= len(text)
-                self.texts[command.shadow] = (seed, text[: command.num_kept] + command.tokens)
+    # See `ShadowEngine`
+
+    def open(self, shadow: int, opening: Open) -> None:
+        assert shadow not in self.texts
+        self.texts[shadow] = (opening.seed, column(opening.tokens, np.int32).tolist())
+
+    def close_shadow(self, shadow: int) -> None:
+        del self.texts[shadow]
+
+    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
+        seed, text = self.texts[shadow]
+        assert num_kept <= len(text)
+        self.texts[shadow] = (seed, text[:num_kept] + tokens)
+
+    def load_weights(self, folder: Path) -> None:
+        self.version += 1
 
     def _draft(self, shadow: int) -> tuple[int, ...]:
         """Returns a new token of a shadow sequence, as `DRAFT_ROW`."""
@@ -196,9 +194,8 @@ class FakeVerifier:
         for drafter, frame in network.arrived((self.name, self.num_starts), now_s):
             self.side.receive(drafter, decode(frame), now_s)
         if self.rng.random() < 0.8:
-            self.side.follow(self.known_SL, self.known_S, now_s)
-        for drafter, message in self.side.outgoing():
-            network.send((self.name, self.num_starts), drafter, encode(message), now_s)
+            for drafter, message in self.side.follow(self.known_SL, self.known_S, now_s):
+                network.send((self.name, self.num_starts), drafter, encode(message), now_s)
         self.side.buffers.write(self.stream.table_SX)
         if self.rng.random() < 0.7:
             self._learn()
@@ -219,7 +216,7 @@ class FakeVerifier:
                 request.text = list(request.prompt)
                 self.running[slot] = request
                 self._learn()
-                self.side.open(slot, request.seed, Sampling(1.0, 0, 1.0), request.limit)
+                self.side.open(StreamRequest(slot, request.seed, 1.0, 0, 1.0, request.limit))
 
     def _decode(self, slots_B: np.ndarray) -> None:
         tokens_BK = torch.zeros(NUM_SLOTS, MOST_DRAFTS, dtype=torch.int32)

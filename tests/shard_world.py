@@ -14,7 +14,7 @@ from nemo_specrollout.generation.hosted_engine import HostedEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
 from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request
 from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.shard_rollout import ShardRollout
+from nemo_specrollout.racing.turn_engine import ShardRollout
 from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
 from nemo_specrollout.sampling.seeds import request_seed
 

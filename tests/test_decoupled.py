@@ -30,8 +30,8 @@ from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.local.step_rollout import MeasuredRollout
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
-from nemo_specrollout.remote.protocol.peers import PeerState
 from nemo_specrollout.remote.protocol.transport import VerifierSocket, publish
+from nemo_specrollout.remote.protocol.verifier_side import PeerState
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
 from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 

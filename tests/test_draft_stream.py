@@ -12,8 +12,7 @@ import torch
 from conftest import ROOT
 
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers
-from nemo_specrollout.remote.protocol.draft_ring import text_hash
+from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers, text_hash
 from nemo_specrollout.remote.verifier.draft_stream import BASE, COUNT, TOKENS, DraftStream
 
 pytestmark = pytest.mark.unit

@@ -26,7 +26,7 @@ from nemo_specrollout.remote.protocol.messages import (
     encode,
 )
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterSpec
 
 pytestmark = pytest.mark.integration
 

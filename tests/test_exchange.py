@@ -25,9 +25,10 @@ from nemo_specrollout.generation.vllm_requests import (
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
 from nemo_specrollout.nemo_rl.engine_racing import ExchangeLink, SpecrolloutExchange, answer_of
 from nemo_specrollout.racing import coordinator
+from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.private_ray import OwnRay, ray
-from nemo_specrollout.racing.shard_rollout import ShardRollout, _OwnTexts
+from nemo_specrollout.racing.rollout_pool import OwnRay, ray
+from nemo_specrollout.racing.turn_engine import ShardRollout
 from nemo_specrollout.racing.turns import ExchangeFailed, Orders, TurnResult
 
 pytestmark = pytest.mark.integration
@@ -174,19 +175,20 @@ def test_an_engine_keeps_its_own_texts_up_to_the_first_gap() -> None:
         made = list(map(int, tokens))
         return TurnResult({name: (made, [-float(t) for t in made])}, {} if reason is None else {name: reason})
 
-    known = _OwnTexts(engine=1)
-    for name, home, prefix in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12")):
-        known.begin(orders(name, home, prefix))
-    known.extend(report(7, "123"))
-    known.extend(report(8, "9", "stop"))
-    known.extend(report(9, "3", "stop"))
-    assert known.texts[0] == ([1, 2, 3], [-1.0, -2.0, -3.0]) and not known.rollouts, (
+    link: Any = None
+    shard = ShardRollout(1, link, link)
+    own = shard._own = [Response(ShardRequest([0], 0, (1, number), b"")) for number in (0, 1)]
+    starts = [orders(*s).starts for s in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12"))]
+    shard._keep(starts[0], report(7, "123"))
+    shard._keep(starts[1], report(8, "9", "stop"))
+    shard._keep(starts[2], report(9, "3", "stop"))
+    assert (own[0].tokens, own[0].logprobs, own[1].tokens) == ([1, 2, 3], [-1.0, -2.0, -3.0], []), (
         "requests of others, and tokens after a gap, are not kept"
     )
-    known.begin(orders(10, (1, 0), "12"))
-    known.extend(report(10, "34"))
-    known.extend(report(10, "5", "length"))
-    assert known.rollouts == {0: Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")}
+    assert own[0].finish_reason is None and own[1].finish_reason is None
+    shard._keep(orders(10, (1, 0), "12").starts, report(10, "34"))
+    shard._keep((), report(10, "5", "length"))
+    assert own[0].rollout == Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")
 
 
 def test_an_error_of_the_exchange_reaches_every_engine(

@@ -27,11 +27,9 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.racing import rollout_pool
+from nemo_specrollout.racing.attempts import AttemptOutcome, Response, Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.private_ray import ray
-from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.racing.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool
-from nemo_specrollout.racing.timeline import Outcome, Timeline
+from nemo_specrollout.racing.rollout_pool import DEAD, MOST_RESTARTS, RolloutPool, ray
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
@@ -106,7 +104,7 @@ def test_no_decision_and_no_death_changes_a_token(
 
 def assert_sound(timeline: Timeline, made: list[Rollout]) -> None:
     """Checks that every request is won once, by its last token, and that spans end after they begin."""
-    won = [s for s in timeline.spans if s.outcome == Outcome.WON]
+    won = [s for s in timeline.spans if s.outcome == AttemptOutcome.WON]
     assert sorted(s.request for s in won) == list(range(len(made)))
     assert all(s.outcome and s.end_s >= s.start_s and s.last_token >= s.first_token for s in timeline.spans)
     assert all(s.last_token == len(made[s.request].token_ids) for s in won)
@@ -123,7 +121,7 @@ def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expecte
         workers.finish_turns()
         assert_equal(made, expected["T=1"])
         outcomes.update(s.outcome for s in timeline.spans)
-    assert outcomes[Outcome.MOVED] + outcomes[Outcome.BEATEN] > 0
+    assert outcomes[AttemptOutcome.MOVED] + outcomes[AttemptOutcome.BEATEN] > 0
     assert {r.method for r in ladder.rungs()} == {"drafting", "plain"} and ladder.prefill_s(100) > 0
 
 
@@ -132,7 +130,7 @@ def test_without_a_policy_a_request_stays_where_it_is_dealt(
 ) -> None:
     made, timeline = rolled_out(EnginesInTurn(engines, 6), None, six_prompts())
     assert_equal(made, expected["T=1"])
-    assert {s.outcome for s in timeline.spans} == {Outcome.WON}
+    assert {s.outcome for s in timeline.spans} == {AttemptOutcome.WON}
     assert [s.engine for s in sorted(timeline.spans, key=lambda s: s.request)] == [0] * 12 + [1] * 12
 
 
@@ -223,7 +221,7 @@ def test_ten_thousand_raced_samples_are_those_without_a_race(
             EnginesInTurn(engines, first), WildPolicy(first), draws(10_000)[first : first + 500]
         )
         raced.update(tuple(r.token_ids) for r in made)
-        num_raced += timeline.num_races
+        num_raced += timeline.figures()["races"]
     assert raced == Counter(tuple(r.token_ids) for r in plain.generate(draws(10_000))) and num_raced > 1_000
 
 
@@ -311,7 +309,7 @@ def test_a_killed_process_costs_no_token(pool: RolloutPool, expected: dict[str, 
     made, timeline = rollout.roll_out(six_prompts(), kill_amid)
     assert_equal(made, expected["T=1"])
     assert killed.is_set() and pool.num_restarts == [1, 0]
-    assert any(s.outcome == Outcome.DIED and s.engine == 0 for s in timeline.spans)
+    assert any(s.outcome == AttemptOutcome.DIED and s.engine == 0 for s in timeline.spans)
     (sentence,) = pool.take_deaths()
     assert sentence.startswith("rollout worker 0 died; the others take over its requests") and pool.take_deaths() == []
     timeline = roll_out_with_all(pool, rollout, expected["T=1"])
@@ -370,7 +368,7 @@ def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expecte
     """One death is noticed by a question, one by new weights, both while requests are under way."""
     rollout, restarts, old = coordinator(pool, WildPolicy(10)), list(pool.num_restarts), dict(pool.pids)
     keys = rollout.add(six_prompts())
-    while not all(rollout.response(key).tokens for key in keys[:4]):
+    while not all(rollout.responses[key].tokens for key in keys[:4]):
         rollout.advance()
     for worker in (0, 1):
         os.kill(old[worker], signal.SIGKILL)
@@ -382,7 +380,7 @@ def test_a_death_noticed_outside_turns_costs_no_token(pool: RolloutPool, expecte
         rollout.advance()
     responses, timeline = rollout.take(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
-    assert {s.engine for s in timeline.spans if s.outcome == Outcome.DIED} == {0, 1}
+    assert {s.engine for s in timeline.spans if s.outcome == AttemptOutcome.DIED} == {0, 1}
     assert [now - before for now, before in zip(pool.num_restarts, restarts, strict=True)] == [1, 1]
     pool.finish_turns()
 
@@ -394,16 +392,16 @@ def test_a_silent_engine_is_killed_while_others_work(
     monkeypatch.setattr(rollout_pool, "HANG_S", 2.0)
     rollout, restarts = coordinator(pool, None), pool.num_restarts[1]
     keys = rollout.add(six_prompts())
-    while not all(rollout.response(key).tokens for key in keys[:4]):
+    while not all(rollout.responses[key].tokens for key in keys[:4]):
         rollout.advance()
     os.kill(pool.pids[1], signal.SIGSTOP)
     while rollout.is_busy:
         rollout.advance()
     responses, timeline = rollout.take(keys)
     assert_equal([r.rollout for r in responses], expected["T=1"])
-    assert pool.num_restarts[1] == restarts + 1 and {s.engine for s in timeline.spans if s.outcome == Outcome.DIED} == {
-        1
-    }
+    assert pool.num_restarts[1] == restarts + 1 and {
+        s.engine for s in timeline.spans if s.outcome == AttemptOutcome.DIED
+    } == {1}
     pool.finish_turns()
     assert [s for s in pool.take_deaths() if s.startswith("rollout worker 1 died")]
     roll_out_with_all(pool, coordinator(pool, None), expected["T=1"])

@@ -14,10 +14,10 @@ from decoupled_world import MAX_LEN, MOST_AHEAD, VOCAB, FakeDrafter, policy_toke
 
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.messages import decode, encode
-from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
+from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
-from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter, StreamRequest
+from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 
 pytestmark = pytest.mark.unit
 
@@ -53,7 +53,7 @@ class Engine:
 
     def open(self, slot: int, seed: int, text: list[int]) -> None:
         self.texts[slot] = (seed, list(text))
-        self.remote.open([StreamRequest(slot, seed, Sampling(1.0, 0, 1.0), MAX_LEN, text)])
+        self.remote.open([StreamRequest(slot, seed, 1.0, 0, 1.0, MAX_LEN, text)])
 
     def step(self) -> None:
         """Verifies the proposals, as the vLLM worker does, and gives the drafter some time."""
@@ -130,7 +130,7 @@ def test_late_tokens_of_a_freed_slot_are_dropped(engine: Engine) -> None:
 def test_a_plain_request_is_sent_to_no_drafter(engine: Engine) -> None:
     engine.open(1, 9, PROMPT)
     engine.texts[0] = (10, list(PROMPT))
-    engine.remote.open([StreamRequest(0, 10, Sampling(1.0, 0, 1.0), 0, PROMPT)])
+    engine.remote.open([StreamRequest(0, 10, 1.0, 0, 1.0, 0, PROMPT)])
     for _ in range(10):
         engine.step()
     assert engine.drafter_text(9)[:5] == engine.texts[1][1][:5]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
-from nemo_specrollout.remote.protocol.engine_commands import CloseShadow, CorrectShadow, EngineCommand, OpenShadow
+from nemo_specrollout.remote.protocol.messages import Open
 
 pytestmark = pytest.mark.integration
 
@@ -24,18 +24,20 @@ def engine(tiny_model: Path) -> Iterator[DrafterEngine]:
     drafter.close()
 
 
-def opening(shadow: int, seed: int, text: Sequence[int], temperature: float = 1.0) -> OpenShadow:
-    return OpenShadow(shadow, seed, temperature, 0, 1.0, np.array(text, np.int32))
+def opened(
+    engine: DrafterEngine,
+    shadow: int,
+    seed: int,
+    text: Sequence[int],
+    sampling: tuple[float, int, float] = (1.0, 0, 1.0),
+) -> None:
+    """Opens a shadow sequence."""
+    engine.open(shadow, Open(shadow, seed, *sampling, 512, 8, np.array(text, np.int32).tobytes()))
 
 
-def carry_out(engine: DrafterEngine, commands: Sequence[EngineCommand]) -> None:
-    for command in commands:
-        if isinstance(command, OpenShadow):
-            engine.open(command)
-        elif isinstance(command, CloseShadow):
-            engine.close_shadow(command.shadow)
-        elif isinstance(command, CorrectShadow):
-            engine.correct(command)
+def closed(engine: DrafterEngine, *shadows: int) -> None:
+    for shadow in shadows:
+        engine.close_shadow(shadow)
 
 
 def run_ahead(engine: DrafterEngine, shadows: Sequence[int], count: int) -> dict[int, list[int]]:
@@ -49,65 +51,69 @@ def run_ahead(engine: DrafterEngine, shadows: Sequence[int], count: int) -> dict
 
 def fresh(engine: DrafterEngine, seed: int, text: Sequence[int], count: int, temperature: float = 1.0) -> list[int]:
     """Returns the draft tokens of a shadow that is opened with this text."""
-    carry_out(engine, [opening(7, seed, text, temperature)])
+    opened(engine, 7, seed, text, (temperature, 0, 1.0))
     drafts = run_ahead(engine, [7], count)[7]
-    carry_out(engine, [CloseShadow(7)])
+    closed(engine, 7)
     return drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_wrong", [1, 3, 6])
 def test_a_corrected_shadow_drafts_as_a_fresh_one(engine: DrafterEngine, num_wrong: int, temperature: float) -> None:
-    carry_out(engine, [opening(m, 100 + m, PROMPT, temperature) for m in (0, 1)])
+    for m in (0, 1):
+        opened(engine, m, 100 + m, PROMPT, (temperature, 0, 1.0))
     drafts = run_ahead(engine, [0, 1], 6)[0]
     right = drafts[: 6 - num_wrong]
-    carry_out(engine, [CorrectShadow(0, len(PROMPT) + len(right), [77])])
+    engine.correct(0, len(PROMPT) + len(right), [77])
     text = [*PROMPT, *right, 77]
     assert run_ahead(engine, [0, 1], 5)[0] == fresh(engine, 100, text, 5, temperature)
-    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
+    closed(engine, 0, 1)
 
 
 def test_a_shadow_that_fell_behind_reads_what_it_missed(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 9, PROMPT)])
+    opened(engine, 0, 9, PROMPT)
     drafts = run_ahead(engine, [0], 2)[0]
     missed = list(range(30, 45))
-    carry_out(engine, [CorrectShadow(0, len(PROMPT) + 2, missed)])
+    engine.correct(0, len(PROMPT) + 2, missed)
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 9, [*PROMPT, *drafts, *missed], 4)
-    carry_out(engine, [CloseShadow(0)])
+    closed(engine, 0)
 
 
 def test_corrections_accumulate(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 3, PROMPT)])
+    opened(engine, 0, 3, PROMPT)
     drafts = run_ahead(engine, [0], 8)[0]
     start = len(PROMPT)
-    carry_out(
-        engine,
-        [CorrectShadow(0, start + 5, [60]), CorrectShadow(0, start + 6, [61, 62]), CorrectShadow(0, start + 3, [63])],
-    )
+    engine.correct(0, start + 5, [60])
+    engine.correct(0, start + 6, [61, 62])
+    engine.correct(0, start + 3, [63])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 3, [*PROMPT, *drafts[:3], 63], 4)
-    carry_out(engine, [CloseShadow(0)])
+    closed(engine, 0)
 
 
 def test_a_shadow_may_be_corrected_before_its_text_is_read(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(0, 4, PROMPT), CorrectShadow(0, len(PROMPT), [60, 61])])
+    opened(engine, 0, 4, PROMPT)
+    engine.correct(0, len(PROMPT), [60, 61])
     assert run_ahead(engine, [0], 4)[0] == fresh(engine, 4, [*PROMPT, 60, 61], 4)
-    carry_out(engine, [CloseShadow(0)])
+    closed(engine, 0)
 
 
 def test_a_sleeping_shadow_may_be_corrected(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(m, m, PROMPT) for m in (0, 1, 2)])
+    for m in (0, 1, 2):
+        opened(engine, m, m, PROMPT)
     drafts = run_ahead(engine, [0, 1, 2], 3)
     run_ahead(engine, [1, 2], 4)
-    carry_out(engine, [CorrectShadow(0, len(PROMPT) + 1, [50]), CloseShadow(2)])
+    engine.correct(0, len(PROMPT) + 1, [50])
+    closed(engine, 2)
     run_ahead(engine, [1], 2)
     assert run_ahead(engine, [0, 1], 4)[0] == fresh(engine, 0, [*PROMPT, drafts[0][0], 50], 4)
-    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
+    closed(engine, 0, 1)
 
 
 def test_randomly_corrected_shadows_draft_as_fresh_ones(engine: DrafterEngine) -> None:
     rng = np.random.default_rng(0)
     texts = {m: list(PROMPT) for m in range(4)}
-    carry_out(engine, [opening(m, m, text) for m, text in texts.items()])
+    for m, text in texts.items():
+        opened(engine, m, m, text)
     for _ in range(25):
         awake = [m for m in texts if rng.random() < 0.7] or [0]
         for shadow, drafts in run_ahead(engine, awake, int(rng.integers(1, 5))).items():
@@ -117,11 +123,11 @@ def test_randomly_corrected_shadows_draft_as_fresh_ones(engine: DrafterEngine) -
                 keep = int(rng.integers(len(PROMPT), len(text) + 1))
                 new = rng.integers(1, 90, int(rng.integers(1, 4))).tolist()
                 text[keep:] = new
-                carry_out(engine, [CorrectShadow(shadow, keep, new)])
+                engine.correct(shadow, keep, new)
     for shadow, text in texts.items():
         expected = fresh(engine, shadow, text, 3)
         assert run_ahead(engine, [shadow], 3)[shadow] == expected
-    carry_out(engine, [CloseShadow(m) for m in texts])
+    closed(engine, *texts)
 
 
 def test_new_weights_are_used_at_once(engine: DrafterEngine, tiny_model: Path, tmp_path: Path) -> None:
@@ -131,7 +137,8 @@ def test_new_weights_are_used_at_once(engine: DrafterEngine, tiny_model: Path, t
     save_file(
         {n: t * 1.3 if t.ndim == 2 else t for n, t in tensors.items()}, other / "model.safetensors", {"format": "pt"}
     )
-    carry_out(engine, [opening(m, m, PROMPT) for m in (0, 1)])
+    for m in (0, 1):
+        opened(engine, m, m, PROMPT)
     drafts = run_ahead(engine, [0, 1], 4)[0]
     old = fresh(engine, 0, [*PROMPT, *drafts], 16)
     engine.load_weights(other)
@@ -141,25 +148,27 @@ def test_new_weights_are_used_at_once(engine: DrafterEngine, tiny_model: Path, t
         engine.load_weights(tmp_path)
     engine.load_weights(tiny_model)
     assert fresh(engine, 0, [*PROMPT, *drafts], 16) == old
-    carry_out(engine, [CloseShadow(0), CloseShadow(1)])
+    closed(engine, 0, 1)
 
 
 @pytest.mark.parametrize("sampling", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 0.9)])
 def test_drafts_equal_tokens_that_vllm_samples(engine: DrafterEngine, sampling: tuple[float, int, float]) -> None:
     """A policy with the drafter's weights samples the same tokens: only the evidence levels are ours."""
-    carry_out(engine, [OpenShadow(0, 11, *sampling, np.array(PROMPT, np.int32))])
+    opened(engine, 0, 11, PROMPT, sampling)
     drafts = run_ahead(engine, [0], 40)[0]
     core = engine._llm.llm_engine.engine_core.engine_core
     sampler = core.model_executor.driver_worker.worker.model_runner.sampler
     ours = vars(sampler).pop("sample")
-    carry_out(engine, [CloseShadow(0), OpenShadow(1, 11, *sampling, np.array(PROMPT, np.int32))])
+    closed(engine, 0)
+    opened(engine, 1, 11, PROMPT, sampling)
     assert run_ahead(engine, [1], 40)[1] == drafts
     sampler.sample = ours
-    carry_out(engine, [CloseShadow(1)])
+    closed(engine, 1)
 
 
 def test_evidence_has_many_levels(engine: DrafterEngine) -> None:
-    carry_out(engine, [opening(m, m, PROMPT) for m in range(8)])
+    for m in range(8):
+        opened(engine, m, m, PROMPT)
     levels = np.concatenate([engine.draft(np.arange(8))["level"] for _ in range(50)])
-    carry_out(engine, [CloseShadow(m) for m in range(8)])
+    closed(engine, *range(8))
     assert len(np.unique(levels)) > 8

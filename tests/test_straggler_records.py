@@ -4,6 +4,7 @@
 import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,10 +21,8 @@ from nemo_specrollout.cli.main import main
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.progress import Progress
 from nemo_specrollout.local.run_report import write_report
-from nemo_specrollout.racing.decode_speeds import DecodeSpeeds
-from nemo_specrollout.racing.responses import Attempt, Response
-from nemo_specrollout.racing.savings import Savings
-from nemo_specrollout.racing.timeline import Outcome, Span, SpanLog, Timeline, describe
+from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline, describe
+from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.tail_panels import MOST_ENGINES, MOST_ROWS, shown_requests, shown_timeline, tail_summary
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
@@ -34,27 +33,28 @@ pytestmark = pytest.mark.unit
 TWO_WORKERS = ROOT / "examples" / "configs" / "quickstart_two_workers_cpu.yaml"
 BLOCK = "policy.generation.specrollout.fastest_of_n"
 
+METHODS = ("suffix", "ngram")
 # Request 0 moves and is then raced, 1 is raced in vain, 2 outlives an engine, 3 ends where it began.
 SPANS = (
-    Span(3, 1, 0.0, 0, 1.0, 60, "won"),
-    Span(0, 0, 0.0, 0, 2.0, 100, "moved"),
-    Span(2, 1, 0.0, 0, 2.5, 90, "died"),
-    Span(1, 1, 3.0, 150, 3.5, 160, "gave up"),
-    Span(1, 0, 0.0, 0, 4.0, 230, "won"),
-    Span(0, 1, 2.0, 100, 5.0, 240, "beaten"),
-    Span(0, 0, 4.0, 200, 5.0, 250, "won"),
-    Span(2, 0, 2.5, 90, 5.5, 260, "won"),
+    AttemptSpan(3, 1, 0.0, 0, 1.0, 60, "won"),
+    AttemptSpan(0, 0, 0.0, 0, 2.0, 100, "moved"),
+    AttemptSpan(2, 1, 0.0, 0, 2.5, 90, "died"),
+    AttemptSpan(1, 1, 3.0, 150, 3.5, 160, "gave up"),
+    AttemptSpan(1, 0, 0.0, 0, 4.0, 230, "won"),
+    AttemptSpan(0, 1, 2.0, 100, 5.0, 240, "beaten"),
+    AttemptSpan(0, 0, 4.0, 200, 5.0, 250, "won"),
+    AttemptSpan(2, 0, 2.5, 90, 5.5, 260, "won"),
 )
 
 
 def timeline(step: int = 4, saved_s: float | None = 1.5, num_workers: int = 2) -> dict[str, Any]:
     """Returns a line of `timeline.jsonl`."""
-    return {"step": step, **Timeline(num_workers, SPANS, ("suffix", "ngram") * (num_workers // 2), saved_s).record()}
+    return {"step": step, **Timeline(METHODS * (num_workers // 2), SPANS, saved_s).record()}
 
 
 def with_tail(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the same steps, made by two engines."""
-    figures = Timeline(2, SPANS, saved_s=0.25).figures()
+    figures = Timeline(METHODS, SPANS, saved_s=0.25).figures()
     return [{**s, "tail": figures | {"saved_s": 0.25 if s["step"] else None}} for s in steps]
 
 
@@ -114,12 +114,12 @@ def saved_s(savings: Savings, under_way: dict[int, Response], ended_s: float, le
 
 def test_savings_count_from_the_first_move_or_race() -> None:
     savings, under_way = Savings(2, 10.0), responses(r5=(0, 100), r6=(0, 50), r8=(1, 30))
-    savings.heard_from(0, 11.0)
-    savings.before(TailDecision(), [5, 6, 8], under_way)
+    savings.heard_s_E[0] = 11.0
+    savings.note(TailDecision(), [5, 6, 8], under_way)
     assert savings.keys == [], "no request has moved yet"
-    savings.before(TailDecision(starts=((0, 1),), stops=((0, 0),)), [5, 6, 8], under_way)
-    savings.heard_from(0, 12.0)
-    savings.before(TailDecision(starts=((1, 1),)), [5, 6, 8], under_way)
+    savings.note(TailDecision(starts=((0, 1),), stops=((0, 0),)), [5, 6, 8], under_way)
+    savings.heard_s_E[0] = 12.0
+    savings.note(TailDecision(starts=((1, 1),)), [5, 6, 8], under_way)
     assert saved_s(savings, under_way, 12.5, {5: 400, 6: 150, 8: 60}) == pytest.approx(11.0 + 3.0 - 12.5)
 
 
@@ -127,11 +127,11 @@ def test_savings_may_be_negative_or_unknown() -> None:
     under_way = responses(r0=(0, 0), r1=(-1, 0))
     savings = Savings(2, 0.0)
     assert saved_s(savings, under_way, 3.0, {}) is None, "no request has moved"
-    savings.before(TailDecision(starts=((1, 1),)), [0, 1], under_way)
+    savings.note(TailDecision(starts=((1, 1),)), [0, 1], under_way)
     assert savings.keys == [], "a waiting request that begins does not move"
-    savings.before(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
+    savings.note(TailDecision(starts=((1, 1), (0, 1))), [0, 1], under_way)
     assert saved_s(savings, under_way, 3.0, {0: 100, 1: 200}) == pytest.approx(-1.0)
-    savings.give_up()
+    savings.is_unknown = True
     assert saved_s(savings, under_way, 3.0, {}) is None, "an engine died"
 
 
@@ -139,29 +139,29 @@ def test_savings_may_be_negative_or_unknown() -> None:
 
 
 def test_figures_of_a_timeline() -> None:
-    figures = Timeline(2, SPANS, saved_s=0.5).figures()
+    figures = Timeline(METHODS, SPANS, saved_s=0.5).figures()
     assert (figures["moves"], figures["races"], figures["won_by_racer"]) == (1, 2, 1)
     assert (figures["deaths"], figures["diverged"], figures["saved_s"]) == (1, 0, 0.5)
     assert figures["idle_share"] == pytest.approx((11.0 - 5.5 - 5.0) / 11.0)
 
 
 def test_a_death_is_one_whatever_it_took_along() -> None:
-    log = SpanLog(("suffix", "ngram"))
-    for request, worker in ((0, 0), (1, 0), (2, 1)):
-        log.begin(request, worker, 0)
-    for request in (0, 1):
-        log.end(request, 0, 5, Outcome.DIED, 1e9)
-    log.end(2, 1, 5, Outcome.WON)
-    found = log.take([0, 1, 2])
-    assert found.num_deaths == 1 and found.num_engines == 2 and found.methods == ("suffix", "ngram")
+    under_way = [Response(RolloutRequest([1, 2], 0, 0)) for _ in range(3)]
+    for response, worker in zip(under_way, (0, 0, 1), strict=True):
+        response.open(worker, 7)
+    for response in under_way[:2]:
+        response.close(0, AttemptOutcome.DIED, 1e9)
+    under_way[2].close(1, AttemptOutcome.WON, time.perf_counter())
+    found = Timeline.of(under_way, METHODS, None)
+    assert found.figures()["deaths"] == 1 and [s.request for s in found.spans] == [2, 0, 1]
 
 
 def test_words_of_a_tail() -> None:
-    figures = Timeline(2, SPANS, saved_s=0.5).figures()
+    figures = Timeline(METHODS, SPANS, saved_s=0.5).figures()
     assert describe(figures) == (
         "1 move, 2 races (1 won by the racer), 1 worker died; saved 0.50 s (estimate); workers idle for 5% of their time"
     )
-    assert describe(Timeline(2, SPANS[:1]).figures()) == ""
+    assert describe(Timeline(METHODS, SPANS[:1]).figures()) == ""
 
 
 def test_a_step_s_line_has_the_tail_s_beneath(tmp_path: Path) -> None:
@@ -207,9 +207,11 @@ def test_the_rollout_shown_is_the_one_where_most_was_saved() -> None:
 
 
 def test_rows_are_for_requests_that_several_had_and_for_the_last() -> None:
-    spans = Timeline(2, SPANS).record()["spans"]
+    spans = Timeline(METHODS, SPANS).record()["spans"]
     assert shown_requests(spans) == [3, 1, 0, 2]
-    many = Timeline(2, tuple(Span(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))).record()["spans"]
+    many = Timeline(METHODS, tuple(AttemptSpan(r, 0, 0.0, 0, 10.0 + r, 9, "won") for r in range(10, 60))).record()[
+        "spans"
+    ]
     assert shown_requests([*many, *spans]) == [1, 0, 2, *range(60 - MOST_ROWS + 3, 60)]
 
 

@@ -21,8 +21,7 @@ from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, Rollou
 from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.stream_engine import StreamEngine
-from nemo_specrollout.racing.stream_shard import StreamShard
+from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 from nemo_specrollout.racing.turns import Orders, Starts
 
 pytestmark = pytest.mark.integration
@@ -57,7 +56,7 @@ class Fleet:
         self.exchange._coordinator.policy = WildPolicy(seed)
         self.engines, self.streams = engines, [StreamingEngine(engine) for engine in engines]
         self.shards = [
-            StreamShard(w, 6, StreamEngine(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
+            StreamShard(w, StreamEngine(stream.generate, 6), LoopLink(self.exchange, w, dies_after))
             for w, stream in enumerate(self.streams)
         ]
 
@@ -80,7 +79,7 @@ class Fleet:
     async def until_some_are_under_way(self) -> None:
         """Waits until some request has a token."""
         coordinator_ = self.exchange._coordinator
-        while not any(coordinator_.response(key).tokens for key in list(coordinator_._active)):
+        while not any(coordinator_.responses[key].tokens for key in list(coordinator_._active)):
             await asyncio.sleep(0.005)
 
     async def end(self, *failures: str | None) -> None:
@@ -270,7 +269,7 @@ def test_new_weights_end_races_and_hold_new_requests(engines: list[RolloutEngine
         await fleet.until_some_are_under_way()
         assert await asyncio.to_thread(fleet.exchange.pause)
         under_way = [
-            r for key in fleet.exchange._coordinator._active for r in [fleet.exchange._coordinator.response(key)]
+            r for key in fleet.exchange._coordinator._active for r in [fleet.exchange._coordinator.responses[key]]
         ]
         assert under_way and all(len(r.attempts) <= 1 for r in under_way)
         held = [set(shard._engine._attempts) for shard in fleet.shards]

@@ -28,9 +28,9 @@ from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import count_equal
 from nemo_specrollout.local.step_rollout import StepPrompts, load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
+from nemo_specrollout.racing.attempts import Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import RolloutPool
-from nemo_specrollout.racing.timeline import Timeline
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
@@ -124,7 +124,7 @@ def rows_of(rounds: list[dict[str, list[Timed]]]) -> list[dict[str, Any]]:
 
 
 def _row(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:
-    timelines = [timed.timeline for of_round in rounds for timed in of_round[name]]
+    tails = [timed.timeline.figures() for of_round in rounds for timed in of_round[name]]
     pairs = [
         count_equal(a.rollouts, b.rollouts)
         for of_round in rounds
@@ -135,9 +135,9 @@ def _row(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:
         "seconds": statistics.median(_seconds(of_round[name]) for of_round in rounds),
         "over_plain": _ratios(rounds, PLAIN, name),
         "over_ours": _ratios(rounds, OURS, name),
-        "idle_share": statistics.mean(t.idle_share for t in timelines),
-        "moves": statistics.mean(t.num_moves for t in timelines),
-        "races": statistics.mean(t.num_races for t in timelines),
+        "idle_share": statistics.mean(tail["idle_share"] for tail in tails),
+        "moves": statistics.mean(tail["moves"] for tail in tails),
+        "races": statistics.mean(tail["races"] for tail in tails),
         "tokens_equal": sum(equal for equal, _ in pairs),
         "tokens_total": sum(total for _, total in pairs),
     }

@@ -15,7 +15,7 @@ from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG, at
 from nemo_specrollout.config.strict import ConfigError, build
 
 if TYPE_CHECKING:
-    from nemo_specrollout.remote.verifier.drafter_process import DrafterStatus
+    from nemo_specrollout.remote.verifier.drafter_pool import DrafterReport
 
 
 def serve_drafter(parsed: argparse.Namespace) -> int:
@@ -79,7 +79,7 @@ def _remote_drafter(tree: Mapping[str, Any]) -> RemoteDrafterConfig:
     return block.remote
 
 
-def _in_words(status: "DrafterStatus") -> str:
+def _in_words(status: "DrafterReport") -> str:
     share = status.busy_s / status.up_s if status.up_s else 0.0
     return (
         f"{status.num_open} requests; {status.num_drafted:,} tokens drafted in {status.num_steps:,} steps, "

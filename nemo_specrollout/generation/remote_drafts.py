@@ -13,9 +13,9 @@ from vllm.v1.worker.gpu import buffer_utils
 from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, shared_secret
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.generation.runner_binding import NewRequest
-from nemo_specrollout.remote.protocol.peers import PolicyModel, Sampling
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
-from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter, StreamRequest
+from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter
 
 
 def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
@@ -36,8 +36,9 @@ def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDraf
 def stream_request(request: NewRequest, limit: int) -> StreamRequest:
     """Returns a request of vLLM's for remote drafters, which may draft up to `limit` tokens of text."""
     params = request.sampling_params
-    sampling = Sampling(params.temperature, max(0, params.top_k), params.top_p)  # vLLM also writes -1 for no top-k
-    return StreamRequest(request.slot, request.identity.seed, sampling, limit, request.token_ids)
+    top_k = max(0, params.top_k)  # vLLM also writes -1 for no top-k
+    seed, text = request.identity.seed, request.token_ids
+    return StreamRequest(request.slot, seed, params.temperature, top_k, params.top_p, limit, text)
 
 
 class WatchedOutput(AsyncModelRunnerOutput):

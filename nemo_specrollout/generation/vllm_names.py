@@ -46,7 +46,6 @@ OPTIONAL = {"vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH"}
 """Names that are read only where a module has them."""
 MIXINS = {
     "VllmWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
-    "ShadowWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
 }
 """Base classes of vLLM that our mixins are combined with."""
 ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"

@@ -15,7 +15,7 @@ from nemo_specrollout.local.rollout_source import Prompts, RolloutSource
 from nemo_specrollout.local.statistics import stock_stats
 from nemo_specrollout.local.step_rollout import StepRollout
 from nemo_specrollout.local.trajectories import Trajectories, TrajectoryCollector
-from nemo_specrollout.racing.responses import Response
+from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.rollout_source import Prompts, RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.local.step_rollout import StepRollout, check_tokens
+from nemo_specrollout.racing.attempts import AttemptOutcome, AttemptSpan, Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import DEAD, RolloutPool
-from nemo_specrollout.racing.timeline import Outcome, Span, Timeline
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
@@ -155,8 +155,8 @@ class RolloutFleet(RolloutSource):
         self.pool.close()
 
 
-def _sample_stats(spans: Sequence[Span], by_engine: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    winner = next(s.engine for s in spans if s.outcome == Outcome.WON)
+def _sample_stats(spans: Sequence[AttemptSpan], by_engine: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    winner = next(s.engine for s in spans if s.outcome == AttemptOutcome.WON)
     counts = {key: sum(s[key] for s in by_engine.values()) for key in ("num_drafted", "num_accepted") if by_engine}
     workers = list(dict.fromkeys(s.engine for s in sorted(spans, key=lambda s: s.start_s)))
     return {**by_engine.get(winner, {}), **counts, "won_by": winner, "workers": workers}

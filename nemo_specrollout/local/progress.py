@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from nemo_specrollout.racing.timeline import describe as describe_tail
+from nemo_specrollout.racing.attempts import describe as describe_tail
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
 _COLUMNS = {

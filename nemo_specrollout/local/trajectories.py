@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from nemo_specrollout.config.run_sections import AsyncGrpoConfig
 from nemo_specrollout.local.step_rollout import StepPrompts
+from nemo_specrollout.racing.attempts import Response, Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
-from nemo_specrollout.racing.responses import Response
-from nemo_specrollout.racing.timeline import Timeline
 
 T = TypeVar("T")
 

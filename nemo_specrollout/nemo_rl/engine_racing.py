@@ -24,8 +24,7 @@ from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnRes
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 if TYPE_CHECKING:
-    from nemo_specrollout.racing.stream_engine import Generate
-    from nemo_specrollout.racing.stream_shard import StreamShard
+    from nemo_specrollout.racing.stream_engine import Generate, StreamShard
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class ShardRacing:
         If one of the requests cannot go on in another engine, the engine works alone, by `native`.
         """
         from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
-        from nemo_specrollout.racing.shard_rollout import ShardRollout
+        from nemo_specrollout.racing.turn_engine import ShardRollout
 
         requests = shard_requests(self._engine, prompts, params)
         if requests is None:
@@ -183,11 +182,10 @@ async def join_stream(llm: Any, generate: "Generate", actor: Any, engine: int) -
 
     `generate` is vLLM's own method.
     """
-    from nemo_specrollout.racing.stream_engine import StreamEngine
-    from nemo_specrollout.racing.stream_shard import StreamShard
+    from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 
     capacity = int(llm.vllm_config.scheduler_config.max_num_seqs)
-    shard = StreamShard(engine, capacity, StreamEngine(generate, capacity), AsyncExchangeLink(actor, engine))
+    shard = StreamShard(engine, StreamEngine(generate, capacity), AsyncExchangeLink(actor, engine))
     await shard.begin()
     return shard
 

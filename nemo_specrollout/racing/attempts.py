@@ -15,13 +15,13 @@ from nemo_specrollout.scheduling.placement.planner import counted
 class AttemptOutcome(StrEnum):
     """Outcome of an attempt."""
 
-    WON = "won"  # it completed the response
-    MOVED = "moved"  # the request went on with another engine
-    BEATEN = "beaten"  # another racer completed the response
-    GAVE_UP = "gave up"  # the policy, or new weights, ended the race
-    DIED = "died"  # the engine died
-    DIVERGED = "diverged"  # the engine made another token than is known, because of floating point
-    ABANDONED = "abandoned"  # the request was no longer wanted
+    WON = "won"  # It completed the response.
+    MOVED = "moved"  # The request went on with another engine.
+    BEATEN = "beaten"  # Another racer completed the response.
+    GAVE_UP = "gave up"  # The policy, or new weights, ended the race.
+    DIED = "died"  # The engine died.
+    DIVERGED = "diverged"  # The engine made another token than is known, because of floating point.
+    ABANDONED = "abandoned"  # The request was no longer wanted.
 
 
 _LOST_RACE = (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)
@@ -59,7 +59,7 @@ class AttemptSpan:
 
 @dataclass
 class Response:
-    """A response as far as any engine has reported it, with its attempts. Times are those of `time.perf_counter`.
+    """A response as far as any engine has reported it, with its attempts. Times come from `time.perf_counter`.
 
     Invariant: the first engine to report a token decides it. An engine that reports another token at its place loses its
     attempt. So the response up to each point is the work of one engine, in whatever order engines report.

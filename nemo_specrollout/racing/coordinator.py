@@ -69,6 +69,7 @@ class Coordinator:
         self._num_attempts = 0
         self._speeds = DecodeSpeeds(ladder)
         self._stood_still: set[int] = set()
+        self._saved_s: float | None = None
         self._begin_afresh()
 
     # The life of requests
@@ -286,8 +287,7 @@ class Coordinator:
         """Resets the clock and the estimate of savings: no request is under way."""
         self._busy_since_s, self._next_look_s = time.perf_counter(), 0.0
         self._first_key = self._num_requests
-        self._savings = Savings(len(self._assigned), self._busy_since_s)
-        self._saved_s: float | None = None
+        self._savings, self._saved_s = Savings(len(self._assigned), self._busy_since_s), None
 
     def _consult_policy(self) -> None:
         """Moves and races requests as the policy says: about once a turn, and at once if a request is waiting."""

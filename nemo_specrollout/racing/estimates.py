@@ -11,9 +11,9 @@ import numpy as np
 from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.racing.turns import Work
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, Ladder
-from nemo_specrollout.scheduling.racing.drain import Assignment, undisturbed_end_s
-from nemo_specrollout.scheduling.racing.request_speeds import RequestSpeeds
+from nemo_specrollout.scheduling.racing.request_estimates import RequestSpeeds
 from nemo_specrollout.scheduling.racing.straggler_policy import TailDecision
+from nemo_specrollout.scheduling.racing.tail_forecast import Assignment, undisturbed_end_s
 
 
 class DecodeSpeeds:

@@ -36,7 +36,7 @@ if "ray" not in sys.modules:  # a program that has imported Ray has made its own
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-import ray  # noqa: E402
+import ray
 
 HANG_S = 300.0
 """Seconds without an answer after which an engine that has something to do is killed."""

@@ -18,15 +18,15 @@ from nemo_specrollout.remote.protocol.messages import (
     decode,
     encode,
 )
-from nemo_specrollout.remote.protocol.peers import (
+from nemo_specrollout.remote.protocol.verifier_side import (
     ANSWER_DEADLINE_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     PeerState,
     PolicyModel,
-    Sampling,
+    StreamRequest,
+    VerifierSide,
 )
-from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
 
 pytestmark = pytest.mark.unit
 
@@ -56,15 +56,14 @@ class Verifier:
 
     def __init__(self) -> None:
         self.side = VerifierSide(SESSION, 1, 1, 4, PolicyModel(41))
-        self.side.open(0, seed=3, sampling=Sampling(1.0, 0, 1.0), limit=50)
+        self.side.open(StreamRequest(0, seed=3, temperature=1.0, top_k=0, top_p=1.0, limit=50))
         self.peer, self.now_s, self.steps = self.side.peers[0], 100.0, list[Step]()
 
     def follow(self, seconds: float = 0.1) -> bool:
         """Takes a step of the engine; returns whether it greets the drafter, which then answers at once."""
         self.now_s += seconds
-        self.side.follow(np.zeros((1, 64), np.int32), np.array([5]), self.now_s)
         greeted = False
-        for _, message in self.side.outgoing():
+        for _, message in self.side.follow(np.zeros((1, 64), np.int32), np.array([5]), self.now_s):
             if isinstance(message, Hello):
                 self.hear(Welcome(SESSION, DRAFTER, 0, 64, 4))
                 greeted = True

@@ -26,6 +26,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.config.strict import ConfigError, bounded, build
+from nemo_specrollout.remote.protocol.messages import Open
 from nemo_specrollout.remote.verifier.drafter_pool import drafter_spec
 from nemo_specrollout.remote.verifier.json_child import end_with_parent
 
@@ -205,12 +206,10 @@ def _stats(engine: "RolloutEngine", first: int = 0) -> "EngineStats":
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
     """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
-    from nemo_specrollout.remote.protocol.engine_commands import OpenShadow
-
-    text = np.array(_prompt(spec), np.int32)
+    longest, text = engine.model.max_model_len, np.array(_prompt(spec), np.int32).tobytes()
     for shadow in range(batch):
-        engine.open(OpenShadow(shadow, shadow, 1.0, 0, 1.0, text))
-    seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, engine.model.max_model_len - spec.context - 1)
+        engine.open(shadow, Open(shadow, shadow, 1.0, 0, 1.0, longest, 1, text))
+    seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, longest - spec.context - 1)
     for shadow in range(batch):
         engine.close_shadow(shadow)
     if len(seconds) <= _WARM_UP:

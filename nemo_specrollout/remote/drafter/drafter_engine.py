@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nemo_specrollout.config.model_folder import longest_text, tensor_shapes, tokenizer_fingerprint, with_tied_lm_head
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment
-from nemo_specrollout.remote.protocol.engine_commands import CorrectShadow, DraftModel, OpenShadow
+from nemo_specrollout.remote.protocol.drafter_side import DraftModel
+from nemo_specrollout.remote.protocol.messages import Open, column
 
-WORKERS = {
-    "cpu": "nemo_specrollout.remote.drafter.shadow_cpu_worker.ShadowCPUWorker",
-    "cuda": "nemo_specrollout.remote.drafter.shadow_gpu_worker.ShadowGPUWorker",
-}
+WORKER = "nemo_specrollout.remote.drafter.shadow_worker.ShadowWorker"
 SCHEDULER = "nemo_specrollout.remote.drafter.shadow_scheduler.ShadowScheduler"
 
 
@@ -39,7 +38,7 @@ class DrafterEngine:
             "model": str(model),
             "max_model_len": min(max_model_len, longest_text(model) or max_model_len),
             "max_num_seqs": num_shadows,
-            "worker_cls": WORKERS[compat.device_type()],
+            "worker_cls": WORKER,
             "scheduler_cls": SCHEDULER,
             "async_scheduling": False,
             # A shadow's text may be corrected: a cached prefix would then belong to another text.
@@ -62,7 +61,9 @@ class DrafterEngine:
             engine.model_config.get_vocab_size(), tokenizer_fingerprint(model), engine.model_config.max_model_len - 1
         )
 
-    def open(self, opening: OpenShadow) -> None:
+    # See `ShadowEngine`
+
+    def open(self, shadow: int, opening: Open) -> None:
         """Adds a shadow sequence, whose text is read in the next step. Raises ValueError if vLLM refuses the request."""
         from vllm import SamplingParams
 
@@ -78,7 +79,8 @@ class DrafterEngine:
                 detokenize=False,
                 seed=opening.seed,
             )
-            self._llm.llm_engine.add_request(str(opening.shadow), {"prompt_token_ids": opening.text.tolist()}, params)
+            text = column(opening.tokens, np.int32).tolist()
+            self._llm.llm_engine.add_request(str(shadow), {"prompt_token_ids": text}, params)
         except vllm_requests.REFUSALS as error:
             raise ValueError(str(error)) from error
 
@@ -86,9 +88,9 @@ class DrafterEngine:
         """Removes a shadow sequence and frees its KV."""
         self._llm.llm_engine.abort_request([str(shadow)])
 
-    def correct(self, correction: CorrectShadow) -> None:
+    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
         """Replaces the end of a shadow sequence; the kept tokens keep their KV."""
-        self._scheduler.correct(correction)
+        self._scheduler.correct(shadow, num_kept, tokens)
 
     def load_weights(self, folder: Path) -> None:
         """Loads the weights in `folder`; all shadow sequences are read again.
@@ -118,8 +120,11 @@ class DrafterEngine:
 def read_like(folder: Path, known: Path) -> list[tuple[str, torch.Tensor]]:
     """Returns the tensors of the checkpoint in `folder`. Raises ValueError unless it has the names and shapes of `known`."""
     files = sorted(folder.glob("*.safetensors"))
-    found, expected = tensor_shapes(files), tensor_shapes(sorted(known.glob("*.safetensors")))
-    if found != expected:
-        odd = sorted(set(found.items()) ^ set(expected.items()))
-        raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
-    return [(n, t) for file in files for n, t in load_file(file).items()]
+    try:
+        found, expected = tensor_shapes(files), tensor_shapes(sorted(known.glob("*.safetensors")))
+        if found != expected:
+            odd = sorted(set(found.items()) ^ set(expected.items()))
+            raise ValueError(f"{folder}: not a checkpoint like {known}: {odd[0][0] if odd else 'no tensors'} differs")
+        return [(n, t) for file in files for n, t in load_file(file).items()]
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error

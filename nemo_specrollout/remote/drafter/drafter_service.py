@@ -9,21 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError
-
 from nemo_specrollout.config.drafter_configs import shared_secret
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.remote.protocol.drafter_side import DrafterSide
-from nemo_specrollout.remote.protocol.engine_commands import (
-    CloseShadow,
-    CorrectShadow,
-    EngineCommand,
-    LoadWeights,
-    OpenShadow,
-)
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
-from nemo_specrollout.remote.verifier.drafter_process import DrafterSpec, DrafterStatus
+from nemo_specrollout.remote.verifier.drafter_pool import DrafterReport, DrafterSpec
 from nemo_specrollout.remote.verifier.json_child import end_with_parent
 
 IDLE_WAIT_S = 0.05
@@ -35,23 +25,23 @@ STATUS_PERIOD_S = 1.0
 class DrafterService:
     """Owns the engine, the socket and the drafter side of the protocol. `run` serves until it is interrupted."""
 
-    def __init__(self, spec: DrafterSpec, on_bound: Callable[[DrafterStatus], object] = lambda status: None) -> None:
+    def __init__(self, spec: DrafterSpec, on_bound: Callable[[DrafterReport], object] = lambda status: None) -> None:
         """Binds the address, reports it to `on_bound`, then starts the engine.
 
         Raises ConfigError if the address is taken, or if vLLM cannot start the draft model.
         """
         self._socket = DrafterSocket(spec.address, shared_secret([spec.address]), spec.allowed_hosts)
-        self.status = DrafterStatus(self._socket.address)
+        self.status = DrafterReport(self._socket.address)
         on_bound(self.status)
         from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
 
         kwargs = {"dtype": spec.precision, **spec.vllm_kwargs}
         self._engine = DrafterEngine(Path(spec.model), spec.max_requests, spec.max_model_len, **kwargs)
-        self._side = DrafterSide(self._engine.model, secrets.randbits(62), spec.max_requests, spec.most_ahead)
+        self._side = DrafterSide(self._engine, secrets.randbits(62), spec.max_requests, spec.most_ahead)
         self._started = time.monotonic()
         self.status.is_up = True
 
-    def run(self, on_status: Callable[[DrafterStatus], object]) -> None:
+    def run(self, on_status: Callable[[DrafterReport], object]) -> None:
         """Serves until interrupted; calls `on_status` every `STATUS_PERIOD_S`."""
         due = 0.0
         while True:
@@ -69,56 +59,25 @@ class DrafterService:
         side, status = self._side, self.status
         for peer, message in self._socket.receive():
             side.receive(peer, message, time.monotonic())
-        self._carry_out(side.take_commands())
-        shadows_M = side.ready_to_draft()
+        shadows_M = side.shadows.ready_to_draft()
         if len(shadows_M):
-            self._draft(shadows_M)
+            started = time.perf_counter()
+            rows = self._engine.draft(shadows_M)
+            seconds = time.perf_counter() - started
+            side.drafted(rows, seconds)
+            status.num_steps += 1
+            status.num_drafted += len(rows)
+            status.busy_s += seconds
         for verifier, reply in side.outgoing(time.monotonic()):
             self._socket.send(verifier, reply)
         status.num_open, status.num_refused_frames = side.num_open, self._socket.num_refused
-        status.draft_version = side.draft_version
+        status.draft_version, status.num_corrections = side.draft_version, side.num_corrections
         return len(shadows_M) > 0
 
     def close(self) -> None:
         """Stops the engine and frees the address."""
         self._socket.close()
         self._engine.close()
-
-    def _carry_out(self, commands: list[EngineCommand]) -> None:
-        refused: set[int] = set()  # shadows that the engine does not have, although corrections for them may follow
-        for command in commands:
-            if isinstance(command, CorrectShadow):
-                if command.shadow not in refused:
-                    self._engine.correct(command)
-                    self.status.num_corrections += 1
-            elif isinstance(command, OpenShadow):
-                try:
-                    self._engine.open(command)
-                    refused.discard(command.shadow)
-                except ValueError:  # vLLM refuses the request, which is then decoded without remote drafts
-                    refused.add(command.shadow)
-                    self._side.refused(command.shadow)
-            elif isinstance(command, CloseShadow):
-                self._engine.close_shadow(command.shadow)
-            else:
-                self._load_weights(command)
-
-    def _load_weights(self, command: LoadWeights) -> None:
-        error = ""
-        try:
-            self._engine.load_weights(Path(command.folder))
-        except (ValueError, OSError, SafetensorError) as refusal:
-            error = str(refusal)
-        self._side.weights_loaded(command, error)
-
-    def _draft(self, shadows_M: np.ndarray) -> None:
-        started = time.perf_counter()
-        rows = self._engine.draft(shadows_M)
-        seconds = time.perf_counter() - started
-        self._side.drafted(rows, seconds)
-        self.status.num_steps += 1
-        self.status.num_drafted += len(rows)
-        self.status.busy_s += seconds
 
 
 def main(text: str) -> int:
@@ -128,7 +87,7 @@ def main(text: str) -> int:
     """
     end_with_parent()
 
-    def report(status: DrafterStatus) -> None:
+    def report(status: DrafterReport) -> None:
         print(json.dumps(asdict(status)), flush=True)
 
     try:

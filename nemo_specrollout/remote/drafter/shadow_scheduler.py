@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from nemo_specrollout.remote.protocol.engine_commands import DRAFT_ROW, CorrectShadow
+from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class ShadowScheduler(Scheduler):
         self._changed.pop(request.request_id, None)
         super().add_request(request)
 
-    def correct(self, correction: CorrectShadow) -> None:
-        """Replaces the end of a shadow's text."""
-        request = self._shadows[correction.shadow]
-        del request._output_token_ids[correction.num_kept - request.num_prompt_tokens :]
-        del request._all_token_ids[correction.num_kept :]
-        request.append_output_token_ids(list(correction.tokens))
-        self._note_change(request, correction.num_kept, correction.num_kept)
+    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
+        """Keeps the first `num_kept` tokens of a shadow's text, and continues it with `tokens`."""
+        request = self._shadows[shadow]
+        del request._output_token_ids[num_kept - request.num_prompt_tokens :]
+        del request._all_token_ids[num_kept:]
+        request.append_output_token_ids(tokens)
+        self._note_change(request, num_kept, num_kept)
 
     def read_again(self) -> None:
         """Discards the KV of all texts after a change of weights. It is computed again when a shadow is awake."""

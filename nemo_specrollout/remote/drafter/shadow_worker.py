@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common part of a drafter's vLLM workers: corrects texts in place, and adds evidence levels to sampled tokens.
+"""A drafter's vLLM worker: corrects texts in place, and adds evidence levels to sampled tokens.
 
 Shapes: R rows of logits, one for each request of the batch.
 """
@@ -14,30 +14,35 @@ from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
 from nemo_specrollout.remote.drafter.shadow_scheduler import TextChange
 
+if compat.device_type() != "cpu":
+    from vllm.v1.worker.gpu_worker import Worker
+else:  # only here, because importing vLLM's CPU worker replaces parts of torch.cuda
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 
-class ShadowWorkerMixin:
-    """Extends a vLLM worker by the exchange with `ShadowScheduler`."""
+
+class ShadowWorker(Worker):
+    """vLLM's worker, whose requests are the shadow sequences of `ShadowScheduler`."""
 
     model_runner: Any
 
     def init_device(self) -> None:
         """Builds the model runner, and checks that it is one that this package knows."""
-        super().init_device()  # type: ignore[misc]
+        super().init_device()
         compat.verify_model_runner(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)
         self.specrollout_sampling = GradedSampling(self.model_runner.sampler, self.model_runner.device)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Changes the texts of corrected requests, then executes the step."""
         change_texts(self.model_runner.req_states, scheduler_output.specrollout_changes)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples tokens, and adds their evidence levels to the output."""
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        output = super().sample_tokens(*args, **kwargs)
         is_sampled = isinstance(output, AsyncModelRunnerOutput)
         return GradedOutput(output, self.specrollout_sampling.levels_R) if is_sampled else output
 

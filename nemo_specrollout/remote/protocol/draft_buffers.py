@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verifier's draft buffers: the tokens drafted beyond the committed text of each request.
 
+Both sides keep the last positions of each text in a ring of tokens that are chained by prefix hashes. The prefix hash of a
+position covers the request's seed and all tokens before that position. Each side computes it from its own text, so equal
+hashes mean equal texts.
+
 Shapes: S request slots, b some of them, N rows of a message, L longest sequence, X columns of a draft stream's table.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 from numba import from_dtype, int8, int32, int64, njit, uint64, void
 
 from nemo_specrollout.drafters.base import NUM_LEVELS, PRIOR_STRENGTH, REQUEST_DECAY
-from nemo_specrollout.remote.protocol.draft_ring import RINGS, new_rings, put, text_hash
+from nemo_specrollout.sampling.numba_common import mix64
+from nemo_specrollout.sampling.seeds import GAMMA
 
 NO_REQUEST = -1
 """Request number of a free slot."""
@@ -25,15 +28,19 @@ FIRST_RATE = 0.9
 BASE, COUNT, TOKENS = 0, 1, 2
 """Columns of a draft stream's table (`draft_stream.py`): length of the text, number of tokens that follow, first of them."""
 
-KEPT = 0
-"""Index in `DraftBuffers.counts`: tokens appended to a buffer."""
-LATE = 1
-"""Tokens of a position that the verifier had sampled itself by then."""
-STALE = 2
-"""Tokens of another text, of a request that ended, behind a gap, or beyond the buffer's end."""
-WRONG = 3
-"""Tokens that were kept, and dropped when the verifier sampled another token there or before."""
+KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
+"""Indices in `DraftBuffers.counts`.
 
+`KEPT`: tokens appended to a buffer. `LATE`: tokens of a position that the verifier had sampled itself by then. `STALE`: tokens
+of another text, of a request that ended, behind a gap, or beyond the buffer's end. `WRONG`: tokens that were kept, and dropped
+when the verifier sampled another token there or before.
+"""
+
+ENTRY = np.dtype([("prefix_hash", np.uint64), ("token", np.int32), ("level", np.int8)], align=True)
+"""One position of a text: hash of all tokens before it, its token, and the evidence level if the token was drafted."""
+RINGS = from_dtype(ENTRY)[:, ::1]
+"""Type of rings in the signature of a kernel."""
+_GAMMA = np.uint64(GAMMA)
 _SLOT = np.dtype(
     [
         ("request", np.int64),
@@ -48,17 +55,36 @@ _SLOT = np.dtype(
 _SLOTS = from_dtype(_SLOT)[::1]
 
 
-class Commits(NamedTuple):
-    """Newly committed tokens of some slots, as columns of a `Step`."""
+def new_rings(num_rows: int, least_size: int) -> np.ndarray:
+    """Returns empty rings [num_rows, size]; `size` is the power of two above `least_size`."""
+    return np.zeros((num_rows, 1 << least_size.bit_length()), ENTRY)
 
-    bases_b: np.ndarray
-    """int64: length of the text before."""
-    hashes_b: np.ndarray
-    """uint64: hash of that text."""
-    counts_b: np.ndarray
-    """int64: number of new tokens."""
-    tokens: np.ndarray
-    """int32: the new tokens, slot by slot."""
+
+@njit("uint64(uint64, int64)", cache=True)
+def extend(prefix_hash, token):  # type: ignore[no-untyped-def]
+    """Returns the hash of a text and one more token: SplitMix64's output function of their sum."""
+    return mix64(prefix_hash + _GAMMA * np.uint64(token + 1))
+
+
+@njit("uint64(uint64, int32[:])", cache=True)
+def _extend_all(prefix_hash, tokens):  # type: ignore[no-untyped-def]
+    for token in tokens:
+        prefix_hash = extend(prefix_hash, token)
+    return prefix_hash
+
+
+def text_hash(seed: int, tokens: np.ndarray) -> int:
+    """Returns the prefix hash after int32 `tokens`, the whole text of a request with this seed."""
+    return int(_extend_all(np.uint64(seed), tokens))
+
+
+@njit(cache=True)
+def put(ring, position, token, level):  # type: ignore[no-untyped-def]
+    """Writes a token into a ring, and with it the prefix hash of the next position."""
+    mask = len(ring) - 1
+    entry = ring[position & mask]
+    entry.token, entry.level = token, level
+    ring[(position + 1) & mask].prefix_hash = extend(entry.prefix_hash, token)
 
 
 class DraftBuffers:
@@ -70,7 +96,7 @@ class DraftBuffers:
 
     def __init__(self, num_slots: int, most_ahead: int, vocab_size: int) -> None:
         self.counts = np.zeros(4, np.int64)
-        """Received draft tokens by outcome: `KEPT`, `LATE`, `STALE`; and `WRONG`, which are some of the kept ones."""
+        """Received draft tokens by outcome, int64: `KEPT`, `LATE`, `STALE`; and `WRONG`, which are some of the kept ones."""
         self._slots = np.zeros(num_slots, _SLOT)
         self._slots["request"] = NO_REQUEST
         self._rings = new_rings(num_slots, most_ahead + 1)
@@ -89,13 +115,18 @@ class DraftBuffers:
         self._slots["request"][slots] = NO_REQUEST
         self._slots["end"][slots] = committed
 
-    def commit(self, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray) -> Commits:
-        """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it."""
+    def commit(
+        self, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Extends the committed text of each slot to `lengths_b` tokens and drops buffered tokens that differ from it.
+
+        Returns the values of a `Step`: length and hash of each text before, number of new tokens, and these, slot by slot.
+        """
         bases_b = self._slots["committed"][slots_b]
         counts_b = lengths_b - bases_b
-        new = Commits(bases_b, np.empty(len(slots_b), np.uint64), counts_b, np.empty(counts_b.sum(), np.int32))
-        _commit(slots_b, token_ids_SL, lengths_b, self._slots, self._rings, new.hashes_b, new.tokens, self.counts)
-        return new
+        hashes_b, tokens = np.empty(len(slots_b), np.uint64), np.empty(counts_b.sum(), np.int32)
+        _commit(slots_b, token_ids_SL, lengths_b, self._slots, self._rings, hashes_b, tokens, self.counts)
+        return bases_b, hashes_b, counts_b, tokens
 
     def windows(self, slots_b: np.ndarray) -> np.ndarray:
         """Returns how many draft tokens a drafter may be ahead of each request, uint8 [b].
@@ -118,18 +149,12 @@ class DraftBuffers:
         self._slots["has_lost"][slots_b] = False
         return has_lost_b
 
-    def add(
-        self,
-        requests_N: np.ndarray,
-        positions_N: np.ndarray,
-        hashes_N: np.ndarray,
-        tokens_N: np.ndarray,
-        levels_N: np.ndarray,
-    ) -> None:
-        """Appends draft tokens that continue the text of their requests, and counts what becomes of each token."""
-        _add(
-            requests_N, positions_N, hashes_N, tokens_N, levels_N, self._slots, self._rings, self.counts, self._vocab_size
-        )  # fmt: skip
+    def add(self, *drafts: np.ndarray) -> None:
+        """Appends draft tokens that continue the text of their requests, and counts what becomes of each token.
+
+        `drafts` are the columns of a `Drafts` message, in the order of `DRAFT_COLUMNS`.
+        """
+        _add(*drafts, self._slots, self._rings, self.counts, self._vocab_size)
 
     def write(self, table_SX: np.ndarray) -> None:
         """Writes all buffers to a draft stream's table, one row for each slot."""

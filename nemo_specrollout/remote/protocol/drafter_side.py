@@ -7,20 +7,15 @@ A peer is any key by which the transport knows a verifier.
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import SLOT_MASK
-from nemo_specrollout.remote.protocol.engine_commands import (
-    DRAFT_ROW,
-    CloseShadow,
-    DraftModel,
-    EngineCommand,
-    LoadWeights,
-    OpenShadow,
-)
 from nemo_specrollout.remote.protocol.messages import (
     COMMIT_COLUMNS,
+    DRAFT_COLUMNS,
     PROTOCOL,
     Drafts,
     Hello,
@@ -33,14 +28,44 @@ from nemo_specrollout.remote.protocol.messages import (
     Welcome,
     column,
     columns,
+    packed,
 )
-from nemo_specrollout.remote.protocol.shadow_sequences import ShadowSequences
+from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW, ShadowSequences
 
 SESSION_TIMEOUT_S = 120.0
 """Silence after which a verifier is forgotten, in seconds. If it comes back, it opens all of its requests again."""
 MOST_SESSIONS = 1024
 """Largest number of verifiers at a time."""
 NO_SHADOW = -1
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Properties of a draft model that have to fit the policy."""
+
+    vocab_size: int
+    tokenizer: str
+    """Fingerprint of the tokenizer; empty if unknown."""
+    max_model_len: int
+    """Longest shadow sequence, in tokens."""
+
+
+class ShadowEngine(Protocol):
+    """An engine whose requests are shadow sequences, which have numbers."""
+
+    model: DraftModel
+
+    def open(self, shadow: int, opening: Open) -> None:
+        """Starts a shadow sequence. Raises ValueError for a request that the engine refuses."""
+
+    def close_shadow(self, shadow: int) -> None:
+        """Frees a shadow sequence."""
+
+    def correct(self, shadow: int, num_kept: int, tokens: list[int]) -> None:
+        """Keeps the first `num_kept` tokens of a shadow sequence, and continues it with `tokens`."""
+
+    def load_weights(self, folder: Path) -> None:
+        """Drafts with the weights in `folder`. Raises ValueError, and keeps the old ones, if they do not fit."""
 
 
 @dataclass
@@ -63,18 +88,19 @@ class _Session:
 
 
 class DrafterSide:
-    """Owns the sessions of verifiers and their shadow sequences.
+    """Owns the sessions of verifiers and their shadow sequences, of which the engine has the full texts and the KV.
 
-    A loop passes all that arrived to `receive`, and has the engine carry out `take_commands`. It drafts for some of
-    `ready_to_draft`, passes the tokens to `drafted`, and sends what `outgoing` returns.
+    A loop passes all that arrived to `receive`, lets the engine draft for some of `shadows.ready_to_draft`, passes the tokens
+    to `drafted`, and sends what `outgoing` returns.
 
     A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
     """
 
-    def __init__(self, model: DraftModel, drafter: int, num_shadows: int, most_ahead: int) -> None:
+    def __init__(self, engine: ShadowEngine, drafter: int, num_shadows: int, most_ahead: int) -> None:
         """`drafter` is a random number that tells this process from others."""
-        self.model = model
+        self.engine, self.model = engine, engine.model
         self.draft_version = 0
+        self.num_corrections = 0
         self.shadows = ShadowSequences(num_shadows, most_ahead)
         self._drafter = drafter
         self._num_shadows = num_shadows
@@ -82,7 +108,6 @@ class DrafterSide:
         self._requests = np.full(num_shadows, -1, np.int64)
         self._session_of = np.full(num_shadows, -1, np.int64)
         self._sessions: dict[int, _Session] = {}
-        self._commands: list[EngineCommand] = []
         self._replies: list[tuple[Hashable, Message]] = []
         self._token_s = 0.0
 
@@ -94,24 +119,15 @@ class DrafterSide:
     def receive(self, peer: Hashable, message: Message, now_s: float) -> None:
         """Takes a message of a verifier. Messages that no verifier sends are ignored."""
         if isinstance(message, Hello):
-            self._greet(peer, message, now_s)
+            self._replies.append((peer, self._greet(peer, message, now_s)))
         elif isinstance(message, Publish):
-            self._commands.append(LoadWeights(message.folder, message.draft_version, peer))
+            self._replies.append((peer, self._load_weights(message)))
         elif isinstance(message, Step):
             session = self._sessions.get(message.session)
             if session is None or session.peer != peer:
                 self._replies.append((peer, Refuse(message.session, "unknown session: say hello")))
             else:
                 self._follow(session, message, now_s)
-
-    def ready_to_draft(self) -> np.ndarray:
-        """Returns the shadows that may draft, most urgent first, int64 [M]."""
-        return self.shadows.ready_to_draft()
-
-    def take_commands(self) -> list[EngineCommand]:
-        """Returns the commands for the engine since the last call, to be carried out in order before its next step."""
-        commands, self._commands = self._commands, []
-        return commands
 
     def drafted(self, rows_M: np.ndarray, token_s: float) -> None:
         """Takes the tokens that the engine drafted, `DRAFT_ROW` [M], in a step of `token_s` seconds."""
@@ -121,20 +137,6 @@ class DrafterSide:
             session, rows = self._sessions[number], rows_M[sessions_M == number]
             self.shadows.append(rows, session.stop_token_ids)
             session.rows.append(rows)
-
-    def refused(self, shadow: int) -> None:
-        """Frees a shadow whose request the engine refuses, for example for an invalid temperature."""
-        if self._requests[shadow] >= 0:
-            self._close(shadow)
-
-    def weights_loaded(self, command: LoadWeights, error: str = "") -> None:
-        """Answers a `Publish`; `error` says why the engine kept its weights.
-
-        Tokens that the old weights drafted stay, because they are as likely to be right as before.
-        """
-        if not error:
-            self.draft_version = command.draft_version
-        self._replies.append((command.peer, Published(command.draft_version, error)))
 
     def outgoing(self, now_s: float) -> list[tuple[Hashable, Message]]:
         """Returns the messages to send, each with its receiver, and clears the queue."""
@@ -150,17 +152,15 @@ class DrafterSide:
             if now_s - session.heard_s > SESSION_TIMEOUT_S:
                 self._forget(session)
 
-    def _greet(self, peer: Hashable, hello: Hello, now_s: float) -> None:
+    def _greet(self, peer: Hashable, hello: Hello, now_s: float) -> Welcome | Refuse:
         reason = self._mismatch(hello)
         if reason is not None:
-            self._replies.append((peer, Refuse(hello.session, reason)))
-            return
+            return Refuse(hello.session, reason)
         for known in list(self._sessions.values()):
             if known.peer == peer or known.number == hello.session:
                 self._forget(known)
         self._sessions[hello.session] = _Session(peer, hello.session, np.array(hello.stop_token_ids, np.int32), now_s)
-        welcome = Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_shadows)
-        self._replies.append((peer, welcome))
+        return Welcome(hello.session, self._drafter, self.draft_version, self.model.max_model_len, self._num_shadows)
 
     def _mismatch(self, hello: Hello) -> str | None:
         """Returns why this drafter cannot draft for a verifier; None if it can."""
@@ -177,16 +177,25 @@ class DrafterSide:
             return f"the drafter serves {MOST_SESSIONS} verifiers already, which is the limit"
         return None
 
+    def _load_weights(self, message: Publish) -> Published:
+        """Loads weights. Tokens that the old ones drafted stay, because they are as likely to be right as before."""
+        try:
+            self.engine.load_weights(Path(message.folder))
+        except (ValueError, OSError) as error:
+            return Published(message.draft_version, str(error))
+        self.draft_version = message.draft_version
+        return Published(message.draft_version, "")
+
     def _forget(self, session: _Session) -> None:
         for shadow in np.flatnonzero(self._session_of == session.number).tolist():
             self._close(shadow)
         del self._sessions[session.number]
 
     def _close(self, shadow: int) -> None:
+        self.engine.close_shadow(shadow)
         self.shadows.close(shadow)
         self._requests[shadow] = self._session_of[shadow] = -1
         self._free.append(shadow)
-        self._commands.append(CloseShadow(shadow))
 
     def _close_requests(self, session: _Session, requests_N: np.ndarray) -> None:
         """Closes the shadows of requests of a session; unknown and repeated requests are ignored."""
@@ -210,17 +219,22 @@ class DrafterSide:
         return np.where((shadows_N >= 0) & is_its_N, shadows_N, NO_SHADOW)
 
     def _open(self, session: _Session, opening: Open) -> None:
+        """Opens a shadow sequence. A request for which there is none, or which the engine refuses, gets no drafts."""
         text = column(opening.tokens, np.int32)
         if not self._are_valid(text) or not 0 < len(text) < self.model.max_model_len:
             return
         self._close_requests(session, np.array([opening.request]))
         if not self._free:
             return
-        shadow = self._free.popleft()
+        shadow = self._free[0]
+        try:
+            self.engine.open(shadow, opening)
+        except ValueError:
+            return
+        self._free.popleft()
         self._requests[shadow], self._session_of[shadow] = opening.request, session.number
         session.shadow_of_slot[opening.request & SLOT_MASK] = shadow
         self.shadows.open(shadow, opening.seed, text, min(opening.limit, self.model.max_model_len), opening.window)
-        self._commands.append(OpenShadow(shadow, opening.seed, opening.temperature, opening.top_k, opening.top_p, text))
 
     def _commit(self, session: _Session, step: Step) -> None:
         requests_N, bases_N, hashes_N, counts_N, windows_N, resends_N = columns(step, COMMIT_COLUMNS)
@@ -229,7 +243,9 @@ class DrafterSide:
             return
         shadows_N = self._shadows_of(session, requests_N)
         corrections, is_lacking_N = self.shadows.commit(shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens)
-        self._commands += corrections
+        for correction in corrections:
+            self.engine.correct(*correction)
+        self.num_corrections += len(corrections)
         session.lacking += requests_N[is_lacking_N].tolist()
         for shadow in shadows_N[(resends_N > 0) & ~is_lacking_N].tolist():
             session.rows.append(self.shadows.drafts_of(shadow))
@@ -242,6 +258,7 @@ class DrafterSide:
         lacking = np.array(session.lacking, np.int64)
         session.rows, session.lacking, session.owes_answer = [], [], False
         session.num_sent += 1
+        names = ("position", "prefix_hash", "token", "level")
         return Drafts(
             session.number,
             self._drafter,
@@ -252,10 +269,6 @@ class DrafterSide:
             self.draft_version,
             self._token_s,
             self.num_open,
-            requests=self._requests[rows["shadow"]].tobytes(),
-            positions=rows["position"].tobytes(),
-            hashes=rows["prefix_hash"].tobytes(),
-            tokens=rows["token"].tobytes(),
-            levels=rows["level"].tobytes(),
+            **packed(DRAFT_COLUMNS, [self._requests[rows["shadow"]], *(rows[name] for name in names)]),
             lacking=lacking.tobytes(),
         )

@@ -5,7 +5,7 @@ Values of many requests travel as columns, which are little-endian bytes of one 
 request is named by its session (one process of a verifier) and a number that the session never uses twice.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -26,21 +26,13 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Line = Annotated[str, msgspec.Meta(max_length=4096)]
 
 COMMIT_COLUMNS = {
-    "requests": np.int64,
-    "bases": np.int64,
-    "hashes": np.uint64,
-    "counts": np.int64,
-    "windows": np.uint8,
+    "requests": np.int64, "bases": np.int64, "hashes": np.uint64, "counts": np.int64, "windows": np.uint8,
     "resends": np.uint8,
-}
+}  # fmt: skip
 """Columns of `Step` with a row for each request that goes on."""
 DRAFT_COLUMNS = {
-    "requests": np.int64,
-    "positions": np.int64,
-    "hashes": np.uint64,
-    "tokens": np.int32,
-    "levels": np.int8,
-}
+    "requests": np.int64, "positions": np.int64, "hashes": np.uint64, "tokens": np.int32, "levels": np.int8,
+}  # fmt: skip
 """Columns of `Drafts` with a row for each draft token."""
 
 
@@ -48,7 +40,11 @@ class FrameError(ValueError):
     """A frame that no peer with this protocol and our secret sends."""
 
 
-class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True):
+class _Tagged(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=str.lower):
+    """Base of the messages, which carry the names of their classes."""
+
+
+class Hello(_Tagged, frozen=True):
     """Verifier to drafter: introduces the verifier, and states what the draft model has to match."""
 
     protocol: Count
@@ -60,7 +56,7 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True, frozen=True
     """Tokens that end a text: nothing is drafted after them."""
 
 
-class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=True):
+class Welcome(_Tagged, frozen=True):
     """Drafter to verifier: accepts the session."""
 
     session: Count
@@ -72,7 +68,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True, frozen=
     """Requests that the drafter can hold, of all verifiers together."""
 
 
-class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, frozen=True):
+class Refuse(_Tagged, frozen=True):
     """Drafter to verifier: refuses the session."""
 
     session: Count
@@ -95,7 +91,7 @@ class Open(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """int32."""
 
 
-class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
+class Step(_Tagged, frozen=True):
     """Verifier to drafter, after each step of the engine: opened, closed and continued requests."""
 
     session: Count
@@ -120,7 +116,7 @@ class Step(msgspec.Struct, tag="step", forbid_unknown_fields=True, frozen=True):
     """int32: the new tokens of all rows, one row after the other."""
 
 
-class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=True):
+class Drafts(_Tagged, frozen=True):
     """Drafter to verifier, after each step of the drafter's engine and in answer to each `Step`."""
 
     session: Count
@@ -150,14 +146,14 @@ class Drafts(msgspec.Struct, tag="drafts", forbid_unknown_fields=True, frozen=Tr
     """int64: requests that the verifier has to open again."""
 
 
-class Publish(msgspec.Struct, tag="publish", forbid_unknown_fields=True, frozen=True):
+class Publish(_Tagged, frozen=True):
     """Trainer of the draft model to drafter: load the weights in `folder`, a path on the drafter's machine."""
 
     folder: Line
     draft_version: Count
 
 
-class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, frozen=True):
+class Published(_Tagged, frozen=True):
     """Drafter to trainer: the weights of `draft_version` are in use, or `error` says why they are not."""
 
     draft_version: Count
@@ -165,13 +161,9 @@ class Published(msgspec.Struct, tag="published", forbid_unknown_fields=True, fro
 
 
 Message = Hello | Welcome | Refuse | Step | Drafts | Publish | Published
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Returns the frame of a message."""
-    return _encoder.encode(message)
+encode = msgspec.msgpack.Encoder().encode
+"""Returns the frame of a message."""
 
 
 def decode(frame: bytes) -> Message:
@@ -183,26 +175,23 @@ def decode(frame: bytes) -> Message:
     except (msgspec.DecodeError, RecursionError) as error:
         raise FrameError(str(error)) from None
     if isinstance(message, Step):
-        _check_columns(message, COMMIT_COLUMNS)
+        _check_columns(message, COMMIT_COLUMNS, message.closes)
         counts = column(message.counts, np.int64)
         if len(counts) and (counts.min() < 0 or counts.max() > MAX_COLUMN):
             raise FrameError("a count out of range")
-        if int(counts.sum()) * 4 != len(message.tokens) or len(message.closes) % 8:
-            raise FrameError("ragged columns")
-        if any(len(opening.tokens) % 4 for opening in message.opens):
+        if int(counts.sum()) * 4 != len(message.tokens) or any(len(opening.tokens) % 4 for opening in message.opens):
             raise FrameError("ragged tokens")
-    if isinstance(message, Drafts):
+    elif isinstance(message, Drafts):
         if not 0.0 <= message.token_s <= LONGEST_TOKEN_S:  # false of NaN too
             raise FrameError("token_s out of range")
-        _check_columns(message, DRAFT_COLUMNS)
-        if len(message.lacking) % 8:
-            raise FrameError("ragged columns")
+        _check_columns(message, DRAFT_COLUMNS, message.lacking)
     return message
 
 
-def _check_columns(message: Step | Drafts, types: Mapping[str, type]) -> None:
+def _check_columns(message: Step | Drafts, types: Mapping[str, type], requests: bytes) -> None:
+    """Raises FrameError unless all columns have the same number of rows, and `requests` is an int64 column."""
     lengths = {len(getattr(message, name)) / np.dtype(type_).itemsize for name, type_ in types.items()}
-    if len(lengths) != 1 or lengths.pop() > MAX_COLUMN:
+    if len(lengths) != 1 or lengths.pop() > MAX_COLUMN or len(requests) % 8:
         raise FrameError("ragged columns")
 
 
@@ -211,6 +200,11 @@ def column(data: bytes, dtype: type) -> np.ndarray:
     return np.frombuffer(data, dtype).copy()
 
 
-def columns(message: Step | Drafts, types: Mapping[str, type]) -> Iterator[np.ndarray]:
+def columns(message: Step | Drafts, types: Mapping[str, type]) -> list[np.ndarray]:
     """Returns the columns of `message` that `types` names, as writable arrays."""
-    return (column(getattr(message, name), type_) for name, type_ in types.items())
+    return [column(getattr(message, name), type_) for name, type_ in types.items()]
+
+
+def packed(types: Mapping[str, type], arrays: Sequence[np.ndarray]) -> dict[str, bytes]:
+    """Returns the fields of a message for the columns that `types` names."""
+    return {name: a.astype(types[name], copy=False).tobytes() for name, a in zip(types, arrays, strict=True)}

@@ -7,9 +7,22 @@ Shapes: N rows of a message, M shadow sequences in a step of the engine.
 import numpy as np
 from numba import from_dtype, int32, int64, njit, uint64, void
 
-from nemo_specrollout.remote.protocol.draft_ring import RINGS, new_rings, put, text_hash
-from nemo_specrollout.remote.protocol.engine_commands import DRAFT_ROW, CorrectShadow
+from nemo_specrollout.remote.protocol.draft_buffers import RINGS, new_rings, put, text_hash
 
+DRAFT_ROW = np.dtype(
+    [
+        ("shadow", np.int64),
+        ("position", np.int64),  # index of the token in the shadow sequence
+        ("prefix_hash", np.uint64),  # of all tokens before it; the engine leaves 0, and `append` fills it in
+        ("token", np.int32),
+        ("level", np.int8),  # evidence level (`drafters.base`)
+    ],
+    align=True,
+)
+"""One draft token."""
+
+Correction = tuple[int, int, list[int]]
+"""Shadow, number of tokens that it keeps, and the tokens that follow these."""
 UNCHANGED, LACKING = -1, -2
 """Outcomes of a commit in which the shadow sequence stays, or cannot be brought to the verifier's text."""
 NOT_STOPPED = -1
@@ -55,10 +68,10 @@ class ShadowSequences:
         counts_N: np.ndarray,
         windows_N: np.ndarray,
         tokens: np.ndarray,
-    ) -> tuple[list[CorrectShadow], np.ndarray]:
+    ) -> tuple[list[Correction], np.ndarray]:
         """Applies the commits of a `Step`; a shadow of -1 stands for a request that is unknown here.
 
-        Returns commands for the engine, and which rows are of requests that have to be opened again, bool [N].
+        Returns corrections for the engine, and which rows are of requests that have to be opened again, bool [N].
         """
         kept_N = np.empty(len(shadows_N), np.int64)
         windows_N = np.minimum(windows_N.astype(np.int64), self._most_ahead)
@@ -66,7 +79,7 @@ class ShadowSequences:
         stops_N = np.cumsum(counts_N)
         starts_N = stops_N - (bases_N + counts_N - kept_N)
         corrections = [
-            CorrectShadow(int(shadows_N[n]), int(kept_N[n]), tokens[starts_N[n] : stops_N[n]].tolist())
+            (int(shadows_N[n]), int(kept_N[n]), tokens[starts_N[n] : stops_N[n]].tolist())
             for n in np.flatnonzero(kept_N >= 0)
         ]
         return corrections, kept_N == LACKING
@@ -99,10 +112,7 @@ class ShadowSequences:
         return rows
 
 
-@njit(
-    void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], _SHADOWS, RINGS, int64[:]),
-    cache=True,
-)
+@njit(void(int64[:], int64[:], uint64[:], int64[:], int64[:], int32[:], _SHADOWS, RINGS, int64[:]), cache=True)
 def _commit(  # type: ignore[no-untyped-def]
     shadows_N, bases_N, hashes_N, counts_N, windows_N, tokens, states, rings, kept_N
 ):

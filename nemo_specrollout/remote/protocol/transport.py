@@ -43,25 +43,35 @@ def _unseal(frame: bytes, secret: bytes, sender: bytes) -> bytes:
     return payload
 
 
-def _new_socket(kind: int) -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
-    socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
-    socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
-    return socket
+class _BoundedSocket:
+    """A ZeroMQ socket with limits on what it queues. Owns the socket."""
+
+    def __init__(self, kind: int, secret: bytes) -> None:
+        self._secret = secret
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _MAC_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_FRAMES)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_FRAMES)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits up to `seconds` for a frame; returns whether one has arrived."""
+        return bool(self._socket.poll(max(0, int(seconds * 1000))))
+
+    def close(self) -> None:
+        self._socket.close()
 
 
-class DrafterSocket:
-    """The drafter's end, which knows each verifier by its routing id. Owns the socket."""
+class DrafterSocket(_BoundedSocket):
+    """The drafter's end, which knows each verifier by its routing id."""
 
     def __init__(self, address: str, secret: bytes, allowed: Sequence[str] = ()) -> None:
         """Binds to `address`; port 0 takes any free one. `allowed` lists the hosts that are heard; empty allows all.
 
         Raises ConfigError if it cannot bind.
         """
-        self._secret, self._allowed = secret, frozenset(allowed)
-        self._socket = _new_socket(zmq.ROUTER)
+        super().__init__(zmq.ROUTER, secret)
+        self._allowed = frozenset(allowed)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -70,10 +80,6 @@ class DrafterSocket:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.num_refused = 0
         """Frames that were dropped."""
-
-    def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` for a frame; returns whether one has arrived."""
-        return bool(self._socket.poll(int(seconds * 1000)))
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """Yields the messages that have arrived, each with its sender."""
@@ -97,21 +103,13 @@ class DrafterSocket:
         except zmq.ZMQError:
             self.num_refused += 1
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-class VerifierSocket:
-    """A verifier's end of the connection to one drafter. Owns the socket."""
+class VerifierSocket(_BoundedSocket):
+    """A verifier's end of the connection to one drafter."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._secret = secret
-        self._socket = _new_socket(zmq.DEALER)
+        super().__init__(zmq.DEALER, secret)
         self._socket.connect(address)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds` for a frame; returns whether one has arrived."""
-        return bool(self._socket.poll(max(0, int(seconds * 1000))))
 
     def receive(self) -> Iterator[Message]:
         """Yields the messages that have arrived. Raises FrameError for a frame that no drafter with our secret sends."""
@@ -129,9 +127,6 @@ class VerifierSocket:
         except zmq.Again:
             return False
         return True
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def publish(addresses: Sequence[str], secret: bytes, folder: str, draft_version: int) -> dict[str, str]:

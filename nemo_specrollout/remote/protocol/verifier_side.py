@@ -4,12 +4,16 @@
 Shapes: S request slots, b and t some of them, L longest sequence.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from nemo_specrollout.remote.protocol.draft_buffers import NO_REQUEST, SLOT_BITS, SLOT_MASK, DraftBuffers
 from nemo_specrollout.remote.protocol.messages import (
+    COMMIT_COLUMNS,
     DRAFT_COLUMNS,
     PROTOCOL,
     Drafts,
@@ -21,27 +25,155 @@ from nemo_specrollout.remote.protocol.messages import (
     Welcome,
     column,
     columns,
+    packed,
 )
-from nemo_specrollout.remote.protocol.peers import Peer, PeerState, PolicyModel, Sampling
 
-NO_DRAFTER = -1
-"""Drafter of a request slot that is free or waits for one."""
+ANSWER_DEADLINE_S = 2.0
+"""Longest silence of a drafter that owes an answer, in seconds."""
+FLOOD_FACTOR = 4
+"""A drafter is dropped if it sends this many times the draft tokens that it was asked for."""
+FLOOD_ALLOWANCE = 4096
+"""Draft tokens beyond that number which are still accepted."""
+FIRST_PAUSE_S = 0.5
+"""Pause before a drafter that failed is greeted again, in seconds. It doubles with each failure."""
+LONGEST_PAUSE_S = 30.0
+"""Longest such pause. A drafter that was ready for longer starts at the first pause again."""
 HEARTBEAT_S = 0.2
 """Seconds between messages to a drafter without requests of ours. Its answers say that it lives, and how full it is."""
+NO_DRAFTER = -1
+"""Drafter of a request slot that is free or waits for one."""
+
+
+class PeerState(Enum):
+    """State of a drafter, as a verifier sees it."""
+
+    AWAY = "away"  # It is greeted when its pause is over.
+    GREETED = "greeted"  # It has not answered yet.
+    READY = "ready"
+    REFUSED = "refused"  # It does not fit the policy, and is never greeted again.
 
 
 @dataclass(frozen=True)
-class _SlotRequest:
+class PolicyModel:
+    """Properties of the policy that a draft model has to fit."""
+
+    vocab_size: int
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer; empty if unknown."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a text."""
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """A request that takes a request slot."""
+
+    slot: int
     seed: int
-    sampling: Sampling
+    """Seed of the request's noise."""
+    temperature: float
+    top_k: int
+    top_p: float
     limit: int
+    """Longest text, in tokens. Up to the present length: the request is decoded without remote drafts."""
+    token_ids: Sequence[int] = ()
+    """Text so far."""
+
+
+@dataclass
+class Peer:
+    """One drafter, as a verifier sees it. All times are seconds of the verifier's clock."""
+
+    state: PeerState = PeerState.AWAY
+    reason: str = ""
+    """Reason why the drafter is not ready; empty if it is, or if it was not tried yet."""
+    drafter: int = 0
+    """Random number of the drafter process."""
+    draft_version: int = 0
+    max_model_len: int = 0
+    num_shadows: int = 0
+    """Requests that the drafter can hold."""
+    num_open_there: int = 0
+    """Requests that it held when it answered last, of all verifiers."""
+    token_s: float = 0.0
+    """Seconds that it takes to draft one token for each of its requests."""
+    answer_s: float = 0.0
+    """Seconds from a step to its answer, without the time that the drafter held it."""
+    resume_at_s: float = 0.0
+    """Time at which it is greeted next, or at which a greeting counts as unanswered."""
+    pause_s: float = FIRST_PAUSE_S
+    ready_s: float = 0.0
+    """Time at which it became ready."""
+    waiting_since_s: float | None = None
+    """Time of the first step that it has not answered."""
+    told_s: float = 0.0
+    """Time of the latest step that it was sent."""
+    last_number: int = -1
+    """Number of its latest `Drafts`."""
+    last_answered: int = -1
+    """Number of the latest step that it answered."""
+    num_rows: int = 0
+    """Draft tokens that it sent."""
+    num_asked: int = 0
+    """Requests that it was asked to draft for, summed over steps."""
+    num_failures: int = 0
+
+    def greets(self, now_s: float) -> bool:
+        """Returns whether the drafter is to be greeted now, and notes the greeting."""
+        if self.state not in (PeerState.AWAY, PeerState.GREETED) or now_s < self.resume_at_s:
+            return False
+        if self.state is PeerState.GREETED:
+            self.reason = self.reason or "does not answer"
+        self.state, self.resume_at_s = PeerState.GREETED, now_s + ANSWER_DEADLINE_S
+        return True
+
+    def welcome(self, message: Welcome, now_s: float) -> None:
+        """Marks the drafter as ready."""
+        self.state, self.reason, self.ready_s = PeerState.READY, "", now_s
+        self.drafter, self.draft_version = message.drafter, message.draft_version
+        self.max_model_len, self.num_shadows = message.max_model_len, message.num_shadows
+        self.last_number = 0
+
+    def fail(self, reason: str, now_s: float) -> None:
+        """Marks the drafter as failed, to be greeted again after a pause."""
+        if self.state is PeerState.READY and now_s - self.ready_s > LONGEST_PAUSE_S:
+            self.pause_s = FIRST_PAUSE_S  # a few good frames before the next bad one are not enough
+        self.state, self.reason, self.resume_at_s = PeerState.AWAY, reason, now_s + self.pause_s
+        self.num_failures += 1
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+    def note_step(self, num_requests: int, now_s: float) -> bool:
+        """Notes a step to the drafter with `num_requests` of our requests; returns whether an answer is overdue."""
+        self.told_s = now_s
+        self.num_asked += num_requests
+        if self.waiting_since_s is None:
+            self.waiting_since_s = now_s
+        return now_s - self.waiting_since_s > ANSWER_DEADLINE_S
+
+    def is_flooding(self, num_rows: int, most_ahead: int) -> bool:
+        """Counts `num_rows` more draft tokens; returns whether the drafter sent far more than it was asked for."""
+        self.num_rows += num_rows
+        return self.num_rows > FLOOD_FACTOR * most_ahead * self.num_asked + FLOOD_ALLOWANCE
+
+    def note_answer(self, drafts: Drafts, now_s: float) -> bool:
+        """Notes the figures of an answer; returns whether an earlier message of the drafter was lost."""
+        self.waiting_since_s = None
+        has_lost = drafts.number > self.last_number + 1
+        self.last_number = max(self.last_number, drafts.number)
+        if drafts.answers > self.last_answered and drafts.echo_ns:
+            answer_s = now_s - (drafts.echo_ns + drafts.held_ns) / 1e9
+            if 0.0 <= answer_s <= ANSWER_DEADLINE_S:  # the drafter may echo anything
+                self.answer_s = answer_s
+        self.last_answered = max(self.last_answered, drafts.answers)
+        self.draft_version, self.token_s, self.num_open_there = drafts.draft_version, drafts.token_s, drafts.num_shadows
+        return has_lost
 
 
 class VerifierSide:
     """Owns the request slots, their draft buffers, and the state of each drafter.
 
-    Call `follow` with the texts whenever they have grown, and send what `outgoing` returns. Pass all that arrives to
-    `receive`: `buffers` then holds the draft tokens at hand.
+    Call `follow` with the texts whenever they have grown, and send what it returns. Pass all that arrives to `receive`:
+    `buffers` then holds the draft tokens at hand.
     """
 
     def __init__(self, session: int, num_slots: int, num_drafters: int, most_ahead: int, model: PolicyModel) -> None:
@@ -50,19 +182,19 @@ class VerifierSide:
         self.peers = [Peer() for _ in range(num_drafters)]
         self.buffers = DraftBuffers(num_slots, most_ahead, model.vocab_size)
         self._hello = Hello(PROTOCOL, session, model.vocab_size, model.tokenizer, list(model.stop_token_ids))
-        self._slots: dict[int, _SlotRequest] = {}
+        self._opened: dict[int, StreamRequest] = {}
         self._drafter_of = np.full(num_slots, NO_DRAFTER, np.int64)
         self._is_told = np.zeros(num_slots, np.bool_)
         self._requests = np.full(num_slots, NO_REQUEST, np.int64)
         self._num_requests = 0
         self._num_steps = 0
         self._closes: list[list[int]] = [[] for _ in range(num_drafters)]
-        self._outbox: list[tuple[int, Message]] = []
 
-    def open(self, slot: int, seed: int, sampling: Sampling, limit: int) -> None:
-        """Assigns `slot` to a new request, which never grows beyond `limit` tokens."""
+    def open(self, request: StreamRequest) -> None:
+        """Assigns a slot to a new request."""
+        slot = request.slot
         self._num_requests += 1
-        self._slots[slot] = _SlotRequest(seed, sampling, limit)
+        self._opened[slot] = request
         self._requests[slot] = (self._num_requests << SLOT_BITS) | slot
         self._drafter_of[slot], self._is_told[slot] = NO_DRAFTER, False
 
@@ -71,22 +203,27 @@ class VerifierSide:
         drafter = int(self._drafter_of[slot])
         if drafter != NO_DRAFTER:
             self._closes[drafter].append(int(self._requests[slot]))
-            self._unassign(slot)
+            self._take_back(np.array([slot]))
         self._requests[slot] = NO_REQUEST
 
-    def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> None:
-        """Queues a step for each drafter with the texts as they are now, int32 and int64, and greetings that are due."""
-        self._outbox += [(drafter, self._hello) for drafter, peer in enumerate(self.peers) if peer.greets(now_s)]
+    def follow(self, token_ids_SL: np.ndarray, lengths_S: np.ndarray, now_s: float) -> list[tuple[int, Message]]:
+        """Returns the messages to send, each with the index of its drafter: steps with the texts, and greetings.
+
+        Texts are int32, lengths int64.
+        """
+        messages: list[tuple[int, Message]] = [
+            (d, self._hello) for d, peer in enumerate(self.peers) if peer.greets(now_s)
+        ]
         self._assign(lengths_S)
         self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
-            slots_b = np.flatnonzero(self._drafter_of == drafter)
+            slots_b = self._slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
-                self._outbox.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b], now_s)))
-                peer.note_step(len(slots_b), now_s)
-                if peer.is_overdue(now_s):
-                    self._drop(drafter, "left a step unanswered", now_s)
+                messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b], now_s)))
+                if peer.note_step(len(slots_b), now_s):
+                    self.fail(drafter, "left a step unanswered", now_s)
+        return messages
 
     def receive(self, drafter: int, message: Message, now_s: float) -> None:
         """Takes a message of a drafter. Messages that a drafter does not send, or not now, are ignored."""
@@ -94,66 +231,69 @@ class VerifierSide:
         if isinstance(message, Welcome | Refuse | Drafts) and message.session != self.session:
             return
         if isinstance(message, Welcome) and peer.state is PeerState.GREETED:
-            self._disown(drafter)
+            self._take_all_back(drafter)
             peer.welcome(message, now_s)
         elif isinstance(message, Refuse) and peer.state is PeerState.GREETED:
             peer.state, peer.reason = PeerState.REFUSED, message.reason
         elif isinstance(message, Refuse) and peer.state is PeerState.READY:
-            self._drop(drafter, message.reason, now_s)
+            self.fail(drafter, message.reason, now_s)
         elif isinstance(message, Drafts) and peer.state is PeerState.READY and message.drafter == peer.drafter:
             self._take_drafts(drafter, message, now_s)
 
-    def outgoing(self) -> list[tuple[int, Message]]:
-        """Returns the messages to send, each with the index of its drafter, and clears the queue."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
-
-    def failed(self, drafter: int, reason: str, now_s: float) -> None:
-        """Drops a drafter that the transport cannot reach, or that sent an invalid frame."""
+    def fail(self, drafter: int, reason: str, now_s: float) -> None:
+        """Marks a drafter as failed: it cannot be reached, or breaks the protocol. Its requests wait for another one."""
         if self.peers[drafter].state in (PeerState.READY, PeerState.GREETED):
-            self._drop(drafter, reason, now_s)
+            self._take_all_back(drafter)
+            self.peers[drafter].fail(reason, now_s)
 
-    def moved(self, drafter: int, why_unreachable: str = "") -> None:
+    def move(self, drafter: int, why_unreachable: str = "") -> None:
         """Notes that a drafter has a new address, where it counts as one that never failed.
 
         With a reason in `why_unreachable` it has no address, and is left alone until it moves again.
         """
-        self._disown(drafter)
-        self.peers[drafter].move(why_unreachable)
+        self._take_all_back(drafter)
+        peer = self.peers[drafter]
+        peer.state, peer.reason, peer.pause_s = PeerState.AWAY, why_unreachable, FIRST_PAUSE_S
+        peer.resume_at_s = math.inf if why_unreachable else 0.0
 
-    def _drop(self, drafter: int, reason: str, now_s: float) -> None:
-        self._disown(drafter)
-        self.peers[drafter].fail(reason, now_s)
+    def _slots_of(self, drafter: int) -> np.ndarray:
+        return np.flatnonzero(self._drafter_of == drafter)
 
-    def _disown(self, drafter: int) -> None:
-        """Takes all requests away from a drafter."""
-        slots = np.flatnonzero(self._drafter_of == drafter)
+    def _take_back(self, slots: np.ndarray) -> None:
+        """Takes the requests in `slots` away from their drafters. They wait for others, which have to be told all."""
         self._drafter_of[slots], self._is_told[slots] = NO_DRAFTER, False
         self.buffers.close(slots)
-        self._closes[drafter] = []
-        self.peers[drafter].forget_requests()
 
-    def _unassign(self, slot: int) -> None:
-        """Takes one request away from its drafter."""
-        self.peers[self._drafter_of[slot]].num_own -= 1
-        self._drafter_of[slot] = NO_DRAFTER
-        self.buffers.close(np.array([slot]))
+    def _take_all_back(self, drafter: int) -> None:
+        """Takes all requests away from a drafter, which then owes nothing."""
+        self._take_back(self._slots_of(drafter))
+        self._closes[drafter] = []
+        peer = self.peers[drafter]
+        peer.num_rows = peer.num_asked = 0
+        peer.waiting_since_s = None
 
     def _assign(self, lengths_S: np.ndarray) -> None:
-        """Assigns each request without a drafter to the least loaded one that is ready and has room for it."""
-        for slot in np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist():
+        """Assigns each request without a drafter to the least loaded one that is ready and has room for it.
+
+        The load of a drafter are our requests there or, if they are more, those of all verifiers that it last reported.
+        """
+        waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
+        if not waiting:
+            return
+        num_ours = np.bincount(self._drafter_of[self._drafter_of != NO_DRAFTER], minlength=len(self.peers))
+        for slot in waiting:
             loads = {
-                drafter: peer.load
+                drafter: load
                 for drafter, peer in enumerate(self.peers)
                 if peer.state is PeerState.READY
-                and peer.load < peer.num_shadows
+                and (load := max(int(num_ours[drafter]), peer.num_open_there)) < peer.num_shadows
                 and lengths_S[slot] < peer.max_model_len
             }
             if not loads:
                 return
             drafter = min(loads, key=loads.__getitem__)
             self._drafter_of[slot] = drafter
-            self.peers[drafter].num_own += 1
+            num_ours[drafter] += 1
 
     def _step(
         self, drafter: int, slots_b: np.ndarray, token_ids_SL: np.ndarray, lengths_b: np.ndarray, now_s: float
@@ -164,48 +304,30 @@ class VerifierSide:
             for i in np.flatnonzero(~is_told_b)
         ]
         slots_t = slots_b[is_told_b]
-        new = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
-        closes, self._closes[drafter] = self._closes[drafter], []
-        return Step(
-            self.session,
-            self._num_steps,
-            int(now_s * 1e9),
-            opens,
-            closes=np.array(closes, np.int64).tobytes(),
-            requests=self._requests[slots_t].tobytes(),
-            bases=new.bases_b.tobytes(),
-            hashes=new.hashes_b.tobytes(),
-            counts=new.counts_b.tobytes(),
-            windows=self.buffers.windows(slots_t).tobytes(),
-            resends=self.buffers.take_losses(slots_t).tobytes(),
-            tokens=new.tokens.tobytes(),
-        )
+        bases_t, hashes_t, counts_t, tokens = self.buffers.commit(slots_t, token_ids_SL, lengths_b[is_told_b])
+        windows_t, losses_t = self.buffers.windows(slots_t), self.buffers.take_losses(slots_t)
+        commits = packed(COMMIT_COLUMNS, [self._requests[slots_t], bases_t, hashes_t, counts_t, windows_t, losses_t])
+        closes, self._closes[drafter] = np.array(self._closes[drafter], np.int64).tobytes(), []
+        sent_ns = int(now_s * 1e9)
+        return Step(self.session, self._num_steps, sent_ns, opens, closes, **commits, tokens=tokens.tobytes())
 
     def _open_message(self, slot: int, text: np.ndarray) -> Open:
-        entry, request = self._slots[slot], int(self._requests[slot])
-        self.buffers.open(slot, request, entry.seed, text)
+        r, number = self._opened[slot], int(self._requests[slot])
+        self.buffers.open(slot, number, r.seed, text)
         self._is_told[slot] = True
-        s = entry.sampling
-        return Open(
-            request, entry.seed, s.temperature, s.top_k, s.top_p, entry.limit, self.most_ahead, text.tobytes()
-        )  # fmt: skip
+        return Open(number, r.seed, r.temperature, r.top_k, r.top_p, r.limit, self.most_ahead, text.tobytes())
 
     def _take_drafts(self, drafter: int, drafts: Drafts, now_s: float) -> None:
-        peer, rows = self.peers[drafter], tuple(columns(drafts, DRAFT_COLUMNS))
+        peer, rows = self.peers[drafter], columns(drafts, DRAFT_COLUMNS)
         if peer.is_flooding(len(rows[0]), self.most_ahead):
-            self._drop(drafter, "sends far more drafts than it was asked for", now_s)
+            self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts, now_s):
-            self.buffers.note_loss(np.flatnonzero(self._drafter_of == drafter))
+            self.buffers.note_loss(self._slots_of(drafter))
         self.buffers.add(*rows)
         for request in column(drafts.lacking, np.int64).tolist():
             slot = request & SLOT_MASK
-            if slot in self._slots and self._requests[slot] == request and self._drafter_of[slot] == drafter:
-                self._open_again(slot)
-
-    def _open_again(self, slot: int) -> None:
-        """Opens a request again that its drafter lacks. If the drafter is full, the request waits for another one."""
-        self._is_told[slot] = False
-        peer = self.peers[self._drafter_of[slot]]
-        if peer.num_open_there >= peer.num_shadows:
-            self._unassign(slot)
+            if slot in self._opened and self._requests[slot] == request and self._drafter_of[slot] == drafter:
+                self._is_told[slot] = False  # it is opened again, by another drafter if this one is full
+                if peer.num_open_there >= peer.num_shadows:
+                    self._take_back(np.array([slot]))

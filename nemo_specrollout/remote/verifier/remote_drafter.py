@@ -4,7 +4,6 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
@@ -14,27 +13,12 @@ from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import KEPT, LATE, STALE, WRONG
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.protocol.messages import FrameError
-from nemo_specrollout.remote.protocol.peers import PeerState, PolicyModel, Sampling
 from nemo_specrollout.remote.protocol.transport import VerifierSocket
-from nemo_specrollout.remote.protocol.verifier_side import VerifierSide
+from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest, VerifierSide
 from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 
 NOWHERE = ""
 """Address of a drafter that has not been placed yet. Nothing is sent to it."""
-
-
-@dataclass(frozen=True)
-class StreamRequest:
-    """A request that takes a request slot."""
-
-    slot: int
-    seed: int
-    """Seed of the request's noise."""
-    sampling: Sampling
-    limit: int
-    """Longest text, in tokens. Up to the present length: the request is decoded without remote drafts."""
-    token_ids: Sequence[int]
-    """Text so far."""
 
 
 class RemoteDrafter:
@@ -85,7 +69,7 @@ class RemoteDrafter:
                     self._tenures_S[r.slot] += 1
                     self._token_ids_SL[r.slot, : len(r.token_ids)] = r.token_ids
                     self._lengths_S[r.slot] = len(r.token_ids)
-                    self.side.open(r.slot, r.seed, r.sampling, r.limit)
+                    self.side.open(r)
             self._exchange()
 
     def close(self, slots: Sequence[int]) -> None:
@@ -149,13 +133,12 @@ class RemoteDrafter:
     def _exchange(self) -> None:
         """Takes what has arrived, and sends what is new."""
         now_s = self._receive()
-        self.side.follow(self._token_ids_SL, self._lengths_S, now_s)
-        for drafter, message in self.side.outgoing():
+        for drafter, message in self.side.follow(self._token_ids_SL, self._lengths_S, now_s):
             socket = self._sockets[drafter]
             if socket is None:
                 socket = self._sockets[drafter] = VerifierSocket(self._addresses[drafter], self._secret)
             if not socket.send(message):
-                self.side.failed(drafter, "takes no messages", now_s)
+                self.side.fail(drafter, "takes no messages", now_s)
         for drafter, peer in enumerate(self.side.peers):
             if peer.state is PeerState.AWAY:
                 self._hang_up(drafter)
@@ -170,12 +153,12 @@ class RemoteDrafter:
                 for message in socket.receive() if socket is not None else ():
                     self.side.receive(drafter, message, now_s)
             except FrameError as error:
-                self.side.failed(drafter, str(error), now_s)
+                self.side.fail(drafter, str(error), now_s)
         return now_s
 
     def _move(self, drafter: int, address: str) -> None:
         self._addresses[drafter] = address
-        self.side.moved(drafter, "" if address else "not placed yet")
+        self.side.move(drafter, "" if address else "not placed yet")
 
     def _hang_up(self, drafter: int) -> None:
         """Closes a drafter's socket and drops the frames in it."""
