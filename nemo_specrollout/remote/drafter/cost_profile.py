@@ -33,7 +33,6 @@ from nemo_specrollout.remote.verifier.json_child import end_with_parent
 if TYPE_CHECKING:
     from nemo_specrollout.generation.engine import RolloutEngine
     from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
-    from nemo_specrollout.telemetry.engine_stats import EngineStats
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of requests in the steps that are timed."""
@@ -62,9 +61,9 @@ class ProfileSpec:
     """Steps to time for each number of requests."""
 
     @property
-    def context(self) -> int:
-        """Length of a timed request's prompt, in tokens."""
-        return max(1, int(_CONTEXT_SHARE * self.generation.vllm_cfg.max_model_len))
+    def prompt(self) -> list[int]:
+        """Prompt of a timed request: token ids that every vocabulary has."""
+        return [2 + i % 50 for i in range(max(1, int(_CONTEXT_SHARE * self.generation.vllm_cfg.max_model_len)))]
 
 
 def draft_model_of(block: SpecrolloutConfig) -> RemoteDrafterConfig:
@@ -97,7 +96,13 @@ def check_model(drafter: DrafterConfig) -> None:
 
 def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, list[float]]:
     """Returns the seconds of each of `MEASUREMENTS`, in the order of the batches; `on_done` is told each finished batch."""
+    from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
+
     drafter = draft_model_of(spec.generation.specrollout)
+    in_engine = DraftModelDrafterConfig(model=drafter.model, sampling=drafter.sampling)
+    budget = BudgetConfig("fixed", COUPLED_K)
+    coupled = SpecrolloutConfig(num_speculative_tokens=COUPLED_K, drafters=(in_engine,), budget=budget)
+    process = drafter_spec(drafter, spec.generation.vllm_cfg)
 
     def by_batch(what: str, seconds_of: Callable[[int], float]) -> list[float]:
         found = []
@@ -106,12 +111,13 @@ def measure(spec: ProfileSpec, on_done: Callable[[str], object]) -> dict[str, li
             on_done(f"{what} for {batch}")
         return found
 
-    with closing(_policy_engine(spec, SpecrolloutConfig(drafters=()))) as engine:
-        verify_s = by_batch("verifying", lambda batch: _verify_s(engine, spec, batch))
-    with closing(_drafter_engine(spec, drafter)) as drafter_engine:
-        draft_s = by_batch("drafting", lambda batch: _draft_s(drafter_engine, spec, batch))
-    with closing(_policy_engine(spec, _coupled_block(drafter))) as coupled:
-        coupled_s = by_batch("drafting in the policy's engine", lambda batch: _coupled_draft_s(coupled, spec, batch))
+    with closing(_policy_engine(spec, SpecrolloutConfig(drafters=()))) as plain:
+        verify_s = by_batch("verifying", lambda batch: statistics.median(_decode_steps(plain, spec, batch, "seconds")))
+    kwargs = {"dtype": process.precision, **process.vllm_kwargs}
+    with closing(DrafterEngine(Path(process.model), max(spec.batches), process.max_model_len, **kwargs)) as alone:
+        draft_s = by_batch("drafting", lambda batch: _draft_s(alone, spec, batch))
+    with closing(_policy_engine(spec, coupled)) as engine:
+        coupled_s = by_batch("drafting in the policy's engine", lambda batch: _coupled_draft_s(engine, spec, batch))
     return dict(zip(MEASUREMENTS, (verify_s, draft_s, coupled_s), strict=True))
 
 
@@ -124,92 +130,56 @@ def _policy_engine(spec: ProfileSpec, block: SpecrolloutConfig) -> "RolloutEngin
     return RolloutEngine(Path(spec.policy), generation, seed=0, max_num_seqs=max(spec.batches))
 
 
-def _drafter_engine(spec: ProfileSpec, drafter: RemoteDrafterConfig) -> "DrafterEngine":
-    """Starts an engine of the draft model, as a drafter process does."""
-    from nemo_specrollout.remote.drafter.drafter_engine import DrafterEngine
-
-    known = drafter_spec(drafter, spec.generation.vllm_cfg)
-    kwargs = {"dtype": known.precision, **known.vllm_kwargs}
-    return DrafterEngine(Path(known.model), max(spec.batches), known.max_model_len, **kwargs)
-
-
-def _coupled_block(drafter: RemoteDrafterConfig) -> SpecrolloutConfig:
-    in_engine = DraftModelDrafterConfig(model=drafter.model, sampling=drafter.sampling)
-    return SpecrolloutConfig(
-        num_speculative_tokens=COUPLED_K, drafters=(in_engine,), budget=BudgetConfig("fixed", COUPLED_K)
-    )
-
-
-def _verify_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> float:
-    """Returns the seconds of a plain decode step."""
-    return statistics.median(_decode_steps(engine, spec, batch)["seconds"])
-
-
 def _coupled_draft_s(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> float:
     """Returns the seconds of one draft token for each request, including its share of reading the new text."""
-    drafting_s = [s for s in _decode_steps(engine, spec, batch)["draft_s"] if s > 0.0]
+    drafting_s = [s for s in _decode_steps(engine, spec, batch, "draft_s") if s > 0.0]
     if not drafting_s:
         raise ConfigError("profile: the policy's engine drafted nothing; its draft model does not fit it")
     return statistics.median(drafting_s) / COUPLED_K
 
 
-def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int) -> dict[str, list[float]]:
-    """Returns the engine's trace of pure decode steps of `batch` requests, by column.
+def _decode_steps(engine: "RolloutEngine", spec: ProfileSpec, batch: int, column: str) -> list[float]:
+    """Returns a column of the engine's trace, over pure decode steps of `batch` requests.
 
     The trace is read between bursts of steps, because the engine adds the time between two steps to the second one. Raises
     ConfigError if the engine never runs `batch` requests at once.
     """
-    first, num_steps = _stats(engine).num_steps, spec.num_steps + _WARM_UP
+    num_steps, found, before = spec.num_steps + _WARM_UP, list[float](), engine.stats(1 << 60)
     ids = _submit(engine, spec, batch, num_steps)
     for _ in range(_MOST_BURSTS):
         for _ in range(num_steps):
             finished = engine.step()
             ids = [i for i in ids if i not in finished] + _submit(engine, spec, len(finished), num_steps)
-        columns, steps = _steps_of(engine, first, batch)
-        if len(steps) >= num_steps:
+        assert before is not None  # the block is enabled
+        stats = engine.stats(before.num_steps)
+        assert stats is not None
+        steps = [dict(zip(stats.trace.columns, row, strict=True)) for row in stats.trace.rows]
+        found = [s[column] for s in steps if s["num_requests"] == batch and s["is_decode"]]
+        if len(found) >= num_steps:
             break
     engine.abort(ids)
-    if len(steps) < num_steps:
+    if len(found) < num_steps:
         raise ConfigError(
             f"profile: the policy's engine never ran {batch} requests at once for {num_steps} steps; {_ROOM_ADVICE}"
         )
-    return dict(zip(columns, map(list, zip(*steps[_WARM_UP:], strict=True)), strict=True))
+    return found[_WARM_UP:]
 
 
 def _submit(engine: "RolloutEngine", spec: ProfileSpec, count: int, num_steps: int) -> list[str]:
     """Submits requests that last as long as the timing, if the context is long enough; returns their ids."""
     from nemo_specrollout.generation.requests import RolloutRequest
 
-    longest = spec.generation.vllm_cfg.max_model_len - spec.context - 1
+    longest = spec.generation.vllm_cfg.max_model_len - len(spec.prompt) - 1
     length = min(longest, (num_steps + 2) * (COUPLED_K + 1))
-    prompt = _prompt(spec)
-    return engine.submit([RolloutRequest(prompt, 0, i, exact_length=length) for i in range(count)], {})
-
-
-def _prompt(spec: ProfileSpec) -> list[int]:
-    """Returns a prompt of token ids that every vocabulary has."""
-    return [2 + i % 50 for i in range(spec.context)]
-
-
-def _steps_of(engine: "RolloutEngine", first: int, batch: int) -> tuple[list[str], list[list[float]]]:
-    """Returns the columns of the engine's trace, and its pure decode steps of `batch` requests since step `first`."""
-    trace = _stats(engine, first).trace
-    requests, is_decode = (trace.columns.index(name) for name in ("num_requests", "is_decode"))
-    return trace.columns, [row for row in trace.rows if row[requests] == batch and row[is_decode]]
-
-
-def _stats(engine: "RolloutEngine", first: int = 0) -> "EngineStats":
-    stats = engine.stats(first)
-    assert stats is not None  # the block is enabled
-    return stats
+    return engine.submit([RolloutRequest(spec.prompt, 0, i, exact_length=length) for i in range(count)], {})
 
 
 def _draft_s(engine: "DrafterEngine", spec: ProfileSpec, batch: int) -> float:
     """Returns the seconds in which a drafter drafts one token for each of `batch` shadows."""
-    longest, text = engine.model.max_model_len, np.array(_prompt(spec), np.int32).tobytes()
+    longest, text = engine.model.max_model_len, np.array(spec.prompt, np.int32).tobytes()
     for shadow in range(batch):
         engine.open(shadow, Open(shadow, shadow, 1.0, 0, 1.0, longest, 1, text))
-    seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, longest - spec.context - 1)
+    seconds = _drafting_s(engine, batch, spec.num_steps + _WARM_UP, longest - len(spec.prompt) - 1)
     for shadow in range(batch):
         engine.close_shadow(shadow)
     if len(seconds) <= _WARM_UP:

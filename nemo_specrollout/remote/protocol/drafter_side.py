@@ -90,8 +90,8 @@ class _Session:
 class DrafterSide:
     """Owns the sessions of verifiers and their shadow sequences, of which the engine has the full texts and the KV.
 
-    A loop passes all that arrived to `receive`, lets the engine draft for some of `shadows.ready_to_draft`, passes the tokens
-    to `drafted`, and sends what `outgoing` returns.
+    A loop passes all that arrived to `receive`, and lets the engine draft for some of `shadows.ready_to_draft`. It passes the
+    tokens to `drafted`, and sends what `outgoing` returns.
 
     A shadow belongs to one request of one session until the session closes it, opens the request again, or is forgotten.
     """

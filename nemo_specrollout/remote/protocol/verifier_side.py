@@ -217,7 +217,7 @@ class VerifierSide:
         self._assign(lengths_S)
         self._num_steps += 1
         for drafter, peer in enumerate(self.peers):
-            slots_b = self._slots_of(drafter)
+            slots_b = self.slots_of(drafter)
             is_due = len(slots_b) > 0 or bool(self._closes[drafter]) or now_s - peer.told_s > HEARTBEAT_S
             if peer.state is PeerState.READY and is_due:
                 messages.append((drafter, self._step(drafter, slots_b, token_ids_SL, lengths_S[slots_b], now_s)))
@@ -256,7 +256,8 @@ class VerifierSide:
         peer.state, peer.reason, peer.pause_s = PeerState.AWAY, why_unreachable, FIRST_PAUSE_S
         peer.resume_at_s = math.inf if why_unreachable else 0.0
 
-    def _slots_of(self, drafter: int) -> np.ndarray:
+    def slots_of(self, drafter: int) -> np.ndarray:
+        """Returns the slots of the requests that are assigned to a drafter."""
         return np.flatnonzero(self._drafter_of == drafter)
 
     def _take_back(self, slots: np.ndarray) -> None:
@@ -266,7 +267,7 @@ class VerifierSide:
 
     def _take_all_back(self, drafter: int) -> None:
         """Takes all requests away from a drafter, which then owes nothing."""
-        self._take_back(self._slots_of(drafter))
+        self._take_back(self.slots_of(drafter))
         self._closes[drafter] = []
         peer = self.peers[drafter]
         peer.num_rows = peer.num_asked = 0
@@ -275,7 +276,7 @@ class VerifierSide:
     def _assign(self, lengths_S: np.ndarray) -> None:
         """Assigns each request without a drafter to the least loaded one that is ready and has room for it.
 
-        The load of a drafter are our requests there or, if they are more, those of all verifiers that it last reported.
+        The load of a drafter is the number of our requests there, or of all verifiers' requests that it reported last.
         """
         waiting = np.flatnonzero((self._drafter_of == NO_DRAFTER) & (self._requests != NO_REQUEST)).tolist()
         if not waiting:
@@ -323,7 +324,7 @@ class VerifierSide:
             self.fail(drafter, "sends far more drafts than it was asked for", now_s)
             return
         if peer.note_answer(drafts, now_s):
-            self.buffers.note_loss(self._slots_of(drafter))
+            self.buffers.note_loss(self.slots_of(drafter))
         self.buffers.add(*rows)
         for request in column(drafts.lacking, np.int64).tolist():
             slot = request & SLOT_MASK
