@@ -20,15 +20,18 @@ from scipy import stats
 from torch import Tensor, tensor
 
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.device_index import FEWEST_SLOTS, ContextIndex, context_orders, slots_for
-from nemo_specrollout.drafters.index_layout import (
+from nemo_specrollout.drafters.device_index import (
     BUCKET_SLOTS,
     COUNT_MASK,
+    FEWEST_SLOTS,
     MAX_COUNT,
     MAX_LEAD,
     NUM_CANDIDATES,
     RANK_MASK,
     SLOT_BYTES,
+    ContextIndex,
+    context_orders,
+    slots_for,
 )
 
 pytestmark = pytest.mark.unit
@@ -493,7 +496,7 @@ def pair_of_bodies(num_slots: int, orders: tuple[int, ...]) -> tuple[ContextInde
     from nemo_specrollout.drafters import index_triton
 
     ours, theirs = new_index(num_slots, orders), new_index(num_slots, orders)
-    theirs._body = index_triton
+    theirs._kernels = index_triton
     return ours, theirs
 
 

@@ -31,8 +31,6 @@ FOREIGN_SIGNATURES = {
     "sample",
     "sample_draft",
     "draw",
-    "walk",
-    "learn",
     "align",
     "sample_rows",
 }

@@ -22,6 +22,7 @@ from nemo_specrollout.config.drafter_configs import (
     Eagle3DrafterConfig,
     MtpDrafterConfig,
 )
+from nemo_specrollout.drafters.base import Texts
 from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
 from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
@@ -94,13 +95,13 @@ def recorded(engine: RolloutEngine) -> Drafts:
         seed_of.update({r.slot: r.identity.seed for r in new_requests})
         open_requests(new_requests)
 
-    def record(slots_B: Any, total_len_S: Any, row_price: float) -> None:
-        for row, slot in enumerate(slots_B.tolist()):
+    def record(texts: Texts, row_price: float) -> None:
+        for row, slot in enumerate(texts.slots_B.tolist()):
             depth = int(board.tables.found_DB[board.model, row])
             if depth > 0:
                 tokens = board.tables.tokens_DBK[board.model, row, :depth].tolist()
-                found[seed_of[slot], int(total_len_S[slot]), depth] = tokens
-        choose(slots_B, total_len_S, row_price)
+                found[seed_of[slot], int(texts.total_len_S[slot]), depth] = tokens
+        choose(texts, row_price)
 
     drafting.open, board.choose = note_seeds, record
     return found

@@ -3,21 +3,69 @@
 
 One index serves all requests. A *salt* separates texts that must not see each other, and joins those that may. The requests
 of a group share a salt. No token leaves the device, and nothing waits for it. Programs of a kernel race for the tables. A lost
-update or a wrong draft costs speed and nothing else, and no access is out of bounds.
+update or a wrong draft costs speed and nothing else, and no access is out of bounds. The kernels in `index_numba.py` and
+`index_triton.py` agree on the tables bit for bit.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
+
+A *context* is a salt and the last m tokens of a text. The index maps each context to the tokens that followed it::
+
+    words int64 [buckets, 8]       one word for each of the 8 contexts of a bucket (64 bytes: one cache line)
+        bits 63..16  High 48 bits of the context's key. They tell the contexts of a bucket apart.
+        bits 15..0   Rank, modulo 2^16. The context of the lowest rank is replaced first.
+        A word of 0 is a free slot.
+    candidates int64 [buckets * 8, 4]   the four tokens that followed most often, with their counts
+        bits 63..32  Token.
+        bits 31..0   Count. A candidate of count 0 is unused.
+
+**Key** of a context of tokens t_1 (the last one) to t_m: mix64(salt + sum over j of (t_j + 1) * GAMMA * MIX_2^(j-1)),
+with the highest bit set so that no word is 0. The low bits of the key choose the bucket.
+
+**Ranks.** A context that is counted gains `GAIN` ranks, but it is never more than `MAX_LEAD` above the lowest rank of its
+bucket. A new context takes a free slot, or the slot of the lowest rank. It starts one rank above the lowest. So each new
+context raises the floor, and a context that is no longer counted is replaced however popular it was. A context that was
+counted twice outlives many that were counted once. The ranks of a bucket are at most MAX_LEAD + 1 apart, so comparing them
+modulo 2^16 is safe. Nothing needs rescaling, and counting writes a single word.
+
+**Counts.** A token that is not a candidate replaces the candidate of the lowest count. It starts from that count plus one
+(space-saving, Metwally et al. 2005). When a count reaches `MAX_COUNT`, all four are halved, so old text counts less and less.
+
+Delete `__pycache__` after changing a number here: numba's cache notices only changes of the file that it compiles.
 """
 
 import mmap
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.index_layout import BUCKET_SLOTS, NUM_CANDIDATES, SLOT_BYTES
+from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts, kernels_for
 
+BUCKET_SLOTS = 8
+"""Contexts in a bucket."""
+NUM_CANDIDATES = 4
+"""Candidates of a context."""
+SLOT_BYTES = 8 * (1 + NUM_CANDIDATES)
+"""Bytes of a context: its word and its candidates."""
+
+RANK_BITS = 16
+"""Bits of a rank."""
+RANK_MASK = (1 << RANK_BITS) - 1
+"""Bits of a word that hold the rank."""
+IN_USE = 1 << 63
+"""The bit that every key has set."""
+GAIN = 4
+"""Ranks that a context gains when it is counted."""
+MAX_LEAD = 16
+"""Largest number of ranks that counting can put a context above the lowest of its bucket."""
+
+NO_RANK, FREE, OWN = 1 << 20, -1 << 20, -1 << 21
+"""Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot."""
+
+COUNT_MASK = (1 << 32) - 1
+"""Bits of a candidate that hold the count."""
+MAX_COUNT = 16
+"""The count at which all counts of a context are halved."""
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page."""
 LONGEST_ORDER = 32
@@ -52,7 +100,7 @@ def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int], max_
 class ContextIndex:
     """A hash table from (salt, last m tokens) to the tokens that followed and their counts.
 
-    Owns `words` and `candidates`, which `index_layout.py` explains.
+    Owns `words` and `candidates`, which the head of this file explains.
     Invariant: the first `learned_S[s]` tokens of request slot s have been counted.
     Example: in each step `index.learn(texts, salts_S, learned_S, max_new)`, then `index.walk(texts, salts_S, ...)`.
     """
@@ -66,10 +114,10 @@ class ContextIndex:
             raise ValueError(f"num_slots must be a power of two of at least {BUCKET_SLOTS}, got {num_slots}")
         if not orders or list(orders) != sorted(set(orders)) or not 1 <= orders[0] <= orders[-1] <= LONGEST_ORDER:
             raise ValueError(f"orders must ascend and lie within 1..{LONGEST_ORDER}, got {orders}")
-        self._order_bits = sum(1 << m for m in orders)
+        self.orders = orders
         self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
         self.candidates = _zeros(num_slots, NUM_CANDIDATES, device)
-        self._body = _body_for(device)
+        self._kernels = kernels_for("index", device)
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +133,7 @@ class ContextIndex:
             learned_S: int32, how many tokens were counted before; updated.
             max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call.
         """
-        self._body.learn(self.words, self.candidates, self._order_bits, texts, salts_S, learned_S, max_new)
+        self._kernels.learn(self, texts, salts_S, learned_S, max_new)
 
     def walk(
         self, texts: Texts, salts_S: torch.Tensor, level_rates: torch.Tensor, floor: float, out: Proposals
@@ -96,17 +144,7 @@ class ContextIndex:
         below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
-        self._body.walk(self.words, self.candidates, self._order_bits, texts, salts_S, level_rates, floor, out)
-
-
-def _body_for(device: torch.device) -> ModuleType:
-    if device.type == "cuda":
-        from nemo_specrollout.drafters import index_triton
-
-        return index_triton
-    from nemo_specrollout.drafters import index_numba
-
-    return index_numba
+        self._kernels.walk(self, texts, salts_S, level_rates, floor, out)
 
 
 def _zeros(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the context index for a CPU. `index_layout.py` explains the tables.
+"""The kernels of the context index for a CPU. `device_index.py` explains the tables.
 
 Their cost is waiting for memory: each context lies in a cache line of its own, and the line is cold after a model's step. So
 a kernel first requests all lines that it needs, then reads them. The loads are independent, so a core has many in flight.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from nemo_specrollout.drafters import index_layout as layout
+from nemo_specrollout.drafters import device_index as layout
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.sampling.numba_common import mix64, on_tensors
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
@@ -22,51 +22,34 @@ from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 CHUNK = 1024
 """Text positions learned at a time: their keys stay in the L1 and L2 caches."""
 
-_BUCKET_SLOTS = layout.BUCKET_SLOTS
-_NUM_CANDIDATES = layout.NUM_CANDIDATES
-_RANK_BITS = np.int64(layout.RANK_BITS)
-_RANK_MASK = np.int64(layout.RANK_MASK)
-_COUNT_MASK = np.int64(layout.COUNT_MASK)
-_MAX_COUNT = layout.MAX_COUNT
-_GAIN = layout.GAIN
-_MAX_LEAD = layout.MAX_LEAD
-_IN_USE = np.uint64(layout.IN_USE)
-_GAMMA = np.uint64(GAMMA)
-_MIX_2 = np.uint64(MIX_2)
-_ONE = np.uint64(1)
-# Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot.
-_NONE = np.int64(1 << 20)
-_FREE = np.int64(-1 << 20)
-_OWN = np.int64(-1 << 21)
+_BUCKET_SLOTS, _NUM_CANDIDATES = layout.BUCKET_SLOTS, layout.NUM_CANDIDATES
+_RANK_BITS, _RANK_MASK, _COUNT_MASK = layout.RANK_BITS, layout.RANK_MASK, layout.COUNT_MASK
+_IN_USE, _GAMMA, _MIX_2 = np.uint64(layout.IN_USE), np.uint64(GAMMA), np.uint64(MIX_2)
 
 
 def learn(
-    words: torch.Tensor,
-    candidates: torch.Tensor,
-    order_bits: int,
-    texts: Texts,
-    salts_S: torch.Tensor,
-    learned_S: torch.Tensor,
-    max_new: int,
+    index: layout.ContextIndex, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int
 ) -> None:
-    """Implements `ContextIndex.learn`. Bit m of `order_bits` is set if contexts of m tokens are counted."""
+    """Implements `ContextIndex.learn`."""
     slots_B, *others = texts
-    _learn(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), salts_S, learned_S, *others, max_new)
+    _learn(*_tables(index), slots_B.long(), salts_S, learned_S, *others, max_new)
 
 
 def walk(
-    words: torch.Tensor,
-    candidates: torch.Tensor,
-    order_bits: int,
+    index: layout.ContextIndex,
     texts: Texts,
     salts_S: torch.Tensor,
     level_rates: torch.Tensor,
     floor: float,
     out: Proposals,
 ) -> None:
-    """Implements `ContextIndex.walk`; `order_bits` as for `learn`."""
+    """Implements `ContextIndex.walk`."""
     slots_B, *others = texts
-    _walk(words.view(-1), candidates.view(-1), order_bits, slots_B.long(), salts_S, *others, level_rates, floor, *out)
+    _walk(*_tables(index), slots_B.long(), salts_S, *others, level_rates, floor, *out)
+
+
+def _tables(index: layout.ContextIndex) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    return index.words.view(-1), index.candidates.view(-1), np.array(index.orders)
 
 
 @njit(cache=True, inline="always")
@@ -99,22 +82,28 @@ def _find(words, key):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _claim(words, candidates, key):  # type: ignore[no-untyped-def]
-    """Returns the slot of `key`, which gains ranks: its own slot, else a free one, else the one of the lowest rank."""
+    """Returns the slot of `key`, which gains ranks: its own slot, else a free one, else the one of the lowest rank.
+
+    `best` is the smallest cost * 8 + i of the slots i: one minimum finds both the cost and the slot. The cost is `OWN`, `FREE`
+    or the slot's rank, in this order of size.
+    """
     line = _line_of(words, key)
     reference = words[line]
-    least = _NONE
-    best = _NONE * _BUCKET_SLOTS
+    least, best = np.int64(layout.NO_RANK), np.int64(layout.NO_RANK * _BUCKET_SLOTS)
     for i in range(_BUCKET_SLOTS):
         word = words[line + np.uint64(i)]
         rank = _rank(word, reference)
-        least = min(least, _NONE if word == 0 else rank)
-        cost = _OWN if (word ^ key) >> _RANK_BITS == 0 else _FREE if word == 0 else rank
+        if word != 0:
+            least = min(least, rank)
+        is_own = (word ^ key) >> _RANK_BITS == 0
+        cost = np.int64(layout.OWN if is_own else layout.FREE if word == 0 else rank)
         best = min(best, cost * _BUCKET_SLOTS + i)
-    least = np.int64(0) if least == _NONE else least
+    if least == layout.NO_RANK:
+        least = np.int64(0)
     slot = line + np.uint64(best & (_BUCKET_SLOTS - 1))
-    if best < (_OWN + 1) * _BUCKET_SLOTS:
+    if best < (layout.OWN + 1) * _BUCKET_SLOTS:
         rank = _rank(words[slot], reference)
-        rank = max(rank, min(rank + _GAIN, least + _MAX_LEAD))
+        rank = max(rank, min(rank + layout.GAIN, least + layout.MAX_LEAD))
     else:
         rank = least + 1
         for c in range(_NUM_CANDIDATES):
@@ -138,7 +127,7 @@ def _count(candidates, slot, token):  # type: ignore[no-untyped-def]
             chosen = _candidate_at(slot, c)
     num = (candidates[chosen] & _COUNT_MASK) + 1
     candidates[chosen] = (np.int64(token) << 32) | num
-    if num >= _MAX_COUNT:
+    if num >= layout.MAX_COUNT:
         for c in range(_NUM_CANDIDATES):
             candidate = candidates[_candidate_at(slot, c)]
             candidates[_candidate_at(slot, c)] = (candidate & ~_COUNT_MASK) | ((candidate & _COUNT_MASK) >> 1)
@@ -167,17 +156,6 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _orders(order_bits):  # type: ignore[no-untyped-def]
-    orders_M = np.empty(64, np.int64)
-    num_orders = 0
-    for m in range(63):
-        if (order_bits >> m) & 1:
-            orders_M[num_orders] = m
-            num_orders += 1
-    return orders_M[:num_orders]
-
-
-@njit(cache=True)
 def _keys(words, orders_M, salt, token_ids_SL, s, length, drafts_BK, b, num_drafts, keys_NM, n):  # type: ignore[no-untyped-def]
     """Writes to row n the keys of the contexts that end `length` tokens of text s and `num_drafts` tokens of drafts b.
 
@@ -196,7 +174,7 @@ def _keys(words, orders_M, salt, token_ids_SL, s, length, drafts_BK, b, num_draf
             taken += 1
             i = num_drafts - taken
             token = drafts_BK[b, i] if i >= 0 else token_ids_SL[s, length + i]
-            state += (np.uint64(token) + _ONE) * factor
+            state += (np.uint64(token) + np.uint64(1)) * factor
             factor *= _MIX_2
         key = np.int64(mix64(state) | _IN_USE)
         keys_NM[n, m] = key
@@ -222,16 +200,15 @@ def _count_all(words, candidates, keys_NM, tokens_N, num):  # type: ignore[no-un
 
 @on_tensors
 @njit(
-    "int64(int64[::1], int64[::1], int64, int64[:], int64[:], int32[:], int32[:], int32[:,:], int64)",
+    "int64(int64[::1], int64[::1], int64[::1], int64[:], int64[:], int32[:], int32[:], int32[:,:], int64)",
     cache=True,
     nogil=True,
 )
 def _learn(  # type: ignore[no-untyped-def]
-    words, candidates, order_bits, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, max_new
+    words, candidates, orders_M, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, max_new
 ):
     longest = token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(learned_S), len(total_len_S))
-    orders_M = _orders(order_bits)
     keys_NM = np.empty((CHUNK, len(orders_M)), np.int64)
     tokens_N = np.empty(CHUNK, np.int32)
     touched = np.int64(0)
@@ -268,20 +245,19 @@ def _find_longest(words, candidates, orders_M, keys_BM, b):  # type: ignore[no-u
 
 @on_tensors
 @njit(
-    "int64(int64[::1], int64[::1], int64, int64[:], int64[:], int32[:], int32[:,:], float32[:], float32,"
+    "int64(int64[::1], int64[::1], int64[::1], int64[:], int64[:], int32[:], int32[:,:], float32[:], float32,"
     " int32[:,:], int8[:,:], int32[:])",
     cache=True,
     nogil=True,
 )
 def _walk(  # type: ignore[no-untyped-def]
-    words, candidates, order_bits, slots_B, salts_S, total_len_S, token_ids_SL, level_rates, floor,
+    words, candidates, orders_M, slots_B, salts_S, total_len_S, token_ids_SL, level_rates, floor,
     tokens_BK, levels_BK, found_B,
 ):  # fmt: skip
     num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
     num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
     longest = token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))
-    orders_M = _orders(order_bits)
     keys_BM = np.empty((num_rows, len(orders_M)), np.int64)
     found_slots_B = np.empty(num_rows, np.int64)
     orders_B = np.empty(num_rows, np.int64)

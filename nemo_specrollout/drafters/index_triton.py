@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the context index for a GPU. `index_layout.py` explains the tables; `index_numba.py` writes the same bits.
+"""The kernels of the context index for a GPU. `device_index.py` explains the tables; `index_numba.py` writes the same bits.
 
 A program is one warp. It waits for memory, and there are many of them. Neither programs nor the lanes of one program wait for
 each other. If two count in the same context or take the same slot at once, one count may be lost. Or a context may stand
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.drafters import index_layout as layout
+from nemo_specrollout.drafters import device_index as layout
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
 from nemo_specrollout.sampling.triton_common import mix64
@@ -30,10 +30,9 @@ _GAIN = tl.constexpr(layout.GAIN)
 _MAX_LEAD = tl.constexpr(layout.MAX_LEAD)
 _COUNT_MASK = tl.constexpr(layout.COUNT_MASK)
 _MAX_COUNT = tl.constexpr(layout.MAX_COUNT)
-# Ranks outside the range of real ones: of no slot, of a free slot, and of the key's own slot.
-_NONE = tl.constexpr(1 << 20)
-_FREE = tl.constexpr(-(1 << 20))
-_OWN = tl.constexpr(-(1 << 21))
+_NO_RANK = tl.constexpr(layout.NO_RANK)
+_FREE = tl.constexpr(layout.FREE)
+_OWN = tl.constexpr(layout.OWN)
 
 BLOCK = 16
 """Text positions that a program learns at a time."""
@@ -58,14 +57,17 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _claim(words, key_N, is_counted_N, bucket_mask):  # type: ignore[no-untyped-def]
-    """Returns the slot of each key, which gains ranks, and whether the slot was its own before."""
+    """Returns the slot of each key, which gains ranks, and whether the slot was its own before.
+
+    As in `index_numba.py`, the smallest cost * 8 + i of the slots i tells both the cost and the slot.
+    """
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
     line_N = (key_N & bucket_mask) * _BUCKET_SLOTS
     word_NI = tl.load(words + line_N[:, None] + i_I, mask=is_counted_N[:, None], other=0)
     reference_N = tl.sum(tl.where(i_I == 0, word_NI, 0), axis=1)
     rank_NI = (word_NI - reference_N[:, None]).to(tl.int16).to(tl.int32)
-    least_N = tl.min(tl.where(word_NI == 0, _NONE, rank_NI), axis=1)
-    least_N = tl.where(least_N == _NONE, 0, least_N)
+    least_N = tl.min(tl.where(word_NI == 0, _NO_RANK, rank_NI), axis=1)
+    least_N = tl.where(least_N == _NO_RANK, 0, least_N)
     is_own_NI = (word_NI ^ key_N[:, None]) >> _RANK_BITS == 0
     cost_NI = tl.where(is_own_NI, _OWN, tl.where(word_NI == 0, _FREE, rank_NI))
     best_N = tl.min(cost_NI * _BUCKET_SLOTS + i_I, axis=1)
@@ -218,21 +220,10 @@ def _walk(  # type: ignore[no-untyped-def]
     tl.store(found_B + b, k)
 
 
-def _lanes(order_bits: int) -> int:
-    """Returns the longest order, rounded up to a power of two."""
-    return triton.next_power_of_2(order_bits.bit_length() - 1)
-
-
 def learn(
-    words: torch.Tensor,
-    candidates: torch.Tensor,
-    order_bits: int,
-    texts: Texts,
-    salts_S: torch.Tensor,
-    learned_S: torch.Tensor,
-    max_new: int,
+    index: layout.ContextIndex, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int
 ) -> None:
-    """Implements `ContextIndex.learn`. Bit m of `order_bits` is set if contexts of m tokens are counted."""
+    """Implements `ContextIndex.learn`."""
     slots_B, total_len_S, token_ids_SL = texts
     num_rows, longest = len(slots_B), token_ids_SL.shape[1]
     num_slots = min(len(token_ids_SL), len(salts_S), len(learned_S), len(total_len_S))
@@ -241,35 +232,36 @@ def learn(
         return
     programs = min(triton.cdiv(max_new, BLOCK), max(1, MAX_PROGRAMS // num_rows))
     _learn[(num_rows, programs)](
-        words, candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, token_ids_SL.stride(0),
-        num_slots, longest, len(words) - 1, max_new,
-        ORDER_BITS=order_bits, LANES=_lanes(order_bits), BLOCK=BLOCK, num_warps=NUM_WARPS,
+        index.words, index.candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, token_ids_SL.stride(0),
+        num_slots, longest, len(index.words) - 1, max_new, BLOCK=BLOCK, num_warps=NUM_WARPS, **_constants(index),
     )  # fmt: skip
     if programs > 1:
         _advance[(num_rows,)](slots_B, learned_S, total_len_S, num_slots, longest, max_new, num_warps=NUM_WARPS)
 
 
 def walk(
-    words: torch.Tensor,
-    candidates: torch.Tensor,
-    order_bits: int,
+    index: layout.ContextIndex,
     texts: Texts,
     salts_S: torch.Tensor,
     level_rates: torch.Tensor,
     floor: float,
     out: Proposals,
 ) -> None:
-    """Implements `ContextIndex.walk`; `order_bits` as for `learn`."""
+    """Implements `ContextIndex.walk`."""
     (slots_B, total_len_S, token_ids_SL), (tokens_BK, levels_BK, found_B) = texts, out
     num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
     num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
     num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))
     if num_rows == 0:
         return
-    lanes = _lanes(order_bits)
+    constants = _constants(index)
     _walk[(num_rows,)](
-        words, candidates, slots_B, salts_S, total_len_S, token_ids_SL, token_ids_SL.stride(0), num_slots,
-        token_ids_SL.shape[1], len(words) - 1, level_rates, float(floor), tokens_BK, tokens_BK.stride(0), levels_BK,
-        levels_BK.stride(0), found_B, num_positions, ORDER_BITS=order_bits, LANES=lanes,
-        WINDOW=triton.next_power_of_2(lanes + num_positions), num_warps=NUM_WARPS,
+        index.words, index.candidates, slots_B, salts_S, total_len_S, token_ids_SL, token_ids_SL.stride(0), num_slots,
+        token_ids_SL.shape[1], len(index.words) - 1, level_rates, float(floor), tokens_BK, tokens_BK.stride(0), levels_BK,
+        levels_BK.stride(0), found_B, num_positions, WINDOW=triton.next_power_of_2(constants["LANES"] + num_positions),
+        num_warps=NUM_WARPS, **constants,
     )  # fmt: skip
+
+
+def _constants(index: layout.ContextIndex) -> dict[str, int]:
+    return {"ORDER_BITS": sum(1 << m for m in index.orders), "LANES": triton.next_power_of_2(index.orders[-1])}
