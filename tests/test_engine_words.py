@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from conftest import STEP_ADDER
 
+from nemo_specrollout.cli.describe import engine_in_words, is_asynchronous
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, Eagle3DrafterConfig
-from nemo_specrollout.config.engine_words import engine_in_words, is_asynchronous
 from nemo_specrollout.generation.arguments import QUIET_START, with_specrollout
 
 pytestmark = pytest.mark.integration
@@ -48,7 +48,7 @@ def test_the_words_agree_with_vllms_config(block: SpecrolloutConfig, kwargs: dic
 
 
 def test_the_words_say_what_only_the_run_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.config.engine_words.vllm_version", lambda: None)
+    monkeypatch.setattr("nemo_specrollout.cli.describe.vllm_version", lambda: None)
     words = engine_in_words({}, on_gpu=True, is_eager=False)
     assert words.startswith("vLLM (not installed here), V2 model runner") and words.endswith("only the run can tell")
     assert "CUDA graphs NONE (enforce_eager is true)" in engine_in_words({}, on_gpu=True, is_eager=True)

@@ -15,7 +15,6 @@ from nemo_specrollout.config.drafter_configs import (
     RemoteDrafterConfig,
     is_loopback,
 )
-from nemo_specrollout.config.engine_words import engine_in_words
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_config, malformed, script_of
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
@@ -28,6 +27,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     model_config,
     native_drafts,
     num_engines,
+    parallel_sizes,
     size_at,
 )
 from nemo_specrollout.config.run_sections import DataConfig
@@ -159,12 +159,8 @@ def _describe_remote(drafter: RemoteDrafterConfig | None, by_ray: bool) -> list[
     else:
         reach = "this machine" if all(map(is_loopback, drafter.addresses)) else "the network, with the shared secret"
         where = f"{len(drafter.addresses)} at {', '.join(drafter.addresses)} ({reach}), started by `serve-drafter`"
-    return [
-        (
-            "placement",
-            f"drafters: {where}; up to {drafter.max_requests} requests each, a request goes to the least loaded",
-        )
-    ]
+    served = f"up to {drafter.max_requests} requests each, a request goes to the least loaded"
+    return [("placement", f"drafters: {where}; {served}")]
 
 
 def describe_nemo_rl(tree: Tree) -> list[tuple[str, str]]:
@@ -212,11 +208,11 @@ def _describe_asynchrony(tree: Tree) -> str:
 
 def _describe_versions() -> str:
     """Returns the installed versions of packages that a run in NeMo-RL uses. The run may take place on another machine."""
-    names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray")
-    found = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
-    here = [f"{name} {found[name]}" for name in (*names, "nemo-rl", "vllm") if found.get(name)]
-    missing = [name for name in (*names, "nemo-rl", "vllm") if not found.get(name)]
-    return ", ".join(here) + (f"; not installed here: {', '.join(missing)}" if missing else "")
+    versions = {**installed_versions(), "nemo-rl": nemo_rl_version(), "vllm": vllm_version()}
+    names = ("nemo-specrollout", "torch", "transformers", "megatron-core", "ray", "nemo-rl", "vllm")
+    here = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+    missing = ", ".join(name for name in names if not versions.get(name))
+    return here + (f"; not installed here: {missing}" if missing else "")
 
 
 def _describe_trainer(tree: Tree) -> str:
@@ -239,21 +235,17 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
     engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
-    return [*_describe_speculation(config, native, by_ray=True), ("engine", engine), *_describe_engines(config, tree)]
-
-
-def _describe_engines(block: SpecrolloutConfig, tree: Tree) -> list[tuple[str, str]]:
-    """Returns a line on stragglers, if the block has `fastest_of_n` and there are several engines."""
-    if block.fastest_of_n is None or num_engines(tree) < 2:
-        return []
-    kinds = {types for d in block.drafters_of_engines[: num_engines(tree)] for types in ["+".join(x.type for x in d)]}
-    return [("fastest_of_n", _describe_racing(block.fastest_of_n, alike=len(kinds) == 1))]
+    lines = [*_describe_speculation(config, native, by_ray=True), ("engine", engine)]
+    if config.fastest_of_n is not None and (engines := num_engines(tree)) > 1:
+        alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
+        lines.append(("fastest_of_n", _describe_racing(config.fastest_of_n, alike=alike)))
+    return lines
 
 
 def _describe_placement(tree: Tree) -> str:
     nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
-    per_engine = size_at(tree, f"{VLLM_CFG}.tensor_parallel_size") * size_at(tree, f"{VLLM_CFG}.pipeline_parallel_size")
-    resources = f"{GENERATION}.colocated.resources"
+    tensor, pipeline, _ = parallel_sizes(tree)
+    resources, per_engine = f"{GENERATION}.colocated.resources", tensor * pipeline
     if at(tree, f"{GENERATION}.colocated.enabled"):
         where, generating = f"generation and training share {nodes} x {gpus} GPUs", nodes * gpus
     elif nodes == 1:
@@ -263,3 +255,33 @@ def _describe_placement(tree: Tree) -> str:
         apart = size_at(tree, f"{resources}.num_nodes", 0, low=0)
         where, generating = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train", apart * gpus
     return f"{where}; {generating // per_engine} engines of {per_engine} GPU{'s' if per_engine > 1 else ''}"
+
+
+def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM schedules a step before the previous one has ended, which its own n-gram drafts do not allow."""
+    given, native = vllm_kwargs.get("async_scheduling"), vllm_kwargs.get("speculative_config")
+    method = native.get("method") if isinstance(native, Mapping) else None
+    return bool(given) if given is not None else method not in ("ngram", "[ngram]")
+
+
+def engine_in_words(vllm_kwargs: Mapping[str, Any], *, on_gpu: bool, is_eager: bool) -> str:
+    """Returns a line like the one that a run prints at its start; it says what only the run can tell.
+
+    vLLM's own config also knows this, but importing vLLM takes longer than the whole command `check`. A test compares the two.
+    """
+    version, compilation = vllm_version(), vllm_kwargs.get("compilation_config")
+    if is_asynchronous(vllm_kwargs):
+        scheduling = "asynchronous scheduling"
+    elif vllm_kwargs.get("async_scheduling") is None:
+        scheduling = "synchronous scheduling (vLLM's own n-gram drafts on the host)"
+    else:
+        scheduling = "synchronous scheduling (async_scheduling is false: a GPU waits while the host prepares each step)"
+    mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
+    if not on_gpu or is_eager:
+        graphs = f"NONE ({'enforce_eager is true' if on_gpu else 'a CPU has none'})"
+    elif mode is not None:
+        graphs = f"{mode}, if model and attention backend allow it"
+    else:
+        graphs = "as vLLM chooses by model and attention backend when it starts: only the run can tell"
+    vllm = f"vLLM {version}" if version else "vLLM (not installed here)"
+    return f"{vllm}, V2 model runner, {scheduling}, CUDA graphs {graphs}"

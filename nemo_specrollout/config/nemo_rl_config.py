@@ -20,6 +20,8 @@ from nemo_specrollout.config.nemo_rl_tree import (
 )
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import (
+    NEMO_RL_NEEDED,
+    NEMO_RL_REFUSED,
     nemo_rl_is_a_release,
     nemo_rl_version,
     unsupported_version,
@@ -120,8 +122,8 @@ def _versions(tree: Tree) -> Iterator[Finding]:
         yield Finding("nemo-rl", "not installed here; `check` did not compare the config with NeMo-RL itself", "note")
     elif nemo_rl_is_a_release():
         shared = "; its draft head shares one gradient clip with the policy" if at(tree, "policy.draft.enabled") else ""
-        text = f"{nemo_rl}; releases up to v0.7.0 pin a vLLM (0.20 or older) that specrollout does not support, and log no "
-        yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use main of August 2026", "error")
+        text = f"{nemo_rl}; {NEMO_RL_REFUSED} pin a vLLM (0.20 or older) that specrollout does not support, and log no "
+        yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use {NEMO_RL_NEEDED}", "error")
     if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
         yield Finding("vllm", sentence, "warning" if nemo_rl is None else "error")
 

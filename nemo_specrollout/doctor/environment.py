@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.versions import (
+    NEMO_RL_NEEDED,
+    NEMO_RL_REFUSED,
     VLLM_RANGE,
     checkout_commit,
     installed_versions,
@@ -111,9 +113,7 @@ def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     if version is None:
         return VERSIONS.ok(NEMO_RL, "not installed; only runs in NeMo-RL need it")
     if is_release:
-        to_do = (
-            "Use main of August 2026 (docs/reference/versions.md); releases up to v0.7.0 lack what this package uses."
-        )
+        to_do = f"Use {NEMO_RL_NEEDED} (docs/reference/versions.md); {NEMO_RL_REFUSED} lack what this package uses."
         return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
     return VERSIONS.ok(NEMO_RL, f"calls itself {version}, is newer than v0.7.0")
 

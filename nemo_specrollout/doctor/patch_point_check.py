@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.config.versions import nemo_rl_version, vllm_version
+from nemo_specrollout.config.versions import NEMO_RL_NEEDED, nemo_rl_version, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
 from nemo_specrollout.generation.vllm_names import vllm_names
 from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
@@ -22,7 +22,7 @@ PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0
 """Seconds for loading NeMo-RL."""
 _OTHER_NEMO_RL = (
-    "Use main of August 2026 (docs/reference/versions.md), or set policy.generation.specrollout.enabled: false."
+    f"Use {NEMO_RL_NEEDED} (docs/reference/versions.md), or set policy.generation.specrollout.enabled: false."
 )
 _BROKEN_IMPORT = "Repair this import: NeMo-RL itself cannot run in this environment without it."
 _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, send us its version."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.versions import NEMO_RL_NEEDED
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,8 @@ def check_patch_points(points: Sequence[PatchPoint]) -> None:
     changes = [f"{p.module}.{p.name} is {change}" for p in points if (change := change_of(p))]
     if changes:
         raise ConfigError(
-            f"this NeMo-RL is not one that specrollout knows: {'; '.join(changes)}. Use main of "
-            "August 2026 (docs/reference/nemo-rl-patch-points.md), or set policy.generation.specrollout.enabled: false"
+            f"this NeMo-RL is not one that specrollout knows: {'; '.join(changes)}. Use "
+            f"{NEMO_RL_NEEDED} (docs/reference/nemo-rl-patch-points.md), or set policy.generation.specrollout.enabled: false"
         )
 
 
