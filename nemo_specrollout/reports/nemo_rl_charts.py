@@ -14,28 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from nemo_specrollout.reports import panels
 from nemo_specrollout.reports.charts import DPI, HOW_TO_READ, has_any, save_picture, svg_chart
-from nemo_specrollout.reports.panels import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PHASES,
-    PINK,
-    RED,
-    drafter_colour,
-    draw_acceptance,
-    draw_gaps,
-    draw_head_acceptance,
-    draw_ratios,
-    draw_reward,
-    head_acceptance,
-    label_right,
-    line_format,
-    over_steps,
-    stack_phases,
-)
+from nemo_specrollout.reports.panels import BLUE, GREEN, GREY, ORANGE, PALE, PHASES, PINK, RED, over_steps
 from nemo_specrollout.reports.records import NemoRlRun, Record, acceptance_totals, series
 
 HALF, WHOLE = (4.4, 2.5), (9.0, 2.3)
@@ -55,10 +36,7 @@ STEP_PHASES = {
 """Phases of a step in the order of the stack, with colours. Each is recorded as `<phase>_s`."""
 CHARTS = {
     "Reward": (("reward",), HOW_TO_READ["Reward"]),
-    "Loss": (
-        ("loss",),
-        "The policy loss of a step, as NeMo-RL logs it.",
-    ),
+    "Loss": (("loss",), "The policy loss of a step, as NeMo-RL logs it."),
     "Speculation": (
         ("speedup", "tokens"),
         "Left: estimated seconds without drafts over measured seconds, from the step times of the engines. Right: "
@@ -72,8 +50,7 @@ CHARTS = {
     ),
     "Share of generation": (
         ("share",),
-        "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for "
-        "which it waits.",
+        "How much of a step the trainer spends on generation. In asynchronous GRPO that is the time for which it waits.",
     ),
     "Acceptance by position": (("positions",), HOW_TO_READ["Acceptance by position"]),
     "Acceptance, step by step": (
@@ -137,7 +114,7 @@ class LinePanel:
             values = series(steps, key)
             known = values[np.isfinite(values)]
             if len(known):
-                ax.plot(series(steps, "step"), values, line_format(steps), color=colour)
+                ax.plot(series(steps, "step"), values, panels.line_format(steps), color=colour)
                 text = label.format(last=known[-1], mean=known.mean(), total=known.sum())
                 labels.append((float(known[-1]), text, colour))
                 highest = float(np.nanmax([highest, known.max() * 1.08]))
@@ -146,7 +123,7 @@ class LinePanel:
             ax.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif self.floor is not None:
             ax.set_ylim(self.floor, highest if highest > self.floor else self.floor + 1)
-        label_right(ax, labels)
+        panels.label_right(ax, labels)
         if self.is_count:
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         if self.level is not None:
@@ -199,36 +176,36 @@ def panels_of(run: NemoRlRun) -> dict[str, Draw]:
     """Returns the panels for which the run has numbers, by name."""
     acceptance = LinePanel(
         "Accepted of a drafter's tokens",
-        [(name, f"{name}/acceptance", drafter_colour(i)) for i, name in enumerate(run.drafters)],
+        [(name, f"{name}/acceptance", panels.drafter_colour(i)) for i, name in enumerate(run.drafters)],
         is_share=True,
     )
     lines = {**LINE_PANELS, "acceptance": acceptance}
-    panels: dict[str, tuple[Draw, bool]] = {
+    found: dict[str, tuple[Draw, bool]] = {
         name: (panel, has_any(run.steps, *(key for _, key, _ in panel.lines))) for name, panel in lines.items()
     }
     is_stale = any(run.most(key) > 0 for key in ("policy_lag_max", "avg_trajectory_age"))
-    panels["staleness"] = (LINE_PANELS["staleness"], is_stale)
+    found["staleness"] = (LINE_PANELS["staleness"], is_stale)
     totals = acceptance_totals(run.steps)
     has_refreshed_head = has_any(run.steps, "head_age", "heads_published", "draft_refresh.refresh_s")
-    panels |= {
-        "reward": (draw_reward, has_any(run.steps, "reward")),
+    found |= {
+        "reward": (panels.draw_reward, has_any(run.steps, "reward")),
         "speedup": (_draw_speedup, has_any(run.steps, "speedup_estimate")),
         "time": (_draw_time, has_any(run.steps, "step_s")),
-        "positions": (lambda ax, steps: draw_acceptance(ax, totals), bool(totals)),
+        "positions": (lambda ax, steps: panels.draw_acceptance(ax, totals), bool(totals)),
         "gap": (partial(_draw_gap, bound=run.alarm_bound), has_any(run.steps, "logprob_gap.mean", "gen_kl_error")),
         "head_acceptance": (
-            draw_head_acceptance,
-            has_refreshed_head and bool((head_acceptance(run.steps) >= 0).any()),
+            panels.draw_head_acceptance,
+            has_refreshed_head and bool((panels.head_acceptance(run.steps) >= 0).any()),
         ),
     }
-    return {name: draw for name, (draw, has_numbers) in panels.items() if has_numbers}
+    return {name: draw for name, (draw, has_numbers) in found.items() if has_numbers}
 
 
 def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, str, bool]]:
     """Yields the charts in the order of the page: title, SVG, explanation, and whether it is as wide as the page."""
-    panels = panels_of(run)
+    drawn = panels_of(run)
     for title, (names, how_to_read) in CHARTS.items():
-        shown = [panels[name] for name in names if name in panels]
+        shown = [drawn[name] for name in names if name in drawn]
         if shown:
             id_prefix = "".join(letter for letter in title.lower() if letter.isalpha())
             is_wide = len(shown) > 1
@@ -237,8 +214,8 @@ def charts_of(run: NemoRlRun) -> Iterator[tuple[str, str, str, bool]]:
 
 def picture(run: NemoRlRun, path: Path) -> None:
     """Writes the run in one PNG with at most two rows of three panels."""
-    panels = panels_of(run)
-    chosen = [panels[name] for name in PICTURE if name in panels][:MOST_PICTURE_PANELS]
+    drawn = panels_of(run)
+    chosen = [drawn[name] for name in PICTURE if name in drawn][:MOST_PICTURE_PANELS]
     save_picture([(draw, run.steps) for draw in chosen], path)
 
 
@@ -258,13 +235,13 @@ def figure_of(path: Path) -> Figure:
 
 def _draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
     ratios = series(steps, "speedup_estimate")
-    draw_ratios(ax, steps, "Decoding speedup, by estimate (x)", ratios, float(np.nanmean(ratios)), "mean")
+    panels.draw_ratios(ax, steps, "Decoding speedup, by estimate (x)", ratios, float(np.nanmean(ratios)), "mean")
 
 
 def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    label_right(ax, stack_phases(ax, steps, STEP_PHASES, MOST_BARS))
+    panels.label_right(ax, panels.stack_phases(ax, steps, STEP_PHASES, MOST_BARS))
 
 
 def _draw_gap(ax: Axes, steps: Sequence[Record], bound: float) -> None:
     lines = (("KL error", "gen_kl_error", ORANGE), ("gap", "logprob_gap.mean", BLUE))
-    draw_gaps(ax, steps, "Log-prob gap and KL error (nats a token)", lines, bound)
+    panels.draw_gaps(ax, steps, "Log-prob gap and KL error (nats a token)", lines, bound)

@@ -59,9 +59,12 @@ def draw_reward(ax: Axes, steps: Sequence[Record]) -> None:
     means = running_mean(reward, window)
     if window > 1:
         ax.plot(x, means, color=BLUE, linewidth=2.4)
-    found = np.flatnonzero(np.isfinite(means))
-    for i, neighbour in {found[0]: found[1:2], found[-1]: found[-2:-1]}.items() if len(found) else ():
-        offset, va = ((0, -7), "top") if len(neighbour) and means[neighbour[0]] > means[i] else ((0, 6), "bottom")
+    known = np.flatnonzero(np.isfinite(means))
+    # The first and the last mean have labels, away from the line: below it if it rises towards the neighbour.
+    for i, neighbour in (
+        ((known[0], known[1]), (known[-1], known[-2])) if len(known) > 1 else zip(known, known, strict=True)
+    ):
+        offset, va = ((0, -7), "top") if means[neighbour] > means[i] else ((0, 6), "bottom")
         ax.annotate(f"{means[i]:.2f}", (x[i], means[i]), offset, textcoords="offset points",
                     ha="center", va=va, color=BLUE, fontweight="bold")  # fmt: skip
     ax.margins(x=0.12)
@@ -141,7 +144,10 @@ def draw_acceptance(ax: Axes, totals: Mapping[str, tuple[np.ndarray, np.ndarray]
         ax.plot(np.arange(1, len(rates) + 1), rates, "o-", color=colour)
         labels.append((rates[-1], name, colour))
         for j in range(0, len(rates), stride):
-            _below(ax, j + 1, i, _short(proposed[j]), colour)
+            n = proposed[j]
+            count = f"{n}" if n < 1000 else f"{n / 1000:.3g}k" if n < 999_500 else f"{n / 1e6:.3g}M"
+            ax.annotate(count, (j + 1, 0), (0, -18 - 11 * i), ax.get_xaxis_transform(), "offset points", ha="center",
+                        va="top", color=dark(colour), fontsize=7.5)  # fmt: skip
     ax.set(title="Accepted of proposed draft tokens", ylim=(0, 1), xlim=(0.6, longest + 0.4))
     ax.set_xlabel("position in the draft, and number proposed there", labelpad=7 + 11 * len(totals))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=MAX_COUNT_LABELS, integer=True))
@@ -226,15 +232,6 @@ def label_right(ax: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     for y, text, colour in sorted(labels):
         previous = max(float(to_axes.transform((1.0, y))[1]), previous + line)
         ax.annotate(text, (1.0, previous), (5, 0), "axes fraction", "offset points", va="center", color=dark(colour))
-
-
-def _below(ax: Axes, x: float, row: int, text: str, colour: str) -> None:
-    ax.annotate(text, (x, 0), (0, -18 - 11 * row), ax.get_xaxis_transform(), "offset points", ha="center", va="top",
-                color=dark(colour), fontsize=7.5)  # fmt: skip
-
-
-def _short(count: int) -> str:
-    return str(count) if count < 1000 else f"{count / 1000:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
 
 
 def drafter_colour(index: int) -> str:

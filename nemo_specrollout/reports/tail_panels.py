@@ -41,26 +41,19 @@ def tail_summary(steps: Sequence[Record]) -> dict[str, Any]:
     tails = [s for s in steps if "tail" in s]
     if not tails:
         return {}
-    counts = {f"tail_{k}": int(np.nansum(series(tails, f"tail.{k}"))) for k in _COUNTS}
+    counted = ("moves", "races", "won_by_racer", "deaths", "diverged")
     saved_s, seconds = series(tails, "tail.saved_s"), series(tails, "rollout_s")
     return {
-        **counts,
+        **{f"tail_{k}": int(np.nansum(series(tails, f"tail.{k}"))) for k in counted},
         "tail_idle_share": float(np.nansum(series(tails, "tail.idle_share") * seconds) / np.nansum(seconds)),
         "tail_saved_s": float(np.nansum(saved_s)) if np.isfinite(saved_s).any() else None,
     }
 
 
-_COUNTS = ("moves", "races", "won_by_racer", "deaths", "diverged")
-
-
 def shown_timeline(timelines: Sequence[Record]) -> Record | None:
     """Returns the rollout in which most was saved, or the last one if there is no estimate."""
     drawn = [t for t in timelines if t.get("spans")]
-    return max(reversed(drawn), key=lambda t: _or_least(number(t, "saved_s")), default=None)
-
-
-def _or_least(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+    return max(reversed(drawn), key=lambda t: np.nan_to_num(number(t, "saved_s"), nan=-math.inf), default=None)
 
 
 def shown_requests(spans: Sequence[Record]) -> list[int]:
@@ -96,7 +89,6 @@ def draw_engines(ax: Axes, timeline: Record) -> None:
         f"saved {round(saved_s, 2) + 0.0:.2f} s, by estimate" if math.isfinite(saved_s) else "", loc="right", color=GREY
     )
     ax.set_ylim(0.94 - len(running), 0.98)
-    _bare(ax)
     _frame(ax, timeline)
 
 
@@ -111,7 +103,6 @@ def draw_requests(ax: Axes, timeline: Record) -> None:
     ax.set_ylim(-0.7, len(requests) - 0.3)
     ax.set_title("Requests that moved, were raced, or ended last")
     ax.set_xlabel(f"seconds into the rollout of step {timeline.get('step')}")
-    _bare(ax)
     _frame(ax, timeline)
     _legend(ax, {s["outcome"] for s in spans if s["request"] in requests})
 
@@ -150,8 +141,13 @@ def _running(spans: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _frame(ax: Axes, timeline: Record) -> None:
-    """Draws the end of the rollout, and its estimated end without moves and races."""
-    end_s, saved_s = _end_s(timeline["spans"]), number(timeline, "saved_s")
+    """Draws the end of the rollout, and its estimated end without moves and races. Removes the y axis and the grid."""
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
+    ax.spines["bottom"].set_color(PALE)
+    end_s, saved_s = max(s["end_s"] for s in timeline["spans"]), number(timeline, "saved_s")
     ax.set_xlim(0, 1.02 * max(end_s, end_s + np.nan_to_num(saved_s)))
     ax.axvline(end_s, color=GREY, linewidth=1)
     if math.isfinite(saved_s):
@@ -162,18 +158,6 @@ def _legend(ax: Axes, outcomes: set[str]) -> None:
     handles = [Line2D([], [], linestyle="", label=name, **mark) for name, mark in MARKS.items() if name in outcomes]
     ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.01), ncols=len(handles), borderaxespad=0,
               borderpad=0, handlelength=1, handletextpad=0.4, columnspacing=1.2)  # fmt: skip
-
-
-def _bare(ax: Axes) -> None:
-    ax.grid(False)
-    ax.spines["left"].set_visible(False)
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=9))
-    ax.spines["bottom"].set_color(PALE)
-
-
-def _end_s(spans: Sequence[Record]) -> float:
-    return max((s["end_s"] for s in spans), default=0.0)
 
 
 def num_shown_engines(timeline: Record) -> int:
