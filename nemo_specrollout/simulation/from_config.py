@@ -48,10 +48,8 @@ _SOURCE = "the config; assumed: response lengths (unless --trace), acceptances, 
 def of_nemo_rl(tree: Tree, device: str) -> Scenario:
     """Returns the scenario of a NeMo-RL run on the GPUs named `device`. Raises ConfigError."""
     block = effective_config(tree) or SpecrolloutConfig()
-    generating, all_gpus = (
-        generating_gpus(tree),
-        size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node"),
-    )
+    generating = generating_gpus(tree)
+    all_gpus = size_at(tree, "cluster.num_nodes") * size_at(tree, "cluster.gpus_per_node")
     is_async = bool(at(tree, "grpo.async_grpo.enabled"))
     lag = size_at(tree, "grpo.async_grpo.max_trajectory_age_steps", low=0)
     max_tokens = size_at(tree, f"{GENERATION}.max_new_tokens", size_at(tree, "policy.max_total_sequence_length", 4096))
@@ -65,12 +63,16 @@ def of_nemo_rl(tree: Tree, device: str) -> Scenario:
             "gpus_per_engine": size_at(tree, f"{VLLM_CFG}.tensor_parallel_size"),
             "expert_parallel": size_at(tree, f"{VLLM_CFG}.expert_parallel_size") > 1,
         },
-        "batch": _batch(tree),
+        "batch": {
+            "num_prompts": size_at(tree, "grpo.num_prompts_per_step"),
+            "num_samples": size_at(tree, "grpo.num_generations_per_prompt"),
+            "max_requests": size_at(tree, f"{GENERATION}.vllm_kwargs.max_num_seqs", 256),
+        },
         "lengths": {"median": _MEDIAN_SHARE * max_tokens, "max_tokens": max_tokens, **_ASSUMED_LENGTHS},
         "drafting": _drafting(block),
         "training": {"mode": "async", "lag": lag, "num_steps": max(12, 4 * (lag + 1))} if is_async else {"mode": "sync"},
     }  # fmt: skip
-    return scenario_of(_over(found, tree), OWN_BLOCK)
+    return _scenario(found, tree)
 
 
 def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
@@ -96,15 +98,7 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
         "drafting": _drafting(generation.specrollout),
         "costs": {"kind": "tables", "profile": str(profile)},
     }  # fmt: skip
-    return scenario_of(_over(found, tree), OWN_BLOCK)
-
-
-def _batch(tree: Tree) -> dict[str, Any]:
-    return {
-        "num_prompts": size_at(tree, "grpo.num_prompts_per_step"),
-        "num_samples": size_at(tree, "grpo.num_generations_per_prompt"),
-        "max_requests": size_at(tree, f"{GENERATION}.vllm_kwargs.max_num_seqs", 256),
-    }
+    return _scenario(found, tree)
 
 
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
@@ -113,7 +107,7 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     If all engines have all drafters, the first drafter represents all, because the draft board takes the best. An engine
     without drafters is represented by a look-up that is always wrong.
     """
-    drafters = sorted(block.drafters, key=_is_look_up)
+    drafters = sorted(block.drafters, key=lambda drafter: isinstance(drafter, TextDrafterConfig))
     if not all(block.drafters_of_engines) and USELESS not in [drafter.type for drafter in drafters]:
         drafters.append(RandomDrafterConfig())
     of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
@@ -136,28 +130,25 @@ def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]
     return [min(of_worker or (USELESS,), key=types.index) for of_worker in given]
 
 
-def _is_look_up(drafter: DrafterConfig) -> bool:
-    return isinstance(drafter, TextDrafterConfig)
-
-
 def _method(drafter: DrafterConfig) -> dict[str, Any]:
     if isinstance(drafter, BlockDrafterConfig):
         raise ConfigError(
             f"{BLOCK_PATH}.drafters.type: {drafter.type!r} drafts all tokens in one pass, but the simulator assumes "
             "a pass for each token: choose another drafter to simulate"
         )
-    draft = TEXT if _is_look_up(drafter) else HEAD
+    draft = TEXT if isinstance(drafter, TextDrafterConfig) else HEAD
     if isinstance(drafter, DraftModelDrafterConfig | RemoteDrafterConfig):
         draft = drafter.model
     acceptance = ASSUMED_ACCEPTANCE[drafter.type]
     return {"name": drafter.type, "draft": draft, "acceptance": acceptance, "spread": _SPREAD if acceptance else 0.0}
 
 
-def _over(found: dict[str, Any], tree: Tree) -> dict[str, Any]:
+def _scenario(found: dict[str, Any], tree: Tree) -> Scenario:
+    """Builds the scenario from what was found and the user's own block above it."""
     own = tree.get(OWN_BLOCK, {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"{OWN_BLOCK}: expected a block of keys, got {own!r}")
-    return _merged(found, own)
+    return scenario_of(_merged(found, own), OWN_BLOCK)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,12 @@
 Shapes: R requests, P prompts, S samples of a prompt, M draft methods, N lengths.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -161,8 +161,10 @@ class Sample:
 
 
 def read_trace(path: Path, field: str) -> list[np.ndarray]:
-    """Returns the lengths of each step in order, int64 [P prompts, S samples]. Raises ConfigError with field, value and
-    fix."""
+    """Returns the lengths of each step in order, int64 [P, S].
+
+    Reads a run's `samples.jsonl`, or lines of {prompt, sample, tokens}. Raises ConfigError with field, value and fix.
+    """
     try:
         lines = read_regular(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -171,9 +173,12 @@ def read_trace(path: Path, field: str) -> list[np.ndarray]:
         ) from error
     steps: dict[int, dict[tuple[int, int], int]] = {}
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            for sample in _samples(line, f"{field}: {path}, line {number}"):
-                _add(steps.setdefault(sample.step, {}), sample, f"{field}: {path}, line {number}")
+        where = f"{field}: {path}, line {number}"
+        for sample in _samples(line, where) if line.strip() else ():
+            tokens, key = steps.setdefault(sample.step, {}), (sample.prompt, sample.sample)
+            if key in tokens:
+                raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
+            tokens[key] = sample.tokens
     if not steps:
         raise ConfigError(f"{field}: {path} has no samples; name a run's samples.jsonl")
     return [_whole(steps[step], f"{field}: {path}, step {step}") for step in sorted(steps)]
@@ -186,31 +191,19 @@ def _samples(line: str, where: str) -> Iterator[Sample]:
         raise ConfigError(
             f"{where}: not JSON ({error}); each line is an object with prompt, sample and tokens"
         ) from error
+    records, step = [record], {}
     if isinstance(record, Mapping) and isinstance(record.get("samples"), list):
-        for sample in record["samples"]:
-            yield _sample({**sample, "step": record.get("step", 0)} if isinstance(sample, Mapping) else sample, where)
-    else:
-        yield _sample(record, where)
-
-
-def _sample(record: Any, where: str) -> Sample:
-    if isinstance(record, Mapping):
-        record = {key: record[key] for key in ("prompt", "sample", "tokens", "step") if key in record}
-    return build(Sample, record, where)
-
-
-def _add(step: dict[tuple[int, int], int], sample: Sample, where: str) -> None:
-    key = sample.prompt, sample.sample
-    if key in step:
-        raise ConfigError(f"{where}: prompt {sample.prompt}, sample {sample.sample} occurs twice; {_FIX}")
-    step[key] = sample.tokens
+        records, step = record["samples"], {"step": record.get("step", 0)}
+    keys = ("prompt", "sample", "tokens", "step")
+    for one in records:
+        known = {k: v for k, v in {**one, **step}.items() if k in keys} if isinstance(one, Mapping) else one
+        yield build(Sample, known, where)
 
 
 def _whole(tokens: Mapping[tuple[int, int], int], where: str) -> np.ndarray:
     prompts = sorted({prompt for prompt, _ in tokens})
     num_samples = 1 + max(sample for _, sample in tokens)
-    for prompt in prompts:
-        for sample in range(num_samples):
-            if (prompt, sample) not in tokens:
-                raise ConfigError(f"{where}: prompt {prompt} has no sample {sample}, others have {num_samples}; {_FIX}")
+    for prompt, sample in itertools.product(prompts, range(num_samples)):
+        if (prompt, sample) not in tokens:
+            raise ConfigError(f"{where}: prompt {prompt} has no sample {sample}, others have {num_samples}; {_FIX}")
     return np.array([[tokens[p, s] for s in range(num_samples)] for p in prompts], np.int64)

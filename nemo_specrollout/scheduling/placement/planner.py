@@ -5,16 +5,16 @@ It follows Algorithm 1 of SpecActor (arXiv 2511.16193), but models our streamed 
 considers engines without drafts and engines that draft themselves, and counts that drafts make the verifier's step longer.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables, sizes_of
-from nemo_specrollout.scheduling.placement.pipeline import SteadyState, coupled_tokens, steady_state
+from nemo_specrollout.scheduling.placement.pipeline import SteadyState, StreamedRates, coupled_tokens, steady_state
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
 VERIFIER, DRAFTER = "verifier", "drafter"
@@ -171,46 +171,30 @@ class _Search:
         for verifier in self.tables.verify_s:
             num_groups = self._num_groups(verifier.size)
             if num_groups and verifier.size in drafting:
-                for k in self._ks:
+                for k in self._ks():
                     yield self._one_engine(verifier, drafting[verifier.size], num_groups, k)
 
     def decoupled(self) -> Iterator[Option]:
-        for verifier in self.tables.verify_s:
-            for drafter in self.tables.draft_s:
-                if num_groups := self._num_groups(verifier.size + drafter.size):
-                    for k in self._ks:
-                        yield self._pair(verifier, drafter, num_groups, k)
+        for verifier, drafter in itertools.product(self.tables.verify_s, self.tables.draft_s):
+            if num_groups := self._num_groups(verifier.size + drafter.size):
+                for k in self._ks():
+                    yield self._pair(verifier, drafter, num_groups, k)
 
-    @cached_property
     def _ks(self) -> list[int]:
         sparse = [k for k in _SPARSE if k < self.max_k]
         return sorted({*range(1, min(self.max_k, _DENSE) + 1), *sparse, self.max_k} - {0})
 
     def _num_groups(self, size: int) -> int:
-        limits = [self.num_devices // size, self.num_requests]
-        return min([*limits, self.max_groups] if self.max_groups is not None else limits)
+        return min(self.num_devices // size, self.num_requests, self.max_groups or self.num_requests)
 
     def _one_engine(self, verifier: CostCurve, drafting: CostCurve | None, num_groups: int, k: int) -> Option:
         """Returns the option of an engine without drafts, or of one that drafts itself."""
         batch = math.ceil(self.num_requests / num_groups)
         verify_s = verifier.at(batch * (k + 1))
         draft_s = k * drafting.at(batch) if drafting is not None else 0.0
-        step_s, tokens = verify_s + draft_s, coupled_tokens(self.p, k)
-        return Option(
-            mode=PLAIN if drafting is None else COUPLED,
-            verifier_size=verifier.size,
-            drafter_size=0,
-            num_groups=num_groups,
-            batch=batch,
-            k=k,
-            window=k,
-            step_s=step_s,
-            tokens_per_step=tokens,
-            num_submitted=k,
-            occupancy=1.0 if k else 0.0,
-            bottleneck=DRAFTER if draft_s > verify_s else VERIFIER,
-            tokens_per_s=self.num_requests * tokens / step_s,
-        )
+        state = SteadyState(verify_s + draft_s, StreamedRates(coupled_tokens(self.p, k), k, 1.0 if k else 0.0))
+        mode, bottleneck = PLAIN if drafting is None else COUPLED, DRAFTER if draft_s > verify_s else VERIFIER
+        return self._option((mode, verifier.size, 0), num_groups, (k, k), state, bottleneck)
 
     def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
         """Returns the option of a verifier and a separate drafter, with the smallest window that is good enough."""
@@ -223,23 +207,25 @@ class _Search:
         window, enough = k, _AS_GOOD * steady(longest).tokens_per_s
         while window < longest and steady(window).tokens_per_s < enough:
             window = min(2 * window, longest)
-        found = steady(window)
-        is_held_up = steady(window, _NO_TIME).tokens_per_s > _HELD_UP * found.tokens_per_s
+        state = steady(window)
+        is_held_up = steady(window, _NO_TIME).tokens_per_s > _HELD_UP * state.tokens_per_s
+        layout, bottleneck = (DECOUPLED, verifier.size, drafter.size), DRAFTER if is_held_up else VERIFIER
+        return self._option(layout, num_groups, (k, window), state, bottleneck)
+
+    def _option(
+        self,
+        layout: tuple[str, int, int],
+        num_groups: int,
+        k_window: tuple[int, int],
+        state: SteadyState,
+        bottleneck: str,
+    ) -> Option:
+        batch, rates = math.ceil(self.num_requests / num_groups), state.rates
+        tokens_per_s = self.num_requests * rates.num_tokens / state.step_s
         return Option(
-            mode=DECOUPLED,
-            verifier_size=verifier.size,
-            drafter_size=drafter.size,
-            num_groups=num_groups,
-            batch=batch,
-            k=k,
-            window=window,
-            step_s=found.step_s,
-            tokens_per_step=found.rates.num_tokens,
-            num_submitted=found.rates.num_submitted,
-            occupancy=found.rates.occupancy,
-            bottleneck=DRAFTER if is_held_up else VERIFIER,
-            tokens_per_s=self.num_requests * found.rates.num_tokens / found.step_s,
-        )
+            *layout, num_groups, batch, *k_window, state.step_s, rates.num_tokens, rates.num_submitted, rates.occupancy,
+            bottleneck, tokens_per_s,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
