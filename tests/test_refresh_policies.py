@@ -173,7 +173,7 @@ def test_only_a_worse_candidate_lowers_the_learning_rate() -> None:
 
 def test_fixed_intervals_and_never() -> None:
     assert decide_for(FixedInterval(3), 4) == [False, False, True, True]
-    assert not any(decide_for(Never(), 4))
+    assert not any(decide_for(Never(1.0), 4))
     every_step = build_trigger(DraftRefreshConfig(trigger="every_step"))
     assert all(decide_for(every_step, 4)) and not any(decide_for(every_step, 4, steps_to_come=0))
     for name, kind in {"auto": AutoTrigger, "interval": FixedInterval, "never": Never}.items():

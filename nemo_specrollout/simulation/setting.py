@@ -24,6 +24,10 @@ from nemo_specrollout.simulation.speculation import CoupledSpeculation, Decouple
 from nemo_specrollout.simulation.workload import AcceptanceTerms, Workload, acceptance_for, workload
 
 PLAIN, FIXED, AUTO, APART = "plain", "fixed", "auto", "apart"
+_ASKED = 50
+"""Maximum number of times that the tail policy is asked within the decoding time of the longest response."""
+_SEED_OF_PAST = 1_000_003
+"""Offset of the seed for the past rollout that the length estimator has seen."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,6 @@ def _typical(method: MethodConfig) -> float:
     if method.acceptance_length is None:
         raise ConfigError(f"drafting.methods: {method.name!r} has no acceptance; give it")
     return acceptance_for(method.acceptance_length, method.at_k, method.spread)
-
-
-_ASKED = 50
-"""Maximum number of times that the tail policy is asked within the decoding time of the longest response."""
-_SEED_OF_PAST = 1_000_003
-"""Offset of the seed for the past rollout that the length estimator has seen."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,14 @@ MIN_REQUESTS = 16
 """Minimum number of requests behind a collapse alarm: the last few of a rollout may just be hard to draft for."""
 MIN_RATE = 1e-3
 MAX_RATE = 0.999
+NUM_CLASSES = 3
+"""Classes of context length."""
+RECENT_DRAFTED = 500.0
+"""Draft tokens after which a class's recent counts decay to 1/e."""
+ENOUGH_RECENT = 48.0
+"""Recent draft tokens before a class is judged."""
+FALLEN_SHARE = 2 / 3
+"""Share of the shortest class's relative acceptance at which a longer class has failed."""
 WEIGHT_CAUSES = ("non_finite", "all_zero", "shared", "differs", "layer_ids", "qkv", "rope")
 """Causes in the head's weights or config. A change of tasks can explain the others."""
 
@@ -70,23 +78,15 @@ def likely_cause(health: HeadHealth, event: str = "running") -> tuple[str, str]:
         (bool(shared), "shared", f"the head's {shared} lie in the policy's memory, so a refit overwrites them"),
         (health.differs_from_published, "differs", "the engine's head is not the published one; publish it again"),
         (health.layer_ids_wrong, "layer_ids", "the head gets other layers than in training; check its layer ids"),
-        (
-            health.qkv_interleaved,
-            "qkv",
-            "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM",
-        ),
-        (
-            health.fails_in_long_contexts,
-            "context",
-            f"context limit or RoPE, because drafts fail in long contexts only{made_for}{rope}",
-        ),
+        (health.qkv_interleaved, "qkv", "the head's query, key and value rows are interleaved as in Megatron, unlike vLLM"),
+        (health.fails_in_long_contexts, "context",
+         f"context limit or RoPE, because drafts fail in long contexts only{made_for}{rope}"),
         (is_rope_suspect, "rope", f"RoPE{rope}: if it was trained with the policy's, correct its config.json"),
         (health.age_in_versions > 0, "stale", f"the head is {health.age_in_versions} policy versions old; refresh it"),
-    )
-    found = next((cause for is_found, *cause in causes if is_found), None)
-    if found is not None:
-        return found[0], found[1]
-    return "unknown", "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's"
+        (True, "unknown",
+         "no fault of the head is known; if the tasks are unchanged, compare its drafts with the trainer's"),
+    )  # fmt: skip
+    return next((word, sentence) for is_found, word, sentence in causes if is_found)
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,9 @@ class _Level:
     def learn(self, drafted_K: np.ndarray, accepted_K: np.ndarray) -> None:
         num_positions = max(len(drafted_K), len(self.drafted_K))
         decay = math.exp(-float(drafted_K.sum()) / MEMORY_DRAFTED)
-        self.drafted_K = decay * _padded(self.drafted_K, num_positions) + _padded(drafted_K, num_positions)
-        self.accepted_K = decay * _padded(self.accepted_K, num_positions) + _padded(accepted_K, num_positions)
+        before, latest = num_positions - len(self.drafted_K), num_positions - len(drafted_K)
+        self.drafted_K = decay * np.pad(self.drafted_K, (0, before)) + np.pad(drafted_K, (0, latest))
+        self.accepted_K = decay * np.pad(self.accepted_K, (0, before)) + np.pad(accepted_K, (0, latest))
 
 
 class Canary:
@@ -289,19 +290,6 @@ def alarm_of(event: str, seen: float, expected: float, num_drafted: int, health:
     after = "while running" if event == "running" else f"after a {event}"
     sentence = f"{after} {seen:.1%} of {num_drafted:,} draft tokens were accepted, {expected:.1%} expected: {why}"
     return Alarm(event, seen, expected, num_drafted, cause, sentence)
-
-
-def _padded(values_K: np.ndarray, length: int) -> np.ndarray:
-    return np.concatenate([values_K, np.zeros(length - len(values_K))])
-
-
-NUM_CLASSES = 3
-RECENT_DRAFTED = 500.0
-"""Draft tokens after which a class's recent counts decay to 1/e."""
-ENOUGH_RECENT = 48.0
-"""Recent draft tokens before a class is judged."""
-FALLEN_SHARE = 2 / 3
-"""Share of the shortest class's relative acceptance at which a longer class has failed."""
 
 
 def context_edges(longest: int, head_context: int | None) -> np.ndarray:

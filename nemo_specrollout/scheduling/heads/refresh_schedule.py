@@ -6,7 +6,7 @@ Acceptance length: mean tokens that a request emits in a decode step, 1 without 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nemo_specrollout.config.block import DraftRefreshConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
@@ -21,6 +21,16 @@ SMALLEST_FALL = 0.02
 """Loss of acceptance length below which recovery cannot be measured."""
 MAX_BACKOFF = 64
 """Maximum factor on `min_gap` after refused candidates."""
+FIRST_REFRESH_S = 8.0
+"""Assumed seconds of the first refresh."""
+SHORTEST_S = 0.5
+"""Minimum seconds of a refresh."""
+SMOOTHING = 0.5
+"""Weight of the latest step in the mean acceptance length."""
+RATE_STEP = 3.0
+"""Factor by which a worse candidate lowers the learning rate."""
+LEAST_SHARE = 1e-3
+"""Minimum share of the usual learning rate."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +147,20 @@ class RefreshTrigger(ABC):
 
     def decide(self, observed: RefreshObservation) -> RefreshDecision:
         """Returns the decision with its reason."""
-        wanted = self._decide(observed)
+        gain_s = observed.gain_s_per_step * observed.steps_to_come
+        refresh, reason = self._judge(observed, gain_s)
         waited_s, run_s = observed.waited_s + observed.cost_s, observed.run_s + observed.cost_s
-        if not wanted.refresh or waited_s <= self.max_time_share * run_s:
-            return wanted
-        reason = (
-            f"skipped: refreshes would have taken {waited_s:.3g} s of the run's {run_s:.3g} s, more than the share "
-            f"{self.max_time_share} of it"
-        )
-        return replace(wanted, refresh=False, reason=reason)
+        if refresh and waited_s > self.max_time_share * run_s:
+            refresh = False
+            reason = (
+                f"refreshes would have taken {waited_s:.3g} s of the run's {run_s:.3g} s, more than the share "
+                f"{self.max_time_share} of it"
+            )
+        return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
 
     @abstractmethod
-    def _decide(self, observed: RefreshObservation) -> RefreshDecision:
-        """Returns the decision without regard to `max_time_share`."""
+    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
+        """Returns whether to refresh, without regard to `max_time_share`, and the reason."""
 
 
 class AutoTrigger(RefreshTrigger):
@@ -166,24 +177,21 @@ class AutoTrigger(RefreshTrigger):
         self._lost_s = 0.0
         self._since = 0
 
-    def _decide(self, observed: RefreshObservation) -> RefreshDecision:
+    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
         if observed.steps_since_refresh <= self._since:
             self._lost_s = 0.0
         self._since = observed.steps_since_refresh
         self._lost_s += observed.gain_s_per_step
-        gain_s, cost_s = observed.gain_s_per_step * observed.steps_to_come, observed.cost_s
         gap = self.min_gap * min(2**observed.outlook.num_rejected, MAX_BACKOFF)
         outlook = _outlook_sentence(observed, gain_s)
         if observed.steps_since_refresh < gap:
             after = " after a head that was refused" if observed.outlook.num_rejected else ""
-            reason = f"skipped: {observed.steps_since_refresh} of at least {gap} steps since the last refresh{after}"
-        elif gain_s <= (1.0 + self.margin) * cost_s:
-            reason = f"skipped: {outlook}, too little"
-        elif self._lost_s < cost_s:
-            reason = f"skipped: {outlook}, but the fall has cost {self._lost_s:.2g} s so far; it is too early"
-        else:
-            return RefreshDecision(True, gain_s, f"refreshed: {outlook}")
-        return RefreshDecision(False, gain_s, reason)
+            return False, f"{observed.steps_since_refresh} of at least {gap} steps since the last refresh{after}"
+        if gain_s <= (1.0 + self.margin) * observed.cost_s:
+            return False, f"{outlook}, too little"
+        if self._lost_s < observed.cost_s:
+            return False, f"{outlook}, but the fall has cost {self._lost_s:.2g} s so far; it is too early"
+        return True, outlook
 
 
 class FixedInterval(RefreshTrigger):
@@ -193,35 +201,27 @@ class FixedInterval(RefreshTrigger):
         super().__init__(max_time_share)
         self.interval = interval
 
-    def _decide(self, observed: RefreshObservation) -> RefreshDecision:
-        gain_s = observed.gain_s_per_step * observed.steps_to_come
+    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
         steps = f"{observed.steps_since_refresh} steps since the last refresh (interval: {self.interval})"
         if observed.steps_to_come == 0 or observed.steps_since_refresh < self.interval:
-            return RefreshDecision(False, gain_s, f"skipped: {steps}, {observed.steps_to_come} to come")
-        return RefreshDecision(True, gain_s, f"refreshed: {steps}")
+            return False, f"{steps}, {observed.steps_to_come} to come"
+        return True, steps
 
 
 class Never(RefreshTrigger):
     """Never refreshes."""
 
-    def __init__(self) -> None:
-        super().__init__(1.0)
-
-    def _decide(self, observed: RefreshObservation) -> RefreshDecision:
-        return RefreshDecision(
-            False, observed.gain_s_per_step * observed.steps_to_come, "skipped: the trigger is never"
-        )
+    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
+        return False, "the trigger is never"
 
 
 def build_trigger(config: DraftRefreshConfig) -> RefreshTrigger:
     """Returns the policy that `config.trigger` names."""
     if config.trigger == "auto":
         return AutoTrigger(config.max_time_share, config.margin, config.min_gap)
-    if config.trigger == "interval":
-        return FixedInterval(config.interval, config.max_time_share)
-    if config.trigger == "every_step":
-        return FixedInterval(1, config.max_time_share)
-    return Never()
+    if config.trigger == "never":
+        return Never(config.max_time_share)
+    return FixedInterval(config.interval if config.trigger == "interval" else 1, config.max_time_share)
 
 
 def _towards(old: float, new: float) -> float:
@@ -236,18 +236,6 @@ def _outlook_sentence(observed: RefreshObservation, gain_s: float) -> str:
         f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s "
         f"{price}"
     )
-
-
-FIRST_REFRESH_S = 8.0
-"""Assumed seconds of the first refresh."""
-SHORTEST_S = 0.5
-"""Minimum seconds of a refresh."""
-SMOOTHING = 0.5
-"""Weight of the latest step in the mean acceptance length."""
-RATE_STEP = 3.0
-"""Factor by which a worse candidate lowers the learning rate."""
-LEAST_SHARE = 1e-3
-"""Minimum share of the usual learning rate."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +294,9 @@ class RefreshSchedule:
         self._published_length: float | None = None
         self._share: float | None = None
         self._steps_since = 0
-        self._run_s = self._waited_s = self._step_s = 0.0
+        self._run_s = self._step_s = 0.0
+        self.waited_s = 0.0
+        """Seconds of all refreshes."""
 
     def after_step(self, facts: StepFacts) -> RefreshDecision:
         """Returns the decision with its reason. Call it once in each RL step."""
@@ -329,7 +319,7 @@ class RefreshSchedule:
                 costs=facts.costs,
                 outlook=self._outlook,
                 run_s=self._run_s,
-                waited_s=self._waited_s,
+                waited_s=self.waited_s,
                 cost_weight=0.0 if self._in_background else 1.0,
             )
         )
@@ -341,7 +331,7 @@ class RefreshSchedule:
         wanted_s = self._config.max_train_seconds or usual_s
         if share >= 1.0:
             return wanted_s
-        left_s = share * self._run_s - self._waited_s
+        left_s = share * self._run_s - self.waited_s
         return max(SHORTEST_S, min(wanted_s, left_s if self._in_background else left_s / (1.0 - share)))
 
     def refreshed(self, seconds: float, gain: float | None) -> None:
@@ -350,7 +340,7 @@ class RefreshSchedule:
         `gain` is the published head's number of right draft tokens relative to the previous head. None if it was refused.
         """
         self._run_s += 0.0 if self._in_background else seconds
-        self._waited_s += seconds
+        self.waited_s += seconds
         self._steps_since = 0
         if gain is None or self._length is None:
             self._outlook = self._outlook.after_rejection(seconds)
@@ -361,11 +351,6 @@ class RefreshSchedule:
         )
         self._length = self._published_length = None
         self._share = 0.0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds of all refreshes."""
-        return self._waited_s
 
 
 class RefreshRate:

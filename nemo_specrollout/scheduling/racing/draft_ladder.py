@@ -127,7 +127,6 @@ class Ladder:
         self._rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
         """Measurements by task and method."""
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._known: dict[tuple[int, int], float] = {}
         if file is not None:
             self._start_from(file)
 
@@ -137,7 +136,6 @@ class Ladder:
         for name in {task, ANY_TASK}:
             self._rates[name, method][size].add(num_tokens, seconds)
         self._curves.clear()
-        self._known.clear()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Adds prefills of `num_tokens` tokens in `seconds`."""
@@ -145,9 +143,15 @@ class Ladder:
 
     def tokens_per_s(self, method: int, batch: int) -> float:
         """Returns the tokens a second of each of `batch` typical requests. Never rises with the batch."""
-        if (method, batch) not in self._known:
-            self._known[method, batch] = self._predict(method, batch)
-        return self._known[method, batch]
+        if not self._rates.get((ANY_TASK, method)):
+            others = [m for m in range(len(self.methods)) if self._rates.get((ANY_TASK, m))]
+            return float(np.mean([self.tokens_per_s(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
+        if method not in self._curves:
+            self._curves[method] = self._rates[ANY_TASK, method].curve()
+        sizes, log_rates = self._curves[method]
+        nearest = np.clip(batch, sizes[0], sizes[-1])
+        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), log_rates))
+        return float(rate * (nearest / batch) ** GUESSED_SLOPE)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Returns the seconds of a prefill of `num_tokens` tokens; 0 before the first measurement."""
@@ -155,10 +159,7 @@ class Ladder:
 
     def task_speed(self, task: str, method: int) -> float:
         """Returns the speed of a task's requests relative to typical ones under `method`; 1 if either is unknown."""
-        own, typical = (
-            self._rates.get((task, method), _RatesByBatch()),
-            self._rates.get((ANY_TASK, method), _RatesByBatch()),
-        )
+        own, typical = (self._rates.get((name, method), _RatesByBatch()) for name in (task, ANY_TASK))
         shared = [(own[b].ratio, typical[b].ratio, own[b].seconds) for b in own if b in typical]
         weight = sum(s for _, _, s in shared)
         return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
@@ -189,17 +190,6 @@ class Ladder:
                 means = self._rates[rung.task, self.methods.index(rung.method)]
                 for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
                     means[batch].add(rate * weight_s, weight_s)
-
-    def _predict(self, method: int, batch: int) -> float:
-        if not self._rates.get((ANY_TASK, method)):
-            others = [m for m in range(len(self.methods)) if self._rates.get((ANY_TASK, m))]
-            return float(np.mean([self._predict(m, batch) for m in others])) if others else batch**-GUESSED_SLOPE
-        if method not in self._curves:
-            self._curves[method] = self._rates[ANY_TASK, method].curve()
-        sizes, log_rates = self._curves[method]
-        nearest = np.clip(batch, sizes[0], sizes[-1])
-        rate = np.exp(np.interp(np.log(nearest), np.log(sizes), log_rates))
-        return float(rate * (nearest / batch) ** GUESSED_SLOPE)
 
 
 @dataclass

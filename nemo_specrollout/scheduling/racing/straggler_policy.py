@@ -28,7 +28,8 @@ MOST_UNIMPROVABLE = 16
 LEAST_CHANCE = 0.05
 """Probability of winning below which a racer gives up."""
 RACE_PREMIUM = 0.01
-"""Gain that a race must promise over a move to the same engine, as a share of the source's end. A move frees the source."""
+"""Handicap of a race against a move, as a share of the seconds until the source engine ends. Unlike a race, a move leaves
+the source free."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,11 @@ class FastestOfN:
             plan = self._best_plan(forecast, engine)
             if plan is None:
                 unimprovable.add(engine)
-            else:
-                _carry_out(forecast, plan)
+                continue
+            for request in plan.requests:
+                if not plan.is_race:
+                    forecast.stop(request, plan.source)
+                forecast.start(request, plan.target)
         return TailDecision(*forecast.net_changes())
 
     def _best_plan(self, forecast: TailForecast, engine: int) -> _Plan | None:
@@ -134,13 +138,6 @@ class FastestOfN:
             for target in forecast.targets(bundle[0], size):
                 yield _Plan(bundle, engine, target, False, forecast.end_after_move(bundle, engine, target))
             size *= 2
-
-
-def _carry_out(forecast: TailForecast, plan: _Plan) -> None:
-    for request in plan.requests:
-        if not plan.is_race:
-            forecast.stop(request, plan.source)
-        forecast.start(request, plan.target)
 
 
 def in_shards(num_requests: int, num_engines: int) -> np.ndarray:

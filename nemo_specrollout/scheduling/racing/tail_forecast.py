@@ -169,8 +169,7 @@ class TailForecast:
         for engine, method in enumerate(self.seen.method_E.tolist()):
             is_free = len(self._alone_s[engine]) + num_free <= self.seen.capacity_E[engine]
             if is_free and request not in self._alone_s[engine]:
-                before = best.get(method)
-                best[method] = engine if before is None or self.end_s(engine) < self.end_s(before) else before
+                best[method] = min(best.get(method, engine), engine, key=self.end_s)
         return list(best.values())
 
     def end_after_move(self, requests: tuple[int, ...], source: int, target: int) -> float:
