@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from nemo_specrollout.cli.check import nemo_rl_findings
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
@@ -26,7 +25,7 @@ from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
-from nemo_specrollout.simulation.compare import TAIL, Comparison, Drafted, as_configured, drafted, onset
+from nemo_specrollout.simulation.compare import TAIL, Comparison, as_configured, drafted, onset
 from nemo_specrollout.simulation.data_sheets import device_named
 from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import Fleet
@@ -178,21 +177,12 @@ def _show_window(scenario: Scenario, block: SpecrolloutConfig, console: Console)
     """Prints the predicted place of remote drafters, and the draft tokens of a request by the requests in its engine."""
     rows, placed = drafted(scenario, block), Fleet(scenario).placement
     if placed is not None:
-        console.print(
-            f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)", markup=False
-        )
+        console.print(f"by the data sheet: {placed.in_words('GPU')}: {placed.speedup:.2f}x plain (estimate)")
     if rows:
-        console.print(
-            f"window: at most {block.num_speculative_tokens} draft tokens; predicted of typical requests:", markup=False
-        )
-        console.print(_window_table(rows, boxed=console.is_terminal))
-
-
-def _window_table(rows: list[Drafted], boxed: bool) -> Table:
-    table = new_table(("requests in an engine", "drafts of each", "tokens a step", "over plain"), boxed=boxed)
-    for row in rows:
-        table.add_row(str(row.num_requests), f"{row.drafts:.1f}", f"{row.tokens:.2f}", f"{row.speedup:.2f}x")
-    return table
+        console.print(f"window: at most {block.num_speculative_tokens} draft tokens; predicted of typical requests:")
+        names = ("requests in an engine", "drafts of each", "tokens a step", "over plain")
+        cells = ((str(r.num_requests), f"{r.drafts:.1f}", f"{r.tokens:.2f}", f"{r.speedup:.2f}x") for r in rows)
+        console.print(new_table(names, boxed=console.is_terminal, rows=cells))
 
 
 def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iterator[str]:

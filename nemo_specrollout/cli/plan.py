@@ -117,10 +117,8 @@ def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
     """Returns the best option of each layout. `supply` is the share of a request's steps with a draft."""
     names = ("mode", "groups", f"{tables.unit}s", "batch", "k", "ahead", "tok/step", "supply", "step ms",
              "group tok/s", "tok/s", "vs plain", "bottleneck")  # fmt: skip
-    table = new_table(names, boxed=boxed, left=("mode", "bottleneck"))
-    for option in placement.layouts[:MOST_LISTED]:
-        table.add_row(*_row(option))
-    return table
+    rows = map(_row, placement.layouts[:MOST_LISTED])
+    return new_table(names, boxed=boxed, left=("mode", "bottleneck"), rows=rows)
 
 
 def _row(o: Option) -> tuple[str, ...]:

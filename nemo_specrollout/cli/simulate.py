@@ -107,14 +107,13 @@ def _list(console: Console) -> None:
 def _account(boxed: bool) -> Table:
     """Returns a table of both papers' figures and the simulator's."""
     names = ("table", "cell", "paper", "simulated", "error", "role")
-    table = new_table(names, boxed=boxed, left=("table", "cell", "role"))
+    rows = []
     for cell in account():
         unit = "" if cell.unit == "tokens" else cell.unit
         paper = f"{cell.low:g}" if cell.low == cell.high else f"{cell.low:g}-{cell.high:g}"
-        table.add_row(
-            cell.table, cell.name, paper + unit, f"{cell.predicted:.3g}{unit}", f"{cell.error:+.0%}", cell.role
-        )
-    return table
+        simulated = f"{cell.predicted:.3g}{unit}"
+        rows.append((cell.table, cell.name, paper + unit, simulated, f"{cell.error:+.0%}", cell.role))
+    return new_table(names, boxed=boxed, left=("table", "cell", "role"), rows=rows)
 
 
 def _lines(comparison: Comparison) -> list[str]:
@@ -138,10 +137,8 @@ def comparison_table(comparison: Comparison, boxed: bool) -> Table:
     """
     names = ("variant", "step s", "speedup", "rollout s", "speedup", "generate", "log-prob", "train", "other", "idle", "peak",
              "moves", "races")  # fmt: skip
-    table = new_table(names, boxed=boxed, left=("variant",))
-    for step in comparison.steps:
-        table.add_row(*_row(comparison, step))
-    return table
+    rows = [_row(comparison, step) for step in comparison.steps]
+    return new_table(names, boxed=boxed, left=("variant",), rows=rows)
 
 
 def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:

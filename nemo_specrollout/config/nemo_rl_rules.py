@@ -21,6 +21,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     at,
     broken,
     drafter_types,
+    findings,
     is_off,
     is_on,
     is_set,
@@ -136,14 +137,13 @@ def _controller_batch(tree: Tree) -> Iterator[Finding]:
 
 
 def _data_plane(tree: Tree) -> Iterator[Finding]:
-    if _is_controlled(tree) or not at(tree, "data_plane.enabled") or at(tree, f"{VLLM_CFG}.async_engine"):
-        return
-    fastest = at(tree, f"{BLOCK_PATH}.fastest_of_n")
-    if isinstance(fastest, Mapping) and fastest.get("enabled", True):
+    fastest, path = at(tree, f"{BLOCK_PATH}.fastest_of_n"), f"{BLOCK_PATH}.fastest_of_n"
+    is_elsewhere = at(tree, "data_plane.enabled") and not (_is_controlled(tree) or at(tree, f"{VLLM_CFG}.async_engine"))
+    if is_elsewhere and isinstance(fastest, Mapping) and fastest.get("enabled", True):
         text = (
             "with data_plane.enabled, another process requests rollouts: set async_engine to true, or remove the block"
         )
-        yield Finding(f"{BLOCK_PATH}.fastest_of_n", text, "error")
+        yield Finding(path, text, "error")
 
 
 def _sampling(tree: Tree) -> Iterator[Finding]:
@@ -165,12 +165,13 @@ def _sampling(tree: Tree) -> Iterator[Finding]:
 
 def _context(tree: Tree) -> Iterator[Finding]:
     engine, trainer = at(tree, f"{VLLM_CFG}.max_model_len"), at(tree, "policy.max_total_sequence_length")
-    if engine != trainer:
-        text = f"{engine} differs from policy.max_total_sequence_length {trainer}; set both to the same"
-        yield Finding(f"{VLLM_CFG}.max_model_len", text, "warning")
-    if num_drafts := native_drafts(tree):
-        text = f"because of it, NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len"
-        yield Finding(SPECULATIVE_CONFIG, text, "note")
+    num_drafts = native_drafts(tree)
+    yield from findings(
+        (engine != trainer, f"{VLLM_CFG}.max_model_len",
+         f"{engine} differs from policy.max_total_sequence_length {trainer}; set both to the same", "warning"),
+        (num_drafts, SPECULATIVE_CONFIG,
+         f"because of it, NeMo-RL ends every request {num_drafts + 1} tokens before max_model_len", "note"),
+    )  # fmt: skip
 
 
 def _trainer_batches(tree: Tree) -> Iterator[Finding]:
@@ -279,25 +280,24 @@ def _missing_in_v2(name: str, value: Any, fix: str) -> Finding:
 
 def _parallelism(tree: Tree) -> Iterator[Finding]:
     (tensor, pipeline, expert), types = parallel_sizes(tree), drafter_types(tree)
-    path = f"{VLLM_CFG}.pipeline_parallel_size"
-    if pipeline > 1 and types:
-        text = (
-            f"{pipeline} with drafters ({', '.join(types)}); specrollout drafts only in engines of one pipeline stage"
-        )
-        yield Finding(path, f"{text}: set it to 1, or set drafters to []", "error")
-    elif pipeline > 1 and not at(tree, f"{VLLM_CFG}.async_engine"):
-        yield Finding(path, f"{pipeline}; NeMo-RL needs async_engine: true for it", "error")
-    path = f"{VLLM_CFG}.expert_parallel_size"
-    if expert > 1 and expert % tensor:
-        yield Finding(path, f"{expert} is not a multiple of tensor_parallel_size {tensor}, as NeMo-RL demands", "error")
+    has_stages, needs_async = pipeline > 1, not at(tree, f"{VLLM_CFG}.async_engine")
+    stages, experts = f"{VLLM_CFG}.pipeline_parallel_size", f"{VLLM_CFG}.expert_parallel_size"
+    yield from findings(
+        (has_stages and types, stages, f"{pipeline} with drafters ({', '.join(types)}); specrollout drafts only in engines of "
+         "one pipeline stage: set it to 1, or set drafters to []", "error"),
+        (has_stages and not types and needs_async, stages, f"{pipeline}; NeMo-RL needs async_engine: true for it", "error"),
+        (expert > 1 and expert % tensor, experts,
+         f"{expert} is not a multiple of tensor_parallel_size {tensor}, as NeMo-RL demands", "error"),
+    )  # fmt: skip
     with_weights = [] if native_drafts(tree) else [t for t in types if t in MODEL_DRAFTERS]
     if expert > tensor and with_weights:
         yield _lockstep(tensor, expert, f"a drafter with weights ({with_weights[0]})", "use drafters without weights")
-    for kind, is_used in (("tensor", tensor > 1), ("pipeline", pipeline > 1), ("expert", expert > tensor)):
-        if is_used:
-            tested = "only on a CPU" if kind == "tensor" else "not at all"
-            text = f"engines of several GPUs were tested {tested} with specrollout"
-            yield Finding(f"{VLLM_CFG}.{kind}_parallel_size", text, "note")
+    text = "engines of several GPUs were tested {} with specrollout"
+    yield from findings(
+        (tensor > 1, f"{VLLM_CFG}.tensor_parallel_size", text.format("only on a CPU"), "note"),
+        (has_stages, stages, text.format("not at all"), "note"),
+        (expert > tensor, experts, text.format("not at all"), "note"),
+    )
 
 
 def _lockstep(tensor: int, expert: int, feature: str, fix: str) -> Finding:
@@ -324,14 +324,14 @@ def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Itera
             "from another KV cache than one that stayed: set it to true"
         )
         yield Finding(field, text, "error")
+    stay = "requests with it stay in their engine, so none moves"
     for path in (
         f"{GENERATION}.stop_strings",
         f"{GENERATION}.bad_words",
         f"{VLLM_KWARGS}.enable_return_routed_experts",
     ):
         if value := at(tree, path):
-            text = f"{json.dumps(value)} with fastest_of_n; requests with it stay in their engine, so none moves"
-            yield Finding(path, text, "warning")
+            yield Finding(path, f"{json.dumps(value)} with fastest_of_n; {stay}", "warning")
     for name in _STOP_AT_STRINGS:
         if at(tree, f"env.{name}") is not None and _is_used(tree, name):
             text = "its turns end at a string; with fastest_of_n such requests stay in their engine, so none moves"
@@ -342,16 +342,18 @@ def fastest_of_n_findings(tree: Tree, fastest: FastestOfNConfig | None) -> Itera
 
 
 def _number_of_engines(fastest: FastestOfNConfig, engines: int) -> Iterator[Finding]:
-    path = f"{BLOCK_PATH}.fastest_of_n"
+    path, racers, entries = f"{BLOCK_PATH}.fastest_of_n", fastest.max_racers, len(fastest.methods)
     if engines < 2:
-        text = "without effect: by the sizes of the cluster there is one engine, so requests cannot move"
-        yield Finding(path, text, "warning")
-    elif fastest.max_racers > engines:
-        text = f"{fastest.max_racers} racers for {engines} engines; lower it to at most the number of engines"
-        yield Finding(f"{path}.max_racers", text, "error")
-    elif len(fastest.methods) > engines:
-        text = f"{len(fastest.methods)} entries for {engines} engines; the last would never draft: list at most one per engine"
-        yield Finding(f"{path}.methods", text, "error")
+        yield Finding(
+            path, "without effect: by the sizes of the cluster there is one engine, so requests cannot move", "warning"
+        )
+        return
+    yield from findings(
+        (racers > engines, f"{path}.max_racers",
+         f"{racers} racers for {engines} engines; lower it to at most the number of engines", "error"),
+        (entries > engines, f"{path}.methods",
+         f"{entries} entries for {engines} engines; the last would never draft: list at most one per engine", "error"),
+    )  # fmt: skip
 
 
 def _is_used(tree: Tree, environment: str) -> bool:

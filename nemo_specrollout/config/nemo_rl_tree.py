@@ -149,6 +149,11 @@ def broken(rules: Iterable[Rule], tree: Tree) -> Iterator[Finding]:
             yield Finding(rule.path, f"{json.dumps(value, default=str)}; {rule.text}", rule.kind)
 
 
+def findings(*found: tuple[object, str, str, str]) -> Iterator[Finding]:
+    """Yields the findings (does it hold, subject, text, kind) whose first entry is true."""
+    yield from (Finding(subject, text, kind) for holds, subject, text, kind in found if holds)
+
+
 def is_on(path: str) -> Callable[[Tree], bool]:
     """Returns a function that tells whether the value at `path` of a tree is true, or not empty."""
     return lambda tree: bool(at(tree, path))
