@@ -164,7 +164,7 @@ def test_drafter_stats_are_summed_before_they_are_divided() -> None:
 
 
 def test_what_is_dropped_may_have_come_before_the_step() -> None:
-    assert DrafterStats(num_kept=10, num_wrong=12).waste == 1.0
+    assert DrafterStats(num_kept=10, num_wrong=12).figures()["waste"] == 1.0
 
 
 def test_a_step_without_wanted_drafts_has_no_ratios() -> None:

@@ -14,8 +14,7 @@ from nemo_specrollout.config.drafter_configs import RemoteDrafterConfig, shared_
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.generation.runner_binding import NewRequest
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
-from nemo_specrollout.remote.verifier.draft_stream import DraftStream
-from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, RemoteDrafter
+from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, DraftStream, RemoteDrafter
 
 
 def build_remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:

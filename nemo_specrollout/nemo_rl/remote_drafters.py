@@ -72,7 +72,9 @@ class SpecrolloutDrafter:
     def status(self) -> DrafterStatus:
         """Returns the state of the drafter."""
         (process,) = self._pool.processes
-        return DrafterStatus(self._address, self._actor, process.num_restarts, process.last_words)
+        return DrafterStatus(
+            self._address, self._actor, process.num_restarts, process.deaths[-1] if process.deaths else ""
+        )
 
 
 @dataclass

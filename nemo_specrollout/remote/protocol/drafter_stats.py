@@ -2,7 +2,7 @@
 """Statistics of remote drafters: whether drafts arrive in time, and how many of them are of use."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 GOOD_OCCUPANCY = 0.8
@@ -46,33 +46,6 @@ class DrafterStats:
     problem: str = ""
     """Reason why the first drafter that is not ready does not answer."""
 
-    @property
-    def occupancy(self) -> float | None:
-        """Share of request steps with drafts in time."""
-        return self.num_supplied / self.num_request_steps if self.num_request_steps else None
-
-    @property
-    def run_ahead(self) -> float | None:
-        """Draft tokens at hand for each request and step."""
-        return self.num_at_hand / self.num_request_steps if self.num_request_steps else None
-
-    @property
-    def waste(self) -> float | None:
-        """Share of drafted tokens without use, at most 1: a token may have come before the counts began."""
-        total = self.num_kept + self.num_late + self.num_stale
-        return min(1.0, (self.num_wrong + self.num_late + self.num_stale) / total) if total else None
-
-    @property
-    def bottleneck(self) -> str:
-        """The part that limits the rollout, in a word or two."""
-        if self.num_ready == 0:
-            return "no drafter answers"
-        if self.occupancy is None:
-            return "nothing was asked for"
-        if self.occupancy >= GOOD_OCCUPANCY:
-            return "the verifier"
-        return "acceptance" if (self.waste or 0.0) > LARGE_WASTE else "the drafters"
-
     def since(self, before: "DrafterStats") -> "DrafterStats":
         """Returns the counts since `before`, with the present state."""
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS})
@@ -85,20 +58,28 @@ class DrafterStats:
         return cls(**sums, **worst, problem=next((part.problem for part in parts if part.problem), ""))
 
     def figures(self) -> dict[str, Any]:
-        """Returns ratios and counts by the names of docs/reference/metrics.md."""
-        ratios = ("occupancy", "run_ahead", "waste", "bottleneck")
-        return {name: getattr(self, name) for name in (*ratios, *_FIELDS)}
+        """Returns ratios and counts by the names of docs/reference/metrics.md. A ratio without counts is None."""
+        steps, useless = self.num_request_steps, self.num_wrong + self.num_late + self.num_stale
+        drafted = self.num_kept + self.num_late + self.num_stale
+        occupancy = self.num_supplied / steps if steps else None
+        run_ahead = self.num_at_hand / steps if steps else None
+        waste = min(1.0, useless / drafted) if drafted else None  # a token may have come before the counts began
+        if self.num_ready == 0:
+            bottleneck = "no drafter answers"
+        elif occupancy is None:
+            bottleneck = "nothing was asked for"
+        elif occupancy >= GOOD_OCCUPANCY:
+            bottleneck = "the verifier"
+        else:
+            bottleneck = "acceptance" if (waste or 0.0) > LARGE_WASTE else "the drafters"
+        ratios = {"occupancy": occupancy, "run_ahead": run_ahead, "waste": waste, "bottleneck": bottleneck}
+        return {**ratios, **asdict(self)}
 
 
-_FIELDS = tuple(field.name for field in fields(DrafterStats))
 _WORST: Mapping[str, Any] = {
-    "num_drafters": max,
-    "num_ready": min,
-    "draft_token_s": max,
-    "answer_s": max,
-    "draft_version": min,
-}
-_COUNTS = tuple(name for name in _FIELDS if name not in _WORST and name != "problem")
+    "num_drafters": max, "num_ready": min, "draft_token_s": max, "answer_s": max, "draft_version": min,
+}  # fmt: skip
+_COUNTS = [field.name for field in fields(DrafterStats) if field.name not in (*_WORST, "problem")]
 
 
 def in_words(figures: Mapping[str, Any]) -> str:

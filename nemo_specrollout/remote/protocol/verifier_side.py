@@ -75,7 +75,7 @@ class StreamRequest:
     top_k: int
     top_p: float
     limit: int
-    """Longest text, in tokens. Up to the present length: the request is decoded without remote drafts."""
+    """Longest text, in tokens. A request whose text is that long already gets no remote drafts."""
     token_ids: Sequence[int] = ()
     """Text so far."""
 

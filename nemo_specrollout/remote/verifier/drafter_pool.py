@@ -2,6 +2,7 @@
 """Drafter processes of a run: starts, watches and restarts them. A rollout waits for them only at its start."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,13 +65,11 @@ class DrafterReport:
     num_drafted: int = 0
     """Draft tokens."""
     num_corrections: int = 0
-    """Corrections of shadow sequences."""
     num_refused_frames: int = 0
     """Frames that were dropped."""
     num_open: int = 0
     """Shadow sequences in use."""
     draft_version: int = 0
-    """Version of the draft weights."""
     busy_s: float = 0.0
     """Time that the engine spent drafting, in seconds."""
     up_s: float = 0.0
@@ -85,11 +84,9 @@ class DrafterProcess:
 
     def __init__(self, spec: DrafterSpec) -> None:
         self.spec = spec
-        self.num_restarts = 0
-        self.last_words = ""
-        """Last output of the process that ended most recently; empty before the first end."""
+        self.num_restarts = self.num_told = 0
         self.deaths: list[str] = []
-        """Last output of each process that has ended since the last `take_deaths`."""
+        """Last output of each process that has ended. `take_deaths` has told of the first `num_told`."""
         self.status: DrafterReport | None = None
         """Latest report of the process; None until it has bound its address."""
         self._pause_s, self._resume_at_s = FIRST_PAUSE_S, 0.0
@@ -116,14 +113,17 @@ class DrafterProcess:
                 self._child.kill()
             if not self._child.has_ended:
                 return
-            self._bury(now_s)
+            self.deaths.append(self._child.last_words())
+            self._child, self.status = None, None
+            self._resume_at_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         if now_s >= self._resume_at_s:
             self.num_restarts += 1
             self._start()
 
     def stop(self) -> None:
         """Ends the process, which is not restarted."""
-        child, self._child, self._resume_at_s = self._child, None, float("inf")
+        child, self._child, self._resume_at_s = self._child, None, math.inf
         if child is not None:
             child.end()
 
@@ -147,14 +147,6 @@ class DrafterProcess:
                     self.status, self._heard_s = status, time.monotonic()
                     self.spec = replace(self.spec, address=status.address)
                     self._pause_s = FIRST_PAUSE_S
-
-    def _bury(self, now_s: float) -> None:
-        assert self._child is not None
-        self.last_words = self._child.last_words()
-        self.deaths.append(self.last_words)
-        self._child, self.status = None, None
-        self._resume_at_s = now_s + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
 class DrafterPool:
@@ -198,9 +190,11 @@ class DrafterPool:
         """Returns a sentence for each process that has ended since the last call."""
         found: list[str] = []
         for number, process in enumerate(self.processes):
-            while process.deaths:
-                words = process.deaths.pop(0)
-                found.append(f"drafter process {number} died ({words}); it is restarted, and no token depends on it")
+            untold = process.deaths[process.num_told :]
+            process.num_told += len(untold)
+            found += [
+                f"drafter process {number} died ({w}); it is restarted, and no token depends on it" for w in untold
+            ]
         return found
 
     def stop(self) -> None:
