@@ -288,7 +288,6 @@ class RolloutPool:
 
     def _wait_for_starts(self) -> None:
         while self._starting:
-            ray.wait(list(self._starting), timeout=self._patience_s())
             self._wait()
             self.revive()
 

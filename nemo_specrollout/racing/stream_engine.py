@@ -228,23 +228,22 @@ class StreamShard:
             await self._go_alone(error)
             return None
         except asyncio.CancelledError:
-            self._in_background(self._cancel(number, adding))
+            self._in_background(self._cancel(number, adding))  # calls may overtake each other
             raise
         finally:
             del self._waiting[number]
 
     async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
-        """Cancels a request after the exchange has got it: calls may overtake each other."""
-        with suppress(ExchangeFailed):
-            await adding
-            await self._link.cancel([number])
-
-    async def _leave(self) -> None:
-        with suppress(ExchangeFailed):
-            await self._link.leave()
+        """Cancels a request after the exchange has got it."""
+        await adding
+        await self._link.cancel([number])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        async def quietly() -> None:
+            with suppress(ExchangeFailed):
+                await work
+
+        task = asyncio.create_task(quietly())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -280,7 +279,7 @@ class StreamShard:
         )
         if self._loop is not None and self._loop is not asyncio.current_task():
             self._loop.cancel()
-        self._in_background(self._leave())
+        self._in_background(self._link.leave())
         await self._engine.stop_all()
         for future in self._waiting.values():
             if not future.done():

@@ -102,20 +102,13 @@ class Peer:
     resume_at_s: float = 0.0
     """Time at which it is greeted next, or at which a greeting counts as unanswered."""
     pause_s: float = FIRST_PAUSE_S
-    ready_s: float = 0.0
-    """Time at which it became ready."""
-    waiting_since_s: float | None = None
-    """Time of the first step that it has not answered."""
-    told_s: float = 0.0
-    """Time of the latest step that it was sent."""
-    last_number: int = -1
-    """Number of its latest `Drafts`."""
-    last_answered: int = -1
-    """Number of the latest step that it answered."""
-    num_rows: int = 0
-    """Draft tokens that it sent."""
-    num_asked: int = 0
-    """Requests that it was asked to draft for, summed over steps."""
+    ready_s: float = 0.0  # Time at which it became ready.
+    waiting_since_s: float | None = None  # Time of the first step that it has not answered.
+    told_s: float = 0.0  # Time of the latest step that it was sent.
+    last_number: int = -1  # Number of its latest `Drafts`.
+    last_answered: int = -1  # Number of a step.
+    num_rows: int = 0  # Draft tokens that it sent.
+    num_asked: int = 0  # Requests that it was asked to draft for, summed over steps.
     num_failures: int = 0
 
     def greets(self, now_s: float) -> bool:

@@ -23,14 +23,14 @@ _PARENT_PERIOD_S = 0.5
 def end_with_parent() -> None:
     """Makes this process, a `JsonChild`, exit soon after its parent has ended, whatever it is doing then."""
     parent = os.environ.get(PARENT)
+
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(_PARENT_PERIOD_S)
+        os._exit(1)
+
     if parent is not None:
-        threading.Thread(target=_watch_parent, args=(int(parent),), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_PERIOD_S)
-    os._exit(1)
+        threading.Thread(target=watch, daemon=True).start()
 
 
 class JsonChild:
@@ -79,5 +79,5 @@ class JsonChild:
 
     def end(self) -> None:
         """Kills the process and waits for its end."""
-        self._process.kill()
+        self.kill()
         self._process.wait()

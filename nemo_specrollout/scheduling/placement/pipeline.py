@@ -7,8 +7,8 @@ the number of draft tokens made for a request during one verifier step.
 
 In the streamed pipeline, a step submits up to k tokens of a request's draft buffer while the drafter extends the
 buffer. A wrong draft empties the buffer, and the next step is plain for that request. If all drafts were right, or none
-was submitted, the step samples one more position. The rest of the buffer then survives if the drafter had made the same
-token there: again p. The drafter learns a step's outcome at its end, at no cost, and continues from there at once.
+was submitted, the step samples one more position. The rest of the buffer survives if the drafter has made the same token
+there, which also has probability p. The drafter learns the outcome of a step at its end, at no cost.
 """
 
 from collections.abc import Callable
