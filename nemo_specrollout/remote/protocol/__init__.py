@@ -3,7 +3,7 @@
 
 The life of one request, with the module that takes each step:
 
-1. A verifier says `Hello` to a drafter; the drafter answers `Welcome`, or `Refuse` with a reason (`peers`, `drafter_side`).
+1. A verifier says `Hello` to a drafter; the drafter answers `Welcome`, or `Refuse` with a reason (both sides).
 2. A request takes a request slot of the verifier. `VerifierSide` assigns it to the least loaded drafter that is ready.
 3. The next `Step` carries an `Open` with the request's text and sampling. `DraftBuffers` starts an empty draft buffer.
 4. `DrafterSide` opens a shadow sequence for it. The drafter's engine extends each shadow sequence by a token in each of its
@@ -23,5 +23,5 @@ Invariants:
   missing text itself. Otherwise the drafter lists the request as `lacking`, and the verifier opens it again.
 - A gap in the numbers of the `Drafts` messages tells the verifier that drafts were lost. It asks for them with `resends`.
 - A request slot has one drafter or none. A drafter that failed and came back learns all of its requests again.
-- Neither side waits for the other, and neither owns a socket, an engine or a clock.
+- Neither side waits for the other. Neither owns a socket or a clock, and the engine of a drafter belongs to its service.
 """

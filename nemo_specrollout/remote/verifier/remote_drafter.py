@@ -108,7 +108,7 @@ class RemoteDrafter:
         """Connects to nothing before the first request. `stream` decides on the number of slots and of drafts ahead."""
         self.stream = stream
         num_slots, num_drafters = len(stream.table_SX), len(addresses)
-        self._addresses, self._secret = [NOWHERE] * num_drafters, secret
+        self._addresses = ["not set yet"] * num_drafters  # so that each of `addresses` is a change
         self._sockets: list[VerifierSocket | None] = [None] * num_drafters
         self.side = VerifierSide(secrets.randbits(62), num_slots, num_drafters, stream.most_ahead, model)
         self._token_ids_SL = np.zeros((num_slots, max_model_len), np.int32)
@@ -116,8 +116,6 @@ class RemoteDrafter:
         self._tenures_S = np.zeros(num_slots, np.int64)  # odd while a request has the slot
         self._lock = Lock()
         self._host_s = 0.0
-        for drafter in range(num_drafters):
-            self._move(drafter, NOWHERE)
         self.set_addresses(addresses, secret)
 
     def set_addresses(self, addresses: Sequence[str], secret: bytes) -> None:
@@ -127,7 +125,8 @@ class RemoteDrafter:
             for drafter, address in enumerate(addresses):
                 if address != self._addresses[drafter]:
                     self._hang_up(drafter)
-                    self._move(drafter, address)
+                    self._addresses[drafter] = address
+                    self.side.move(drafter, "" if address else "not placed yet")
 
     def open(self, requests: Sequence[StreamRequest]) -> None:
         """Assigns slots to requests; drafters read their texts while the engine does."""
@@ -224,10 +223,6 @@ class RemoteDrafter:
             except FrameError as error:
                 self.side.fail(drafter, str(error), now_s)
         return now_s
-
-    def _move(self, drafter: int, address: str) -> None:
-        self._addresses[drafter] = address
-        self.side.move(drafter, "" if address else "not placed yet")
 
     def _hang_up(self, drafter: int) -> None:
         """Closes a drafter's socket and drops the frames in it."""
