@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,7 @@ def compare_engines(order: Any, tell: Tell) -> None:
             engine.close()
     for temperature, plain, drafted in zip(TEMPERATURES, rollouts["plain"], rollouts["drafted"], strict=True):
         tell(f"T={temperature:g}", compared([r.token_ids for r in plain], [r.token_ids for r in drafted]))
-    counts = ("drafters", "proposed", "accepted")
-    tell("drafts", {key: getattr(stats, key) for key in counts})
+    tell("drafts", {key: getattr(stats, key) for key in ("drafters", "proposed", "accepted")})
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> None:
@@ -203,7 +203,7 @@ def compared(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -
     """
     equal, total, first = 0, 0, None
     for i, (a, b) in enumerate(zip(plain, drafted, strict=True)):
-        pairs = [(a[j] if j < len(a) else -1, b[j] if j < len(b) else -1) for j in range(max(len(a), len(b)))]
+        pairs = list(zip_longest(a, b, fillvalue=-1))
         equal, total = equal + sum(x == y for x, y in pairs), total + len(pairs)
         differing = next((j for j, (x, y) in enumerate(pairs) if x != y), None)
         if first is None and differing is not None:

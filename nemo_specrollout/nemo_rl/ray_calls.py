@@ -2,16 +2,20 @@
 """Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
 
 from nemo_specrollout.generation.worker_client import WorkerClient
+from nemo_specrollout.racing.turns import ExchangeFailed
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 """NeMo-RL's actor whose Python environment our actors share. It has vLLM, and with it what `speculators` needs."""
+PATIENCE_S = 300.0
+"""Seconds after which a call of the exchange without an answer counts as failed."""
 _NO_GPU_MASK = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable with which an actor sees all GPUs, not only its own. NeMo-RL's `init_ray` does not pass it on either."""
 
@@ -83,3 +87,21 @@ def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[A
     call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
     called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
     return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in called])
+
+
+def answer_of(call: Any) -> Any:
+    """Waits for the exchange's answer to `call`. Raises ExchangeFailed if the actor is gone, failed or does not answer."""
+    with ray_errors_as_exchange_failed():
+        return ray.get(call, timeout=PATIENCE_S)
+
+
+@contextmanager
+def ray_errors_as_exchange_failed() -> Iterator[None]:
+    """Raises errors of Ray as ExchangeFailed."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise ExchangeFailed(str(error.cause)) from error
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ExchangeFailed(f"{type(error).__name__}: {first_line}") from error

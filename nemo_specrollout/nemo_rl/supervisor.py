@@ -2,17 +2,18 @@
 """Supervises the engines of a run: their metrics, draft heads, remote drafters, and the requests that they exchange."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.nemo_rl.engine_racing import ExchangeDriver
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh, start_head_refresh
 from nemo_specrollout.nemo_rl.installation import RunFacts
 from nemo_specrollout.nemo_rl.logger import StepLog
@@ -24,11 +25,76 @@ from nemo_specrollout.nemo_rl.metrics import (
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.ray_calls import worker_client
+from nemo_specrollout.nemo_rl.ray_calls import answer_of, engine_environment, worker_client
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
+from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
+from nemo_specrollout.racing.exchange import StragglerExchange
+from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.telemetry.engine_totals import EngineTotals
+
+THREADS_OF_ENGINE = 4
+"""Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""
+
+
+@ray.remote(num_cpus=0)
+class SpecrolloutExchange(StragglerExchange):
+    """The exchange as an actor. It ends with the driver, which made it; the engines go on without it."""
+
+
+class ExchangeDriver:
+    """Driver's end of the exchange; owns the actor.
+
+    If the actor is lost, the driver logs one alarm, and the run goes on without moves and races.
+    """
+
+    def __init__(self, block: SpecrolloutConfig, num_engines: int, max_new_tokens: int, log: StepLog) -> None:
+        """Starts the actor. Raises ConfigError for a ladder file that is not valid."""
+        config = block.fastest_of_n
+        assert config is not None
+        field = f"{BLOCK_PATH}.fastest_of_n.ladder"
+        ladder = None if config.ladder is None else LadderFile.read(Path(config.ladder), field)
+        methods = [method_name(engine_block) for engine_block in blocks_of_engines(block, num_engines)]
+        actor: Any = SpecrolloutExchange
+        actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
+        self.actor = actor.remote(methods, config, max_new_tokens, ladder)
+        self._log, self._is_lost = log, False
+
+    def rollout(self) -> AbstractContextManager[None]:
+        """Encloses a rollout, in which every engine is called with its shard."""
+        return self._enclosed("begin", "end")
+
+    def new_weights(self) -> AbstractContextManager[None]:
+        """Encloses a weight update. All races end before it, and no move or race begins during it."""
+        return self._enclosed("pause", "resume")
+
+    @contextmanager
+    def _enclosed(self, first: str, last: str) -> Iterator[None]:
+        self._call(first)
+        try:
+            yield
+        finally:
+            self._call(last)
+
+    def figures(self) -> Mapping[str, float]:
+        """Returns the figures since the previous call, by name. There are none if the actor is lost."""
+        return self._call("take_figures") or {}
+
+    def close(self) -> None:
+        """Ends the actor."""
+        ray.kill(self.actor)
+
+    def _call(self, method: str) -> Any:
+        if self._is_lost:
+            return None
+        try:
+            return answer_of(getattr(self.actor, method).remote())
+        except ExchangeFailed as error:
+            self._is_lost = True
+            self._log.alarms.append(f"the exchange of requests failed, so no request moves or races any more: {error}")
+            return None
 
 
 @dataclass(frozen=True)
