@@ -198,7 +198,8 @@ def test_the_best_option_is_never_worse_than_plain(
 ) -> None:
     placement = place(known, num_requests, devices, p, 5)
     assert placement.best.speedup >= 1.0 and placement.plain.speedup == 1.0
-    assert all(0.0 <= o.occupancy <= 1.0 and 1.0 <= o.tokens_per_step <= o.k + 1 + 1e-6 for o in placement.options)
+    assert all(0.0 <= o.state.rates.occupancy <= 1.0 for o in placement.options)
+    assert all(1.0 <= o.state.rates.num_tokens <= o.k + 1 + 1e-6 for o in placement.options)
 
 
 @settings(max_examples=25)

@@ -123,8 +123,9 @@ def _table(placement: Placement, tables: CostTables, boxed: bool) -> Table:
 
 def _row(o: Option) -> tuple[str, ...]:
     size = f"{o.verifier_size}+{o.drafter_size}" if o.drafter_size else str(o.verifier_size)
+    rates = o.state.rates
     return (
         o.mode, str(o.num_groups), size, str(o.batch), str(o.k) if o.k else "-", str(o.window) if o.window else "-",
-        f"{o.tokens_per_step:.2f}", f"{o.occupancy:.0%}" if o.k else "-", f"{1e3 * o.step_s:.1f}",
+        f"{rates.num_tokens:.2f}", f"{rates.occupancy:.0%}" if o.k else "-", f"{1e3 * o.state.step_s:.1f}",
         f"{o.group_tokens_per_s:.0f}", f"{o.tokens_per_s:.0f}", f"{o.speedup:.2f}x", o.bottleneck,
     )  # fmt: skip

@@ -50,14 +50,8 @@ class Option:
     """Maximum draft tokens of a request in a step."""
     window: int
     """Draft tokens that a drafter may be ahead; k if it is coupled."""
-    step_s: float
-    """Seconds of a step, including coupled drafting."""
-    tokens_per_step: float
-    """Tokens that a request emits in a step."""
-    num_submitted: float
-    """Mean draft tokens of a request in a step."""
-    occupancy: float
-    """Share of a request's steps that have a draft."""
+    state: SteadyState
+    """Steps of a group, including coupled drafting, and the rates of one request."""
     bottleneck: str
     """`drafter` or `verifier`. In a decoupled group, the drafter is the bottleneck if an infinitely fast one would
     bring a tenth more tokens a second. In a coupled engine, it is the part that takes more of the step."""
@@ -69,12 +63,12 @@ class Option:
     @property
     def group_tokens_per_s(self) -> float:
         """Tokens a second of the largest group."""
-        return self.batch * self.tokens_per_step / self.step_s
+        return self.batch * self.state.tokens_per_s
 
     @property
     def num_rows(self) -> float:
         """Mean rows of a verifier's step. Beyond the measured rows, step times are extrapolated."""
-        return self.batch * (1 + self.num_submitted)
+        return self.batch * (1 + self.state.rates.num_submitted)
 
     def in_words(self, unit: str) -> str:
         """Returns a description for the middle of a sentence. `unit` is the unit of sizes."""
@@ -193,8 +187,11 @@ class _Search:
         verify_s = verifier.at(batch * (k + 1))
         draft_s = k * drafting.at(batch) if drafting is not None else 0.0
         state = SteadyState(verify_s + draft_s, StreamedRates(coupled_tokens(self.p, k), k, 1.0 if k else 0.0))
-        mode, bottleneck = PLAIN if drafting is None else COUPLED, DRAFTER if draft_s > verify_s else VERIFIER
-        return self._option((mode, verifier.size, 0), num_groups, (k, k), state, bottleneck)
+        return Option(
+            mode=PLAIN if drafting is None else COUPLED, verifier_size=verifier.size, drafter_size=0,
+            num_groups=num_groups, batch=batch, k=k, window=k, state=state,
+            bottleneck=DRAFTER if draft_s > verify_s else VERIFIER, tokens_per_s=self.num_requests * state.tokens_per_s,
+        )  # fmt: skip
 
     def _pair(self, verifier: CostCurve, drafter: CostCurve, num_groups: int, k: int) -> Option:
         """Returns the option of a verifier and a separate drafter, with the smallest window that is good enough."""
@@ -209,22 +206,10 @@ class _Search:
             window = min(2 * window, longest)
         state = steady(window)
         is_held_up = steady(window, _NO_TIME).tokens_per_s > _HELD_UP * state.tokens_per_s
-        layout, bottleneck = (DECOUPLED, verifier.size, drafter.size), DRAFTER if is_held_up else VERIFIER
-        return self._option(layout, num_groups, (k, window), state, bottleneck)
-
-    def _option(
-        self,
-        layout: tuple[str, int, int],
-        num_groups: int,
-        k_window: tuple[int, int],
-        state: SteadyState,
-        bottleneck: str,
-    ) -> Option:
-        batch, rates = math.ceil(self.num_requests / num_groups), state.rates
-        tokens_per_s = self.num_requests * rates.num_tokens / state.step_s
         return Option(
-            *layout, num_groups, batch, *k_window, state.step_s, rates.num_tokens, rates.num_submitted, rates.occupancy,
-            bottleneck, tokens_per_s,
+            mode=DECOUPLED, verifier_size=verifier.size, drafter_size=drafter.size, num_groups=num_groups, batch=batch,
+            k=k, window=window, state=state, bottleneck=DRAFTER if is_held_up else VERIFIER,
+            tokens_per_s=self.num_requests * state.tokens_per_s,
         )  # fmt: skip
 
 
