@@ -64,138 +64,76 @@ _SCRIPT = Flag("--script", "FILE", "NeMo-RL's script, from its checkout; default
 
 COMMANDS = (
     Command("run", "a GRPO run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT)),
-    Command(
-        "bench",
-        "the same rollouts with and without speculation, interleaved",
-        "measure.bench",
-        _RUN,
-        in_scratch_folder=True,
-    ),
+    Command("bench", "the same rollouts with and without speculation, interleaved", "measure.bench", _RUN,
+            in_scratch_folder=True),
     Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _RUN),
-    Command(
-        "explain",
-        "what a config would do and bring, and its known traps; loads neither torch nor vllm",
-        "explain.explain",
-        (
-            *_RUN,
-            _PROFILE,
-            Flag("--ladder", "FILE", "decode speeds that `ladder` measured, or that a run kept", type=Path),
-            _DEVICE,
-        ),
-    ),
-    Command(
-        "launch",
-        "a run in NeMo-RL on a Slurm cluster",
-        "launch.launch",
-        (
-            *_RUN,
-            Flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
-            Flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
-            Flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
-            Flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
-            Flag("--cluster", "FILE", "settings as in slurm/cluster.example.yaml", type=Path),
-            _SCRIPT,
-            *(
-                Flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
-                for name, text in CLUSTER_FLAGS.items()
-            ),
-        ),
-    ),
-    Command(
-        "plan",
-        "where to verify and where to draft, by measured times; loads neither torch nor vllm",
-        "plan.plan",
-        (
-            *_RUN,
-            Flag("--profile", "FILE", "times that `profile` measured", type=Path, required=True),
-            Flag("--batch", "N", "requests that run at a time; default: the requests of a step", type=int),
-            Flag("--devices", "N", "threads or GPUs that generate; default: from the config", type=int),
-            Flag("--acceptance", "P", "share of right draft tokens after right ones", default=DEFAULT_ACCEPTANCE),
-        ),
-    ),
-    Command(
-        "profile",
-        "measures on this CPU the times that `plan` needs",
-        "measure.profile",
-        (
-            *_RUN,
-            Flag("--out", "FILE", "file for the measured times, JSON", type=Path, required=True),
-            Flag("--threads", "N,N", "threads of an engine; default: 1,2 if there are two cores", default=""),
-            Flag("--steps", "N", "steps to time for each number of requests", default=32),
-        ),
-        in_scratch_folder=True,
-    ),
-    Command(
-        "ladder",
-        "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
-        "measure.ladder",
-        (
-            *_RUN,
-            Flag("--out", "FILE", "file for the ladder, JSON", type=Path, required=True),
-            Flag("--task", "NAME", "task to measure; default: the config's"),
-            Flag("--rounds", "N", "rounds over all methods", default=4),
-            Flag("--seconds", "S", "decoding of each method and batch size in a round", default=1.0),
-        ),
-        in_scratch_folder=True,
-    ),
-    Command(
-        "serve-drafter",
-        "a drafter for engines that name its address",
-        "drafter_commands.serve_drafter",
-        (*_RUN, Flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570")),
-        in_scratch_folder=True,
-    ),
-    Command(
-        "publish-draft",
-        "gives new weights to remote drafters",
-        "drafter_commands.publish_draft",
-        (
-            *_RUN,
-            Flag("--weights", "DIR", "a checkpoint of the draft model", type=Path, required=True),
-            Flag("--version", None, "version of the weights; default: the time, in seconds", type=int),
-        ),
-    ),
-    Command(
-        "refresh-draft",
-        "trains an EAGLE-3 draft head for a policy, or refreshes one",
-        "refresh_draft.refresh_draft",
-        more_flags=add_refresh_flags,
-    ),
-    Command(
-        "report",
-        "writes report.html and picture.png of a run directory again, also while it runs",
-        "run.report",
-        (Flag("run_dir", "RUN_DIR", "the logger.log_dir of a run, local or in NeMo-RL", type=Path),),
-    ),
-    Command(
-        "simulate",
-        "what a step would take, and what each feature brings; loads neither torch nor vllm",
-        "simulate.simulate",
-        (
-            Flag(
-                "config",
-                "SCENARIO|CONFIG",
-                "a scenario's name or file, or a run's config; `list` names the scenarios, `papers` compares with two papers",
-            ),
-            Flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*"),
-            Flag("--trace", "FILE", "measured response lengths: a run's samples.jsonl", type=Path),
-            Flag("--out", "DIR", "folder for simulation.json and simulation.png", type=Path),
-            _DEVICE,
-            _PROFILE,
-        ),
-    ),
-    Command(
-        "doctor",
-        "checks whether this package can work here, for a bug report; tries an engine with a random model",
-        "doctor.doctor",
-        (
-            Flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
-            _OVERRIDES,
-            Flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
-            Flag("--no-self-test", None, "starts no engine", action="store_true"),
-        ),
-    ),
-)
+    Command("explain", "what a config would do and bring, and its known traps; loads neither torch nor vllm",
+            "explain.explain", (
+        *_RUN, _PROFILE, _DEVICE,
+        Flag("--ladder", "FILE", "decode speeds that `ladder` measured, or that a run kept", type=Path),
+    )),
+    Command("launch", "a run in NeMo-RL on a Slurm cluster", "launch.launch", (
+        *_RUN,
+        Flag("--nodes", "N", "nodes; sets cluster.num_nodes", type=int, required=True),
+        Flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
+        Flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
+        Flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
+        Flag("--cluster", "FILE", "settings as in slurm/cluster.example.yaml", type=Path),
+        _SCRIPT,
+        *(Flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
+          for name, text in CLUSTER_FLAGS.items()),
+    )),
+    Command("plan", "where to verify and where to draft, by measured times; loads neither torch nor vllm", "plan.plan", (
+        *_RUN,
+        Flag("--profile", "FILE", "times that `profile` measured", type=Path, required=True),
+        Flag("--batch", "N", "requests that run at a time; default: the requests of a step", type=int),
+        Flag("--devices", "N", "threads or GPUs that generate; default: from the config", type=int),
+        Flag("--acceptance", "P", "share of right draft tokens after right ones", default=DEFAULT_ACCEPTANCE),
+    )),
+    Command("profile", "measures on this CPU the times that `plan` needs", "measure.profile", (
+        *_RUN,
+        Flag("--out", "FILE", "file for the measured times, JSON", type=Path, required=True),
+        Flag("--threads", "N,N", "threads of an engine; default: 1,2 if there are two cores", default=""),
+        Flag("--steps", "N", "steps to time for each number of requests", default=32),
+    ), in_scratch_folder=True),
+    Command("ladder", "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
+            "measure.ladder", (
+        *_RUN,
+        Flag("--out", "FILE", "file for the ladder, JSON", type=Path, required=True),
+        Flag("--task", "NAME", "task to measure; default: the config's"),
+        Flag("--rounds", "N", "rounds over all methods", default=4),
+        Flag("--seconds", "S", "decoding of each method and batch size in a round", default=1.0),
+    ), in_scratch_folder=True),
+    Command("serve-drafter", "a drafter for engines that name its address", "drafter_commands.serve_drafter", (
+        *_RUN, Flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570"),
+    ), in_scratch_folder=True),
+    Command("publish-draft", "gives new weights to remote drafters", "drafter_commands.publish_draft", (
+        *_RUN,
+        Flag("--weights", "DIR", "a checkpoint of the draft model", type=Path, required=True),
+        Flag("--version", None, "version of the weights; default: the time, in seconds", type=int),
+    )),
+    Command("refresh-draft", "trains an EAGLE-3 draft head for a policy, or refreshes one", "refresh_draft.refresh_draft",
+            more_flags=add_refresh_flags),
+    Command("report", "writes report.html and picture.png of a run directory again, also while it runs", "run.report", (
+        Flag("run_dir", "RUN_DIR", "the logger.log_dir of a run, local or in NeMo-RL", type=Path),
+    )),
+    Command("simulate", "what a step would take, and what each feature brings; loads neither torch nor vllm",
+            "simulate.simulate", (
+        Flag("config", "SCENARIO|CONFIG", "a scenario's name or file, or a run's config; `list` names the scenarios, "
+             "`papers` compares with two papers"),
+        Flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*"),
+        Flag("--trace", "FILE", "measured response lengths: a run's samples.jsonl", type=Path),
+        Flag("--out", "DIR", "folder for simulation.json and simulation.png", type=Path),
+        _DEVICE, _PROFILE,
+    )),
+    Command("doctor", "checks whether this package can work here, for a bug report; tries an engine with a random model",
+            "doctor.doctor", (
+        Flag("config", "CONFIG", "a NeMo-RL-shaped YAML file to check too", type=Path, nargs="?"),
+        _OVERRIDES,
+        Flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
+        Flag("--no-self-test", None, "starts no engine", action="store_true"),
+    )),
+)  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
