@@ -76,8 +76,8 @@ class HeadRefresh:
     """Owns the trainer, the step facts that it still has to get, and the record of the head that the engines have.
 
     The trainer's first answer is the `FeatureSource` of the head, all others are `RefreshRecord`s. The refresh ends for the
-    rest of the run after the trainer's second failure, or if an engine fails at its part. While a published head waits for
-    the next refit, steps say nothing about it, and only their time counts.
+    rest of the run after the trainer's second failure, or if an engine fails at its part. Until the engines load a published
+    head, at the next refit, steps still run with the old head: of these steps the trainer gets the seconds only.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HeadRefresh:
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0
-        """Seconds of steps that count although they say nothing about the head that comes next."""
+        """Seconds of steps with an old head. The trainer gets them with the first step of the new head."""
         self._source: dict[str, Any] | None = None
         self._in_service: PublishedHead | None = None
         self._to_load = folder.published()
