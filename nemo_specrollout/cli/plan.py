@@ -15,7 +15,7 @@ from nemo_specrollout.cli.terminal import log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import effective_config
-from nemo_specrollout.config.nemo_rl_tree import Tree, at, generating_gpus, runtime_of, size_at
+from nemo_specrollout.config.nemo_rl_tree import at, generating_gpus, runtime_of, size_at
 from nemo_specrollout.config.run_config import read_run_config
 from nemo_specrollout.config.strict import ConfigError, bounded, build
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
@@ -64,33 +64,21 @@ def show_plan(tree: dict[str, Any], profile: Path, flags: Mapping[str, Any], con
 
 
 def _request(tree: dict[str, Any], flags: Mapping[str, Any]) -> PlanRequest:
-    found = _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
+    """Returns the request of a config. The samples of a step count as in flight in NeMo-RL, even in an asynchronous run."""
+    found: dict[str, Any]
+    if runtime_of(tree) == "nemo_rl":
+        batch = size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt")
+        block, policy = effective_config(tree) or SpecrolloutConfig(), str(at(tree, "policy.model_name", ""))
+        found = {"batch": batch, "devices": generating_gpus(tree), "policy": policy}
+    else:
+        config, _ = read_run_config(tree)
+        block, policy = config.policy.generation.specrollout, config.policy.model_name
+        found = {"batch": config.most_in_flight, "devices": os.cpu_count() or 1, "policy": policy, "max_groups": 1}
+    given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return build(PlanRequest, {**found, **{k: v for k, v in flags.items() if v is not None}}, "-")
+        return build(PlanRequest, {**found, "max_k": block.num_speculative_tokens, **given}, "-")
     except ConfigError as error:
         raise ConfigError(str(error).replace("-.", "--", 1)) from error
-
-
-def _of_local(tree: Mapping[str, Any]) -> dict[str, Any]:
-    config, _ = read_run_config(tree)
-    return {
-        "batch": config.most_in_flight,
-        "devices": os.cpu_count() or 1,
-        "max_k": config.policy.generation.specrollout.num_speculative_tokens,
-        "max_groups": 1,
-        "policy": config.policy.model_name,
-    }
-
-
-def _of_nemo_rl(tree: Tree) -> dict[str, Any]:
-    """Returns the request of a NeMo-RL config. The samples of a step count as in flight, even in an asynchronous run."""
-    config = effective_config(tree) or SpecrolloutConfig()
-    return {
-        "batch": size_at(tree, "grpo.num_prompts_per_step") * size_at(tree, "grpo.num_generations_per_prompt"),
-        "devices": generating_gpus(tree),
-        "max_k": config.num_speculative_tokens,
-        "policy": str(at(tree, "policy.model_name", "")),
-    }
 
 
 def _lines(placement: Placement, tables: CostTables, request: PlanRequest) -> list[str]:

