@@ -39,24 +39,18 @@ def check(parsed: argparse.Namespace) -> int:
 
 
 def nemo_rl_findings(tree: Tree) -> list[Finding]:
-    """Returns all findings on a NeMo-RL config, including drafters whose files do not fit the policy."""
-    findings = check_nemo_rl(tree)
-    if any(finding.kind == "error" for finding in findings):
-        return findings
-    unfit = (reason.partition(": ") for reason in _unfit_drafters(tree))
-    return findings + [Finding(subject, text, "error") for subject, _, text in unfit]
+    """Returns all findings on a NeMo-RL config, including drafters that do not fit the policy, as far as they are here.
 
-
-def _unfit_drafters(tree: Tree) -> list[str]:
-    """Returns the reasons why drafters do not fit the policy, as far as their folders are on this machine.
-
-    Checks EAGLE-3 heads that the run refreshes, and drafters of whole blocks.
+    Those are EAGLE-3 heads that the run refreshes, and drafters of whole blocks.
     """
-    config, policy = effective_config(tree), str(at(tree, "policy.model_name"))
+    findings = check_nemo_rl(tree)
+    config = None if any(finding.kind == "error" for finding in findings) else effective_config(tree)
     if config is None:
-        return []
-    why = misfit(config.head, policy) if config.head is not None and config.draft_refresh is not None else None
-    reasons = [] if why is None else [f"{BLOCK_PATH}.drafters: {why}"]
-    folder = Path(policy)
-    blocks = [misfit_of_block_drafter(d, folder) for d in config.drafters] if folder.is_dir() else []
-    return reasons + [why for why in blocks if why is not None]
+        return findings
+    policy, reasons = str(at(tree, "policy.model_name")), list[str | None]()
+    if config.head is not None and config.draft_refresh is not None and (why := misfit(config.head, policy)):
+        reasons.append(f"{BLOCK_PATH}.drafters: {why}")
+    if Path(policy).is_dir():
+        reasons += [misfit_of_block_drafter(drafter, Path(policy)) for drafter in config.drafters]
+    unfit = (reason.partition(": ") for reason in reasons if reason)
+    return findings + [Finding(subject, text, "error") for subject, _, text in unfit]
