@@ -27,7 +27,7 @@ from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats
-from nemo_specrollout.training.features.hf_features import hf_features, load_policy
+from nemo_specrollout.training.features.features import hf_features, load_policy
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import load_eagle3_head
 

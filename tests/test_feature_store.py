@@ -20,9 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.features.feature_index import FeatureSource
-from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
-from nemo_specrollout.training.features.feature_store import FeatureStore
+from nemo_specrollout.training.features.feature_store import (
+    FeatureReader,
+    FeatureSource,
+    FeatureStore,
+    newest_sequences,
+)
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 
 pytestmark = pytest.mark.unit

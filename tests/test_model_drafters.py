@@ -383,7 +383,7 @@ def test_features_of_a_rollout_equal_those_of_a_forward_pass(
 ) -> None:
     """A refit cuts the captured sequences, so that each has one policy version. A slow machine captures as many of them."""
     from nemo_specrollout.generation import feature_capture
-    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.features import hf_features, load_policy
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
 
@@ -411,7 +411,7 @@ def test_samples_that_share_their_prompts_kv_give_features(
 ) -> None:
     """Each sample gives features of the tokens that it computed. They equal the policy's features of the whole text."""
     from nemo_specrollout.generation import feature_capture
-    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.features import hf_features, load_policy
 
     monkeypatch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1.0)
     refresh = DraftRefreshConfig(trigger="never", rollout_capture_share=1.0)

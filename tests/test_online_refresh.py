@@ -106,10 +106,10 @@ def test_a_refresh_without_features_says_what_is_missing(head: Path, tmp_path: P
     from nemo_specrollout.training.features.feature_store import FeatureStore
     from nemo_specrollout.training.features.features import SequenceFeatures
     from nemo_specrollout.training.head.head_folder import HeadFolder
-    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels
+    from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
     block = SpecrolloutConfig(drafters=(Eagle3DrafterConfig(model=str(head)),), draft_refresh=DraftRefreshConfig())
-    online = OnlineRefresh(block, StartModels(STEP_ADDER, head), HeadFolder(tmp_path / "heads"), temperature=1.0)
+    online = OnlineRefresh(block, STEP_ADDER, head, HeadFolder(tmp_path / "heads"), temperature=1.0)
     source, decision = online.source, RefreshDecision(True, 1.0, "refreshed: as asked")
     width = source.hidden_size
     features = SequenceFeatures(
@@ -133,9 +133,9 @@ def test_lm_heads_of_past_policies_are_kept_for_a_replay_only(trigger: str, head
     """The LM head of a real policy would take about a hundred megabytes in each step."""
     import torch
 
+    from nemo_specrollout.config.model_folder import LM_HEAD
     from nemo_specrollout.config.run_config import read_run_config
     from nemo_specrollout.local.head_refresh_step import LocalRefresher
-    from nemo_specrollout.training.head.head import LM_HEAD
 
     more = with_head(head) | {"policy.generation.specrollout.draft_refresh.trigger": trigger}
     config, _ = read_run_config(load_config(QUICKSTART, overrides(tmp_path / "run", **more)))

@@ -17,11 +17,12 @@ from conftest import QUICKSTART, STEP_ADDER
 from safetensors.torch import load_file, save_file
 
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.model_folder import tokenizer_fingerprint
 from nemo_specrollout.local.prompt_rollouts import task_prompts
 from nemo_specrollout.training.features.features import is_held_out
-from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts, tokenizer_hash
+from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts, read_rollouts
 from nemo_specrollout.training.head import head as head_module
-from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.head_facts import check_head
 from nemo_specrollout.training.refresh import offline_data, offline_refresh
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
@@ -141,6 +142,7 @@ def test_a_worse_head_is_refused_and_the_old_one_stays(
 KILLED = """
 import os, signal, sys
 from nemo_specrollout.cli.main import main
+from nemo_specrollout.config.model_folder import tokenizer_fingerprint
 from nemo_specrollout.training.head.trainer import HeadTrainer
 from nemo_specrollout.training.refresh import offline_data, offline_refresh
 
@@ -402,24 +404,24 @@ def test_all_forms_of_rollouts_are_read_alike(examples: list[tuple[list[int], in
     write_lines(tmp_path / "exp_001" / "train_data_step9.jsonl", [as_ids(ids, given)])
     (tmp_path / "exp_001" / "val_data_step9.jsonl").write_text('{"content": []}\n')
     file = write_lines(tmp_path / "texts.jsonl", [texts])
-    read = read_rollouts([tmp_path / "exp_001", file], STEP_ADDER, 96, 1024)
-    assert read.num_files == 3 and read.num_tokens == 3 * len(ids)
-    assert all((t.token_ids, t.prompt_length) == (ids, given) for t in read.texts)
+    read, sentences = read_rollouts([tmp_path / "exp_001", file], STEP_ADDER, 96, 1024)
+    assert sentences == [f"rollouts: 3 texts of {3 * len(ids)} tokens in 3 files"]
+    assert all((t.token_ids, t.prompt_length) == (ids, given) for t in read)
 
 
 def test_a_conversation_is_a_text_for_each_turn(tmp_path: Path) -> None:
     line = {"token_ids": [[1, 5, 6, 7, 8, 9, 10]], "token_loss_mask": [[0, 1, 1, 0, 1, 1, 0]], "input_lengths": [7]}
-    read = read_rollouts([write_lines(tmp_path / "train_data_step1.jsonl", [line])], STEP_ADDER, 96, 6)
-    assert [(t.token_ids, t.prompt_length) for t in read.texts] == [([1, 5, 6], 1), ([1, 5, 6, 7, 8, 9], 4)]
-    assert [t.is_first_turn for t in read.texts] == [True, False]
-    assert {tuple(t.first_prompt) for t in read.texts} == {(1,)}
+    read, _ = read_rollouts([write_lines(tmp_path / "train_data_step1.jsonl", [line])], STEP_ADDER, 96, 6)
+    assert [(t.token_ids, t.prompt_length) for t in read] == [([1, 5, 6], 1), ([1, 5, 6, 7, 8, 9], 4)]
+    assert [t.is_first_turn for t in read] == [True, False]
+    assert {tuple(t.first_prompt) for t in read} == {(1,)}
 
 
 def test_long_texts_are_cut_and_long_prompts_skipped(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "r.jsonl", [as_ids([1] * 10, given) for given in (2, 6, 8)])
-    read = read_rollouts([file], STEP_ADDER, 96, 6)
-    assert [len(t.token_ids) for t in read.texts] == [6]
-    assert (read.num_cut, read.num_too_long) == (1, 2)
+    read, sentences = read_rollouts([file], STEP_ADDER, 96, 6)
+    assert [len(t.token_ids) for t in read] == [6]
+    assert sentences[1:] == ["2 prompts fill the context of 6 tokens and were skipped", "1 texts were cut at 6 tokens"]
 
 
 def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
@@ -455,12 +457,12 @@ def test_the_tokenizer_hash_depends_on_the_vocabulary_alone(tmp_path: Path) -> N
     shutil.copy(STEP_ADDER / "tokenizer.json", tmp_path)
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree | {"padding": None}, indent=7))
-    assert tokenizer_hash(tmp_path) == tokenizer_hash(STEP_ADDER)
+    assert tokenizer_fingerprint(tmp_path) == tokenizer_fingerprint(STEP_ADDER)
     tree["model"]["vocab"]["quite new"] = 95
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    assert tokenizer_hash(tmp_path) != tokenizer_hash(STEP_ADDER)
+    assert tokenizer_fingerprint(tmp_path) != tokenizer_fingerprint(STEP_ADDER)
     (tmp_path / "tokenizer.json").unlink()
-    assert tokenizer_hash(tmp_path) == "none"
+    assert tokenizer_fingerprint(tmp_path) == ""
 
 
 # In the engine

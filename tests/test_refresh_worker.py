@@ -18,7 +18,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import RolloutRequest
-from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 
 pytestmark = pytest.mark.integration
 

@@ -22,8 +22,7 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.config.model_folder import tensor_shapes
-from nemo_specrollout.training.head.head_checks import check_values
-from nemo_specrollout.training.head.head_facts import read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
 MODEL = ROOT / "models" / "smollm2"
 unit = pytest.mark.unit
@@ -167,7 +166,7 @@ def test_the_shipped_head_is_small_and_fits_the_model() -> None:
     facts = read_head_facts(SHIPPED / "smollm2_eagle3")
     assert (facts.hidden_size, facts.vocab_size, len(facts.layer_ids)) == (576, 49152, 3)
     assert facts.has_reduced_vocab and not any("embed" in name for name in facts.shapes)
-    check_values(facts, read_head_tensors(facts))
+    check_values(facts, read_head_tensors(facts.folder))
     files = list(facts.folder.iterdir())
     assert sum(file.stat().st_size for file in files) <= 25_000_000
     for file in files:

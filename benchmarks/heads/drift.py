@@ -32,7 +32,7 @@ from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.reports.panels import STYLE
 from nemo_specrollout.reports.records import Record, read_lines
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, StepFacts
-from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head
@@ -104,7 +104,7 @@ def replay(
             if decision.refresh and (data := recording.data(version)).lacking is None:
                 training = service.settings()
                 line["learning_rate"] = training.learning_rate
-                refresh = service.refresh(data, training, Budget(steps=num_steps))
+                refresh = service.train(data, training, Budget(steps=num_steps))
                 training_s += refresh.seconds
                 line |= {"refreshed": True, "published": refresh.published, "gate": refresh.reason}
         lines.append({**line, "training_s": training_s})

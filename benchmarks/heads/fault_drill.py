@@ -26,11 +26,11 @@ from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
-from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
-from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.head_facts import check_head
 from nemo_specrollout.training.head.trainer import Budget, TrainingSettings
 from nemo_specrollout.training.refresh.candidate import Judge, RefreshData, refresh_head
 

@@ -121,7 +121,7 @@ def _equal(rollouts: list[Rollout], expected: list[Rollout]) -> dict[str, int]:
 
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:
     """1 - TV of policy and head: what no way of drafting with this head can exceed in the mean."""
-    from nemo_specrollout.training.features.hf_features import hf_features, load_policy
+    from nemo_specrollout.training.features.features import hf_features, load_policy
     from nemo_specrollout.training.head.acceptance import measure_acceptance
     from nemo_specrollout.training.head.head import load_eagle3_head
 

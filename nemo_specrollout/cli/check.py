@@ -12,7 +12,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
-from nemo_specrollout.training.head.head_checks import misfit
+from nemo_specrollout.training.head.head_facts import misfit
 
 
 def check(parsed: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from nemo_specrollout.scheduling.placement.cost_tables import CostTables
 from nemo_specrollout.scheduling.placement.planner import Machine, choose, placed
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
-from nemo_specrollout.training.head.head_checks import check_head
+from nemo_specrollout.training.head.head_facts import check_head
 
 EXIT_FAILED = 1
 """Exit code of a command that failed."""

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -39,12 +38,10 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from nemo_specrollout.local.prompt_rollouts import answer_prompts
-        from nemo_specrollout.training.refresh.offline_refresh import OfflineRefresh
-        from nemo_specrollout.training.refresh.refresh_state import RefreshState
+        from nemo_specrollout.training.refresh.offline_refresh import refresh_offline
 
-        state = RefreshState(Path(options.out), options.replace)
         with Interrupts() as interrupts:
-            published = OfflineRefresh(options, state, TerminalView(), answer_prompts, interrupts.check).run()
+            published = refresh_offline(options, TerminalView(), answer_prompts, interrupts.check)
     except KeyboardInterrupt:
         partial = f"{options.out}.partial"
         print(f"nemo-specrollout: the same command goes on from what is in {partial}", file=sys.stderr)

@@ -15,8 +15,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from nemo_specrollout.generation.head_rope import layer_config, rope_difference
 from nemo_specrollout.generation.shared_modules import EMBEDDING, LM_HEAD, shared_modules
-from nemo_specrollout.training.head.head_checks import check_values
-from nemo_specrollout.training.head.head_facts import read_head_facts, read_head_tensors
+from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
 GATHERED_ROWS = 8192
 """Rows of a vocabulary that are gathered from all ranks at a time."""
@@ -28,7 +27,7 @@ def load_published_head(runner: Any, folder: Path) -> None:
     Raises ValueError if the weights are broken or of another kind of head; the engine then keeps its own.
     """
     facts = read_head_facts(folder)
-    tensors = read_head_tensors(facts)
+    tensors = read_head_tensors(folder)
     check_values(facts, tensors)
     shared = {path.rpartition(".")[2] for path in shared_modules(runner.model, runner.speculator.model)}
     if LM_HEAD in shared:

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.local.rollout_source import RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureStore
-from nemo_specrollout.training.head.head import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord
-from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels
+from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
 
 class LocalRefresher:
@@ -33,7 +33,8 @@ class LocalRefresher:
         self._folder = HeadFolder(run / "heads")
         self._online = OnlineRefresh(
             block,
-            StartModels(Path(config.policy.model_name), Path(block.head)),
+            Path(config.policy.model_name),
+            Path(block.head),
             self._folder,
             temperature=config.policy.generation.temperature,
         )

@@ -14,7 +14,7 @@ from nemo_specrollout.config.run_sections import GenerationConfig, VllmConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.training.features.rollout_files import held_out_share, read_prompts
-from nemo_specrollout.training.refresh.refresh_job import RefreshJob
+from nemo_specrollout.training.refresh.offline_data import RefreshJob
 
 MAX_NUM_SEQS = 64
 """Requests that the engine decodes at the same time."""

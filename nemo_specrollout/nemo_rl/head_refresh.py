@@ -18,7 +18,7 @@ from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_text
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
-from nemo_specrollout.training.features.feature_reader import FeatureReader
+from nemo_specrollout.training.features.feature_store import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 
 MOST_RESTARTS = 1
@@ -31,16 +31,16 @@ class SpecrolloutHeadTrainer:
 
     def __init__(self, block: SpecrolloutConfig, policy: str, heads: str, temperature: float) -> None:
         """`policy` is a Hugging Face folder or a name on the hub, and `heads` the path of the run's `HeadFolder`."""
-        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh, StartModels  # imports torch
+        from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh  # imports torch
 
         assert block.draft_refresh is not None and block.head is not None
         self._folder = HeadFolder(Path(heads))
         self._online = OnlineRefresh(
             block,
-            StartModels(_local_folder(policy), _local_folder(block.head)),
+            _local_folder(policy),
+            _local_folder(block.head),
             self._folder,
             temperature=temperature,
-            device="cuda" if block.draft_refresh.trainer_gpus else "cpu",
             in_background=True,
         )
 

@@ -31,7 +31,7 @@ from nemo_specrollout.nemo_rl.patch_points import (
     check_patch_points,
 )
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
-from nemo_specrollout.training.head.head_checks import misfit
+from nemo_specrollout.training.head.head_facts import misfit
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from vllm_v2_cpu.plugin import V2_ON_CPU
 

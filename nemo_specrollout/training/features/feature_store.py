@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feature store on disk, between the rollouts that compute features and the training of a head.
 
-A store has a bounded size and survives a crash at any moment. Shapes: as in `features.py`.
+A store has a bounded size and survives a crash at any moment. `index.json` names the policy whose features it holds, and the
+shards that belong to it.
 """
 
 import dataclasses
@@ -9,30 +10,169 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import TextIO
 
-import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.training.features.feature_index import FeatureIndex, FeatureSource, Shard
-from nemo_specrollout.training.features.feature_reader import INDEX, FeatureReader
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 1
+"""Number of the file format. A store of another format cannot be read."""
+INDEX = "index.json"
 SHARD_BYTES = 64 << 20
-"""Default size of a shard, bytes."""
+"""Largest size of a shard, bytes."""
 SEQUENCE_OVERHEAD_BYTES = 512
 """Most bytes that a sequence takes in a shard beyond its tensors."""
 SHARD_OVERHEAD_BYTES = 1024
 """Most bytes that a shard takes beyond its sequences."""
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types of hidden states that a store accepts."""
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """Policy that computed the features of a store. All fields except the name must agree within a store."""
+
+    policy_name: str
+    """Folder or name of the policy, for people who read the file."""
+    tokenizer_hash: str
+    """Hash of the tokenizer (`config.model_folder.tokenizer_fingerprint`)."""
+    vocab_size: int
+    """Number of token ids of the policy."""
+    hidden_size: int
+    """Width of the policy's hidden states."""
+    layer_ids: tuple[int, ...]
+    """Auxiliary layers, in the order in which their states are stored."""
+
+    def differences(self, other: "FeatureSource") -> list[str]:
+        """Returns a phrase for each field that keeps features of the two sources from being mixed."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in asdict(self) if name != "policy_name"}
+        return [f"{name} {one!r}, not {two!r}" for name, (one, two) in pairs.items() if one != two]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """File of sequences that one policy version computed."""
+
+    number: int
+    """Position in the order of writing. A store never uses a number twice."""
+    policy_version: int
+    """Version of the weights that computed the features."""
+    num_bytes: int
+    """Size of the file."""
+    num_tokens: int
+    """Tokens of all sequences."""
+    num_training: int
+    """Sequences to train on."""
+    num_held_out: int
+    """Sequences that are kept from training."""
+    digest: str
+    """SHA-256 of the file, hexadecimal."""
+
+    @property
+    def name(self) -> str:
+        """File name in the store's folder."""
+        return f"shard-{self.number:08d}.safetensors"
+
+    @property
+    def age_key(self) -> tuple[int, int]:
+        """Sort key: a store reads the largest first and drops the smallest first."""
+        return self.policy_version, self.number
+
+
+@dataclass(frozen=True)
+class FeatureIndex:
+    """Content of `index.json`. Readers ignore every file that it does not list."""
+
+    source: FeatureSource
+    """Policy whose features the store holds."""
+    held_out_share: float
+    """Share of prompts whose sequences are kept from training."""
+    next_number: int = 0
+    """Number of the next shard."""
+    shards: tuple[Shard, ...] = ()
+    """Shards in the order of writing."""
+
+
+class FeatureReader:
+    """Reads a store, which another process may be writing.
+
+    Every call sees the shards that the index lists at that moment. A shard that the writer drops meanwhile is skipped.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def index(self) -> FeatureIndex:
+        """Returns the current index. Raises FileNotFoundError if there is none, ValueError if it is damaged."""
+        path = self.folder / INDEX
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            if tree.pop("format") != FORMAT:
+                raise ValueError(f"{path}: another version of this package wrote it; remove {self.folder}")
+            source = tree.pop("source")
+            source["layer_ids"] = tuple(source["layer_ids"])
+            shards = tuple(Shard(**shard) for shard in tree.pop("shards"))
+            return FeatureIndex(source=FeatureSource(**source), shards=shards, **tree)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not the index of a feature store ({error!r}); remove {self.folder}") from error
+
+    def shards(self, versions: Collection[int] | None = None) -> list[Shard]:
+        """Returns the shards of the given policy versions, or of all, newest first."""
+        shards = [s for s in self.index().shards if versions is None or s.policy_version in versions]
+        return sorted(shards, key=lambda s: s.age_key, reverse=True)
+
+    def data_hash(self) -> str:
+        """Returns a hash of the contents of all shards, for the card of a head."""
+        return hashlib.sha256("".join(sorted(s.digest for s in self.shards())).encode()).hexdigest()
+
+    def sequences(self, held_out: bool, versions: Collection[int] | None = None) -> Iterator[SequenceFeatures]:
+        """Yields the training or the held-out sequences, newest policy version first."""
+        for shard in self.shards(versions):
+            yield from self.read(shard, held_out)
+
+    def read(self, shard: Shard, held_out: bool) -> Iterator[SequenceFeatures]:
+        """Yields the training or the held-out sequences of a shard; none if the writer has dropped the shard."""
+        try:
+            file = safe_open(self.folder / shard.name, framework="pt")
+        except (FileNotFoundError, RuntimeError):  # RuntimeError: the file vanished between two accesses of safetensors
+            if shard in self.index().shards:
+                raise
+            return
+        with file:
+            names = set(file.keys())
+            for i, facts in enumerate(json.loads(file.metadata()["sequences"])):
+                if facts["held_out"] == held_out:
+                    tokens, aux, final = (file.get_tensor(f"{i}.{name}") for name in ("token_ids", "aux", "final"))
+                    prompt_ids = file.get_tensor(f"{i}.prompt_ids") if f"{i}.prompt_ids" in names else None
+                    place = facts["prompt_length"], shard.policy_version, facts["first_position"]
+                    yield SequenceFeatures(tokens, aux, final, *place, prompt_ids)
+
+
+def newest_sequences(
+    stores: Sequence[FeatureReader], held_out: bool, max_tokens: int, versions: Collection[int] | None = None
+) -> list[SequenceFeatures]:
+    """Returns the training or the held-out sequences of several stores, newest policy version first.
+
+    The last sequence is the one that reaches `max_tokens` tokens in total. `versions` limits the policy versions.
+    """
+    shards = [(shard, store) for store in stores for shard in store.shards(versions)]
+    found: list[SequenceFeatures] = []
+    num_tokens = 0
+    for shard, store in sorted(shards, key=lambda pair: pair[0].age_key, reverse=True):
+        for features in store.read(shard, held_out):
+            found.append(features)
+            num_tokens += features.num_tokens
+            if num_tokens >= max_tokens:
+                return found
+    return found
 
 
 class FeatureStore(FeatureReader):
@@ -46,29 +186,21 @@ class FeatureStore(FeatureReader):
     Example: `store = FeatureStore(folder, 1 << 30, source); store.append(features); store.flush()`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        max_bytes: int,
-        source: FeatureSource,
-        held_out_share: float = 0.1,
-        shard_bytes: int = SHARD_BYTES,
-    ) -> None:
+    def __init__(self, folder: Path, max_bytes: int, source: FeatureSource, held_out_share: float = 0.1) -> None:
         """Opens the store and repairs what a killed process left.
 
         Raises ValueError if the folder holds features of another source or with another held-out share, and
         BlockingIOError if another process writes to it.
         """
         super().__init__(folder)
-        self.source = source
-        self.max_bytes = max_bytes
-        self.held_out_share = held_out_share
-        self.shard_bytes = min(shard_bytes, max_bytes // 8)
+        self.source, self.max_bytes, self.held_out_share = source, max_bytes, held_out_share
+        self.shard_bytes = min(SHARD_BYTES, max_bytes // 8)
         self._buffer: dict[int, list[tuple[SequenceFeatures, bool]]] = {}
         self._buffered_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_file(folder / ".lock")
+        self._lock = (folder / ".lock").open("w")
         try:
+            self._take_lock()
             self._recover()
         except BaseException:
             self._lock.close()
@@ -92,11 +224,10 @@ class FeatureStore(FeatureReader):
         OSError as `flush` does.
         """
         self._check(features)
-        prompt_ids = features.whole_prompt_P if prompt_ids is None else prompt_ids
+        held_out = is_held_out(features.whole_prompt_P if prompt_ids is None else prompt_ids, self.held_out_share)
         num_bytes = features.num_bytes + SEQUENCE_OVERHEAD_BYTES
         if self._buffered_bytes + num_bytes > self.shard_bytes:
             self.flush()
-        held_out = is_held_out(prompt_ids, self.held_out_share)
         self._buffer.setdefault(features.policy_version, []).append((_copied(features), held_out))
         self._buffered_bytes += num_bytes
 
@@ -136,6 +267,15 @@ class FeatureStore(FeatureReader):
                     str(self.folder),
                 ) from error
 
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            reason = "another process writes to this feature store"
+            raise BlockingIOError(error.errno, reason, str(self.folder)) from error
+        except OSError:
+            logger.warning("%s: this file system has no locks; make sure that only one process writes", self.folder)
+
     def _recover(self) -> None:
         """Starts the index, or checks it and drops damaged shards and unlisted files."""
         try:
@@ -147,7 +287,8 @@ class FeatureStore(FeatureReader):
             differences.append(f"held_out_share {self.held_out_share}, not {index.held_out_share}")
         if differences:
             raise ValueError(f"{self.folder} holds other features ({'; '.join(differences)}); choose another folder")
-        intact = [s for s in index.shards if _file_size(self.folder / s.name) == s.num_bytes]
+        sizes = {path.name: path.stat().st_size for path in self.folder.glob("shard-*")}
+        intact = [s for s in index.shards if sizes.get(s.name) == s.num_bytes]
         if len(intact) < len(index.shards):
             logger.warning("%s: dropped %d damaged shards", self.folder, len(index.shards) - len(intact))
         self._commit(index, _newest_within(intact, self.max_bytes))
@@ -168,9 +309,8 @@ class FeatureStore(FeatureReader):
         kept = _newest_within([*index.shards, shard], self.max_bytes)
         if shard not in kept:
             return
-        others = [s for s in kept if s != shard]
-        if len(others) < len(index.shards):
-            index = self._commit(index, others)
+        if len(kept) <= len(index.shards):
+            index = self._commit(index, kept[:-1])
         try:
             write_atomically(self.folder / shard.name, data)
             self._commit(index, kept)
@@ -181,8 +321,8 @@ class FeatureStore(FeatureReader):
     def _commit(self, index: FeatureIndex, shards: list[Shard]) -> FeatureIndex:
         """Lists `shards`, and removes the files of all others only after that."""
         next_number = max([index.next_number, *(s.number + 1 for s in shards)])
-        committed = FeatureIndex(index.source, index.held_out_share, next_number, tuple(shards))
-        committed.write(self._index_path)
+        committed = dataclasses.replace(index, next_number=next_number, shards=tuple(shards))
+        write_atomically(self.folder / INDEX, json.dumps({"format": FORMAT, **asdict(committed)}, indent=1))
         listed = {s.name for s in shards}
         for path in self.folder.iterdir():
             if path.name not in listed and path.name.startswith(("shard-", ".shard-", f".{INDEX}.")):
@@ -198,7 +338,7 @@ class FeatureStore(FeatureReader):
         if shapes != expected:
             raise ValueError(f"features of {num_layers} layers must have shapes {expected}, got {shapes}")
         dtypes = {features.aux_TF.dtype, features.final_TH.dtype}
-        if not dtypes <= set(DTYPES) or features.token_ids_T.dtype != torch.int32:
+        if not dtypes <= {torch.float32, torch.bfloat16} or features.token_ids_T.dtype != torch.int32:
             raise ValueError(f"features must be float32 or bfloat16, and their tokens int32, got {dtypes}")
         if features.num_tokens == 0:
             raise ValueError("features of no tokens cannot be stored")
@@ -220,37 +360,16 @@ def _copied(features: SequenceFeatures) -> SequenceFeatures:
 def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
     """Returns the content of a shard from sequences, each with whether it is held out."""
     tensors, facts = {}, []
-    for i, (features, held_out) in enumerate(sequences):
-        tensors[f"{i}.token_ids"] = features.token_ids_T
-        tensors[f"{i}.aux"] = features.aux_TF
-        tensors[f"{i}.final"] = features.final_TH
-        if features.prompt_ids_P is not None:
-            tensors[f"{i}.prompt_ids"] = features.prompt_ids_P
-        place = {"prompt_length": features.prompt_length, "first_position": features.first_position}
-        facts.append({**place, "held_out": held_out})
+    for i, (f, held_out) in enumerate(sequences):
+        named = {"token_ids": f.token_ids_T, "aux": f.aux_TF, "final": f.final_TH, "prompt_ids": f.prompt_ids_P}
+        tensors |= {f"{i}.{name}": tensor for name, tensor in named.items() if tensor is not None}
+        facts.append({"prompt_length": f.prompt_length, "first_position": f.first_position, "held_out": held_out})
     return save(tensors, {"sequences": json.dumps(facts)})
 
 
 def _newest_within(shards: list[Shard], max_bytes: int) -> list[Shard]:
     """Returns the newest shards that take at most `max_bytes` together, in the order given."""
     by_age = sorted(shards, key=lambda s: s.age_key, reverse=True)
-    totals = np.cumsum([s.num_bytes for s in by_age])
-    dropped = {s.number for s, total in zip(by_age, totals, strict=True) if total > max_bytes}
-    return [s for s in shards if s.number not in dropped]
-
-
-def _file_size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _lock_file(path: Path) -> TextIO:
-    """Returns an open file that is locked until it is closed. Raises BlockingIOError if another process holds the lock."""
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise BlockingIOError(error.errno, "another process writes to this feature store", str(path.parent)) from error
-    except OSError:
-        logger.warning("%s: this file system has no locks; make sure that only one process writes", path.parent)
-    return file
+    totals = accumulate(s.num_bytes for s in by_age)
+    kept = {s.number for s, total in zip(by_age, totals, strict=True) if total <= max_bytes}
+    return [s for s in shards if s.number in kept]

@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features: the tokens of a sequence and the policy's hidden states at each, which a head learns from.
 
-Shapes: T tokens of a sequence, P tokens of its prompt, A auxiliary layers, H hidden size, F = A * H.
+Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch, H hidden size,
+F = auxiliary layers * H, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModel, PreTrainedModel
+
+CHUNK_ELEMENTS = 1 << 24
+"""Approximate number of logits in memory at a time."""
+MAX_EXCESS, WARN_EXCESS = 2.0, 0.5
+"""Surprise beyond the policy's entropy, nats per token, above which rollouts are refused or a warning is given."""
+MAX_CHANGE, WARN_CHANGE = 0.5, 0.1
+"""Relative change of the final hidden states above which features are refused or a warning is given. bfloat16 gives 0.01."""
+
+Text = tuple[Sequence[int], int]
+"""Token ids of a prompt with its response, and the length of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +47,7 @@ class SequenceFeatures:
     """The whole prompt, int32 [P]. Given if the KV cache held its first tokens, so that the features begin later."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the three tensors do not cover the same tokens."""
-        if not len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH):
-            lengths = f"{len(self.token_ids_T)} tokens, {len(self.aux_TF)} and {len(self.final_TH)} hidden states"
-            raise ValueError(f"features must cover the same tokens, got {lengths}")
+        assert len(self.token_ids_T) == len(self.aux_TF) == len(self.final_TH), "features must cover the same tokens"
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +77,7 @@ class SequenceFeatures:
     def num_bytes(self) -> int:
         """Memory of the tensors, bytes."""
         tensors = (self.token_ids_T, self.aux_TF, self.final_TH, self.prompt_ids_P)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.nbytes for t in tensors if t is not None)
 
 
 def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
@@ -77,12 +89,101 @@ def is_held_out(prompt_ids: torch.Tensor | Sequence[int], share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < share * 2**64
 
 
-def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Returns the auxiliary layers of a new head: an early, a middle and a late one.
+def load_policy(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Returns the decoder of a Hugging Face folder without its LM head, for inference."""
+    model = AutoModel.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.to(device).eval().requires_grad_(False)
 
-    Unlike the defaults of vLLM and NeMo-RL, the three differ for shallow policies too. Raises ValueError for a policy
-    of fewer than four layers.
+
+@torch.no_grad()
+def hf_features(
+    policy: PreTrainedModel, texts: Sequence[Text], layer_ids: Sequence[int], max_tokens: int = 8192
+) -> list[SequenceFeatures]:
+    """Returns the features of `texts` in their order, by a forward pass in the policy's dtype.
+
+    Args:
+        policy: The decoder (`load_policy`).
+        texts: Texts with at least one generated token each.
+        layer_ids: Auxiliary layers. The feature of layer i is the residual stream before the policy's layer i.
+        max_tokens: Most positions of a micro-batch, padding included. A longer text is a micro-batch of its own.
+
+    Raises ValueError for a layer that the policy does not have, and for a text without a generated token.
     """
-    if num_layers < 4:
-        raise ValueError(f"a policy of {num_layers} layers is too shallow for default layer ids; name them yourself")
-    return (2, num_layers // 2, num_layers - 3) if num_layers >= 8 else (1, num_layers // 2, num_layers - 1)
+    num_layers = policy.config.get_text_config().num_hidden_layers
+    if min(layer_ids) < 0 or max(layer_ids) >= num_layers:
+        raise ValueError(f"layer_ids {list(layer_ids)}: the policy has layers 0 to {num_layers - 1}")
+    for ids, prompt_length in texts:
+        if not 0 < prompt_length < len(ids):
+            raise ValueError(f"prompt_length {prompt_length} of a text of {len(ids)} tokens; nothing was generated")
+    found: dict[int, SequenceFeatures] = {}
+    for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):
+        ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(texts[i][0]) for i in batch], batch_first=True)
+        # Causal attention never sees padding on the right. Without a mask, the fastest kernels are used.
+        output = policy(input_ids=ids_BT.to(policy.device), output_hidden_states=True, use_cache=False)
+        aux_BTF = torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1).cpu()
+        final_BTH = output.last_hidden_state.cpu()
+        for row, i in enumerate(batch):
+            ids, prompt_length = texts[i]
+            own = (row, slice(len(ids)))
+            aux_TF, final_TH = aux_BTF[own].clone(), final_BTH[own].clone()
+            found[i] = SequenceFeatures(ids_BT[own].int(), aux_TF, final_TH, prompt_length, policy_version=0)
+    return [found[i] for i in range(len(texts))]
+
+
+def _micro_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yields indices of texts of similar length: one text, or as many as take `max_tokens` positions when padded."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[i] > max_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def check_surprise(
+    lm_head_VH: torch.Tensor, sequences: Sequence[SequenceFeatures], temperature: float = 1.0
+) -> str | None:
+    """Returns a warning if the generated tokens look like another policy's, else None.
+
+    Token ids of another tokenizer may be valid ids, so only their probabilities tell. For its own samples, the mean log-prob
+    is about minus the policy's entropy. Temperature 0 counts as 1. Raises ValueError if the tokens cannot be the policy's:
+    they are less likely than uniform guesses, or the policy is far more surprised than it expects to be.
+    """
+    rows = max(1, CHUNK_ELEMENTS // len(lm_head_VH))
+    logprob = entropy = 0.0
+    for features in sequences:
+        for start in range(features.first_start, features.num_tokens - 1, rows):
+            stop = min(start + rows, features.num_tokens - 1)
+            logits_RV = (features.final_TH[start:stop].to(lm_head_VH) @ lm_head_VH.T).float()
+            logprobs_RV = torch.log_softmax(logits_RV / (temperature or 1.0), -1)
+            tokens_R = features.token_ids_T[start + 1 : stop + 1].long().to(logprobs_RV.device)
+            logprob += float(logprobs_RV.gather(1, tokens_R[:, None]).sum())
+            entropy -= float((logprobs_RV.exp() * logprobs_RV).sum())
+    num_tokens = max(1, sum(features.num_tokens - 1 - features.first_start for features in sequences))
+    logprob, entropy, uniform = logprob / num_tokens, entropy / num_tokens, -math.log(len(lm_head_VH))
+    mean = f"the policy gives the generated tokens a mean log-prob of {logprob:.2f}"
+    refusal = "the rollouts are of another tokenizer or policy; give its own"
+    if logprob < uniform:
+        raise ValueError(f"{mean}, worse than {uniform:.2f} of guessing: {refusal}")
+    if (excess := -logprob - entropy) > MAX_EXCESS:
+        raise ValueError(f"{mean} and expects {-entropy:.2f} of its own: {refusal}")
+    warning = f"{mean} and expects {-entropy:.2f} of its own: the rollouts look like another policy's"
+    return warning if excess > WARN_EXCESS else None
+
+
+def check_stored(stored: Sequence[SequenceFeatures], current: Sequence[SequenceFeatures]) -> str | None:
+    """Returns a warning if stored features differ from the policy's current ones of the same tokens, else None.
+
+    Raises ValueError if the difference is too large for two versions of one policy.
+    """
+    pairs = [(a.final_TH.float(), b.final_TH.float()) for a, b in zip(stored, current, strict=True)]
+    change = statistics.median_high(float((a - b).norm() / b.norm()) for a, b in pairs)
+    difference = f"the stored features differ by {change:.0%} from what the policy computes now"
+    if not change <= MAX_CHANGE:
+        raise ValueError(f"{difference}, {MAX_CHANGE:.0%} at most: they are another policy's; give rollouts instead")
+    return f"{difference}: they are of older weights" if change > WARN_CHANGE else None

@@ -8,25 +8,21 @@ A line of a JSONL file of rollouts has one of three forms, and may have further 
 Every error is a ValueError that names file, line and fix.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.training.features.features import is_held_out
+from nemo_specrollout.training.features.features import Text, is_held_out
 
 MIN_PROMPTS = 16
 """Fewest different prompts by which a head can be trained and judged."""
 MIN_HELD_OUT_PROMPTS = 8
 """Fewest different prompts by which a head can be judged."""
 FORMS = "prompt_token_ids and response_token_ids, prompt and response, or token_ids and token_loss_mask as NeMo-RL logs them"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json",
-)  # fmt: skip
 
 Encode = Callable[[str, bool], list[int]]
 """Returns the token ids of a text. If the flag is set, the text begins a sequence and gets the special tokens for that."""
@@ -54,47 +50,9 @@ class RolloutText:
         return self.prompt_length == self.first_prompt_length
 
     @property
-    def text(self) -> tuple[list[int], int]:
+    def text(self) -> Text:
         """The text as `hf_features` expects it."""
         return self.token_ids, self.prompt_length
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Texts that were read, with counts of what was left out."""
-
-    texts: tuple[RolloutText, ...]
-    """Texts in the order of files and lines."""
-    num_files: int = 0
-    """Files that were read."""
-    num_empty: int = 0
-    """Lines without a generated token, which were skipped."""
-    num_too_long: int = 0
-    """Texts whose prompt fills the context, which were skipped."""
-    num_cut: int = 0
-    """Texts that were cut at the end of the context."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(len(text.token_ids) for text in self.texts)
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """Returns a hash of the tokenizer in a Hugging Face folder; "none" if there is none.
-
-    The hash covers vocabulary, merges and special tokens of tokenizer.json, not its formatting. If that file is missing
-    or unusual, the hash covers the bytes of all tokenizer files.
-    """
-    try:
-        tree = json.loads((folder / "tokenizer.json").read_bytes())
-        model = dict(tree["model"])
-        model["merges"] = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or []]
-        added = sorted((token["id"], token["content"]) for token in tree.get("added_tokens") or [])
-        content = [json.dumps([model, added], sort_keys=True).encode()]
-    except (OSError, ValueError, LookupError, TypeError):
-        content = [(folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    return hashlib.sha256(b"\0".join(content)).hexdigest()[:32] if content else "none"
 
 
 def is_feature_store(path: Path) -> bool:
@@ -121,8 +79,10 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def read_rollouts(paths: Sequence[Path], policy_folder: Path, vocab_size: int, max_length: int) -> Rollouts:
-    """Reads files and folders of rollouts, in the order given.
+def read_rollouts(
+    paths: Sequence[Path], policy_folder: Path, vocab_size: int, max_length: int
+) -> tuple[list[RolloutText], list[str]]:
+    """Returns the texts of files and folders, in the order given, and sentences about what was read and left out.
 
     Args:
         paths: Files, or folders.
@@ -133,21 +93,27 @@ def read_rollouts(paths: Sequence[Path], policy_folder: Path, vocab_size: int, m
     encode, files = _encoder(policy_folder), rollout_files(paths)
     texts: list[RolloutText] = []
     num_empty = num_too_long = num_cut = 0
-    for file in files:
-        for where, record in _records(file):
-            read = list(_texts(record, where, encode))
-            num_empty += not read
-            for text in read:
-                _check_ids(text.token_ids, vocab_size, where)
-                if text.prompt_length >= max_length:
-                    num_too_long += 1
-                    continue
-                num_cut += len(text.token_ids) > max_length
-                texts.append(RolloutText(text.token_ids[:max_length], text.prompt_length, text.first_prompt_length))
+    for where, record in (line for file in files for line in _records(file)):
+        found = list(_texts(record, where, encode))
+        num_empty += not found
+        for text in found:
+            _check_ids(text.token_ids, vocab_size, where)
+            if text.prompt_length >= max_length:
+                num_too_long += 1
+                continue
+            num_cut += len(text.token_ids) > max_length
+            texts.append(replace(text, token_ids=text.token_ids[:max_length]))
     if not texts:
         why = f"{num_empty} responses are empty and {num_too_long} prompts fill the context of {max_length} tokens"
         raise ValueError(f"--rollouts {', '.join(map(str, paths))}: nothing to learn from ({why}); give other rollouts")
-    return Rollouts(tuple(texts), len(files), num_empty, num_too_long, num_cut)
+    num_tokens = sum(len(text.token_ids) for text in texts)
+    left_out = (
+        (num_empty, "rollouts without a response were skipped"),
+        (num_too_long, f"prompts fill the context of {max_length} tokens and were skipped"),
+        (num_cut, f"texts were cut at {max_length} tokens"),
+    )
+    sentences = [f"rollouts: {len(texts)} texts of {num_tokens} tokens in {len(files)} files"]
+    return texts, sentences + [f"{number} {what}" for number, what in left_out if number]
 
 
 def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[int]]:
@@ -159,19 +125,17 @@ def read_prompts(file: Path, policy_folder: Path, vocab_size: int) -> list[list[
     first = next((line for _, line in _lines(file)), "")
     records = _records(file) if first.startswith("{") else ((w, {"prompt": line}) for w, line in _lines(file))
     for where, record in records:
-        ids: Any
         if isinstance(record.get("prompt"), str):
-            ids = encode(record["prompt"], True)
+            ids: Any = encode(record["prompt"], True)
         elif "prompt_token_ids" in record:
             ids = record["prompt_token_ids"]
         else:
             raise ValueError(f"{where}: keys {_keys(record)}; a prompt has prompt (text) or prompt_token_ids")
         _check_ids(ids, vocab_size, where)
-        if ids:
-            prompts.append(ids)
-    if not prompts:
+        prompts.append(tuple(ids))
+    if not any(prompts):
         raise ValueError(f"--prompts {file}: no prompt in it; give one a line")
-    return [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    return [list(ids) for ids in dict.fromkeys(prompts) if ids]
 
 
 def held_out_share(prompts: Iterable[Sequence[int]], wanted: float) -> float:
@@ -230,7 +194,7 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def _texts(record: Mapping[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
+def _texts(record: dict[str, Any], where: str, encode: Encode) -> Iterator[RolloutText]:
     """Yields the texts of a line in any of the three forms; none if nothing was generated."""
     if {"token_ids", "token_loss_mask"} <= record.keys():
         yield from _logged_texts(record, where)
@@ -249,7 +213,7 @@ def _texts(record: Mapping[str, Any], where: str, encode: Encode) -> Iterator[Ro
         yield RolloutText([*prompt, *response], len(prompt), len(prompt))
 
 
-def _logged_texts(record: Mapping[str, Any], where: str) -> Iterator[RolloutText]:
+def _logged_texts(record: dict[str, Any], where: str) -> Iterator[RolloutText]:
     """Yields a text for each generated span that follows other tokens, in a line that NeMo-RL logged.
 
     Each value of such a line is a padded batch of one sample. The mask is 1 at generated tokens.
@@ -257,7 +221,7 @@ def _logged_texts(record: Mapping[str, Any], where: str) -> Iterator[RolloutText
     rows, masks = _as_batch(record["token_ids"]), _as_batch(record["token_loss_mask"])
     lengths = record.get("input_lengths") or [len(row) for row in rows]
     lengths = lengths if isinstance(lengths, list) else [lengths]
-    if not len(rows) == len(masks) == len(lengths) or any(len(r) != len(m) for r, m in zip(rows, masks, strict=False)):
+    if not len(rows) == len(masks) == len(lengths) or [*map(len, rows)] != [*map(len, masks)]:
         raise ValueError(
             f"{where}: token_ids, token_loss_mask and input_lengths differ in length; write the line again"
         )
@@ -280,13 +244,12 @@ def _as_batch(value: Any) -> list[list[Any]]:
 def _check_ids(ids: Any, vocab_size: int, where: str) -> None:
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ValueError(f"{where}: token ids must be a list of whole numbers")
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = max(ids) if max(ids) >= vocab_size else min(ids)
+    if wrong := next((i for i in ids if not 0 <= i < vocab_size), None):
         raise ValueError(
             f"{where}: token id {wrong} is not of the policy's vocabulary of {vocab_size}; these are of another tokenizer, "
             "give the policy's own rollouts"
         )
 
 
-def _keys(record: Mapping[str, Any]) -> str:
+def _keys(record: dict[str, Any]) -> str:
     return f"{', '.join(sorted(record)[:6])}{' ...' if len(record) > 6 else ''}" if record else "none"

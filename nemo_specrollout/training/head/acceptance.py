@@ -6,76 +6,58 @@ starts after each token of a response. Let TV be the total variation distance of
 (`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
 The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
 
-Shapes: R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size, F = auxiliary layers
-* H, C rows of a chunk, P positions that a chunk attends to.
+Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
+F = auxiliary layers * H, C rows of a chunk, P positions that a chunk attends to.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
-from nemo_specrollout.training.features.features import SequenceFeatures
-from nemo_specrollout.training.head.draft_forward import draft_pass, projected
+from nemo_specrollout.training.features.features import CHUNK_ELEMENTS, SequenceFeatures
+from nemo_specrollout.training.head.draft_loss import draft_pass, projected
 from nemo_specrollout.training.head.head import DraftHead
 
-Sums = tuple[float, ...]
-
-CHUNK_ELEMENTS = 1 << 24
-"""Approximate number of logits in memory at a time."""
 MAX_CHUNK_ROWS = 512
 """Most rows of a chunk."""
 
 
 @dataclass(frozen=True)
-class SequenceAcceptance:
-    """Sums over the starts of one sequence, by draft position. A start near the end counts for fewer positions."""
+class Acceptance:
+    """Sums over the starts of each sequence, by draft position, float [N, K].
 
-    count_K: tuple[int, ...]
+    A start near the end of its sequence counts for fewer positions.
+    """
+
+    count_NK: np.ndarray
     """Starts with a draft at this position."""
-    accepted_K: Sums
+    accepted_NK: np.ndarray
     """Sum of the probability that the draft is accepted if all drafts before it are right."""
-    survived_K: Sums
+    survived_NK: np.ndarray
     """Sum of the probability that all drafts up to this position are accepted."""
 
     @property
-    def expected_length(self) -> float:
-        """Expected tokens of a verification step, the policy's own included."""
-        return expected_length(self.count_K, self.survived_K)
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance of a head on several sequences."""
-
-    sequences: tuple[SequenceAcceptance, ...]
-    """Sums of each sequence, in the order of measurement, for paired comparisons."""
-
-    @property
-    def count_K(self) -> tuple[int, ...]:
-        """Starts by draft position."""
-        return tuple(map(sum, zip(*(s.count_K for s in self.sequences), strict=True)))
-
-    @property
-    def acceptance_rate_K(self) -> Sums:
+    def acceptance_rate_K(self) -> np.ndarray:
         """Acceptance rate by draft position, if all drafts before are right."""
-        return _rates([s.accepted_K for s in self.sequences], self.count_K)
+        return _ratio(self.accepted_NK.sum(0), self.count_NK.sum(0))
 
     @property
-    def survival_rate_K(self) -> Sums:
+    def survival_rate_K(self) -> np.ndarray:
         """Rate at which all drafts up to a position are accepted, by position."""
-        return _rates([s.survived_K for s in self.sequences], self.count_K)
+        return _ratio(self.survived_NK.sum(0), self.count_NK.sum(0))
 
     @property
     def expected_length(self) -> float:
         """Expected tokens of a verification step, the policy's own included."""
-        return 1.0 + sum(self.survival_rate_K)
+        return 1.0 + float(self.survival_rate_K.sum())
 
-
-def expected_length(count_K: Sequence[int], survived_K: Sequence[float]) -> float:
-    """Returns the expected tokens of a verification step from the sums of a `SequenceAcceptance`."""
-    return 1.0 + sum(s / n for s, n in zip(survived_K, count_K, strict=True) if n)
+    @property
+    def expected_length_N(self) -> np.ndarray:
+        """Expected tokens of a verification step in each sequence, for paired comparisons."""
+        return 1.0 + _ratio(self.survived_NK, self.count_NK).sum(1)
 
 
 @torch.no_grad()
@@ -84,16 +66,14 @@ def measure_acceptance(
 ) -> Acceptance:
     """Returns the expected acceptance of `num_drafts` drafts after each generated token of `sequences`.
 
-    Only the head's keys and values grow in memory with the length of a sequence. Raises ValueError for no drafts, for a
-    negative temperature, and for a head with sliding-window attention.
+    At temperature 0 the policy is greedy. Only the head's keys and values grow in memory with the length of a sequence.
+    Raises ValueError for a head with sliding-window attention.
     """
-    if num_drafts < 1:
-        raise ValueError(f"num_drafts is {num_drafts}; give at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; give 0 for greedy, or more")
+    assert num_drafts >= 1 and temperature >= 0.0
     if head.model.uses_sliding_window_attn:
         raise ValueError("the head has sliding-window attention, which cannot be measured; use full attention")
-    return Acceptance(tuple(_measure(head, s, num_drafts, temperature) for s in sequences))
+    sums_N3K = [_measure(head, features, num_drafts, temperature) for features in sequences]
+    return Acceptance(*np.array(sums_N3K).reshape(-1, 3, num_drafts).swapaxes(0, 1))
 
 
 def probabilities(logits_RV: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -124,8 +104,7 @@ def draft_logits(
     keys = DynamicCache()
     for start in range(0, num_rows, chunk_rows):
         stop = min(start + chunk_rows, num_rows)
-        aux_1CF = features.aux_TF[None, start:stop].to(model.fc.weight)
-        hidden_1CH = projected(model, aux_1CF)
+        hidden_1CH = projected(model, features.aux_TF[None, start:stop].to(model.fc.weight))
         mask_CP = torch.ones(stop - start, stop, dtype=torch.bool, device=head.device).tril(start)
         own_CC = torch.eye(stop - start, dtype=torch.bool, device=head.device)
         for k in range(num_drafts):
@@ -141,11 +120,14 @@ def draft_logits(
             keys.crop(-(num_drafts - 1) * (stop - start))
 
 
-def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> SequenceAcceptance:
-    """Returns the sums of a sequence. The start in row t is token t+1, and its k-th draft stands for token t+2+k."""
+def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, temperature: float) -> np.ndarray:
+    """Returns the three sums of a sequence, float [3, K].
+
+    The start in row t is token t+1, and its k-th draft stands for token t+2+k.
+    """
     num_rows = features.num_tokens - 1
     chunk = max(1, min(MAX_CHUNK_ROWS, CHUNK_ELEMENTS // len(head.teacher_VH)))
-    counts, accepted, survived = [0] * num_drafts, [0.0] * num_drafts, [0.0] * num_drafts
+    sums_3K = np.zeros((3, num_drafts))
     survival_C = policy_CD = torch.empty(0)
     for start, k, logits_CD in draft_logits(head, features, num_drafts, chunk):
         stop = start + len(logits_CD)
@@ -154,21 +136,16 @@ def _measure(head: DraftHead, features: SequenceFeatures, num_drafts: int, tempe
             continue
         if k == 0:  # for all draft positions of the chunk: row i is the policy's distribution after token start + 1 + i
             survival_C = torch.ones(len(logits_CD), device=head.device)
-            policy_CD = _policy_after(head, features.final_TH[start + 1 : stop + num_drafts], temperature)
+            final_RH = features.final_TH[start + 1 : stop + num_drafts].to(head.teacher_VH)
+            policy_CD = probabilities(final_RH @ head.teacher_VH.T, temperature)
+            policy_CD = policy_CD if head.draft_token_ids is None else policy_CD[:, head.draft_token_ids]
         rows, judges = slice(begin - start, end - start), slice(begin - start + k, end - start + k)
         accepted_R = overlap(policy_CD[judges], probabilities(logits_CD[rows], temperature))
         survival_C[rows] *= accepted_R
-        counts[k] += end - begin
-        accepted[k] += float(accepted_R.sum())
-        survived[k] += float(survival_C[rows].sum())
-    return SequenceAcceptance(tuple(counts), tuple(accepted), tuple(survived))
+        sums_3K[:, k] += end - begin, float(accepted_R.sum()), float(survival_C[rows].sum())
+    return sums_3K
 
 
-def _policy_after(head: DraftHead, final_RH: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the policy's probabilities of the tokens that the head can draft, float32 [R, D]."""
-    p_RV = probabilities(final_RH.to(head.teacher_VH) @ head.teacher_VH.T, temperature)
-    return p_RV if head.draft_token_ids is None else p_RV[:, head.draft_token_ids]
-
-
-def _rates(sums: Sequence[Sums], count_K: Sequence[int]) -> Sums:
-    return tuple(sum(column) / n if n else 0.0 for column, n in zip(zip(*sums, strict=True), count_K, strict=True))
+def _ratio(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns sums over counts; 0 where nothing was counted."""
+    return np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)

@@ -12,17 +12,36 @@ import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
-from nemo_specrollout.training.features.features import default_layer_ids
-from nemo_specrollout.training.head.head_checks import check_head, check_layer_ids, check_values
-from nemo_specrollout.training.head.head_config import new_head_config, stored_head_config
-from nemo_specrollout.training.head.head_facts import read_head_tensors, read_policy_facts
+from nemo_specrollout.training.head.head_facts import (
+    check_head,
+    check_layer_ids,
+    check_values,
+    read_head_tensors,
+    read_policy_facts,
+)
+
+_CONFIG_CLASSES: dict[str, Any] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+_COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Fields of the policy's config that a new head's layer takes over."""
+_NOT_OF_THE_LAYER = ("architectures", "model_type", "auto_map", "eagle_config", "torch_dtype", "dtype")
+"""Fields of a head's config that do not describe its layer."""
+_DEFAULT_DRAFTS = 3
+"""`speculative_tokens` of a saved config. vLLM uses the number only if the user gives none."""
 
 
 class DraftHead:
@@ -36,23 +55,25 @@ class DraftHead:
         save_head(head, Path("head"))
     """
 
-    def __init__(self, model: Eagle3DraftModel, draft_token_ids: torch.Tensor | None, is_tied: bool) -> None:
-        """Wraps a network.
+    def __init__(self, config: Eagle3SpeculatorConfig, draft_token_ids: torch.Tensor | None, policy: Path) -> None:
+        """Makes a network with random weights, and with the LM head and embedding of the policy in a folder.
 
-        Args:
-            model: The network.
-            draft_token_ids: The policy's ids of the draft vocabulary, int64 [D]; None for the whole vocabulary.
-            is_tied: Whether the policy's LM head is its embedding.
+        `draft_token_ids` are the policy's ids of the draft vocabulary, int64 [D]; None for the whole vocabulary.
         """
-        self.model = model
+        self.model = model = Eagle3DraftModel(config).float()
         self.draft_token_ids = draft_token_ids
-        self.has_own_embedding = False
-        self.teacher_VH: torch.Tensor = torch.full_like(model.embed_tokens.weight, torch.nan)
-        self._is_tied = is_tied
+        if draft_token_ids is not None:
+            assert model.t2d is not None and model.d2t is not None
+            model.t2d[draft_token_ids] = True
+            model.d2t.copy_(draft_token_ids - torch.arange(len(draft_token_ids)))
         model.verifier_norm = torch.nn.Identity()
         model.requires_grad_(True)
         model.embed_tokens.requires_grad_(False)
         model.verifier_lm_head.requires_grad_(False)
+        self.has_own_embedding = False
+        self.teacher_VH: torch.Tensor = torch.full_like(model.embed_tokens.weight, torch.nan)
+        self._is_tied = read_policy_facts(policy).is_tied
+        self.set_policy_weights(_read_policy_tensors(policy, (LM_HEAD, EMBEDDING)))
 
     @property
     def device(self) -> torch.device:
@@ -97,6 +118,17 @@ class DraftHead:
             model.verifier_lm_head.weight.data = rows
 
 
+def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """Returns the auxiliary layers of a new head: an early, a middle and a late one.
+
+    Unlike the defaults of vLLM and NeMo-RL, the three differ for shallow policies too. Raises ValueError for a policy
+    of fewer than four layers.
+    """
+    if num_layers < 4:
+        raise ValueError(f"a policy of {num_layers} layers is too shallow for default layer ids; name them yourself")
+    return (2, num_layers // 2, num_layers - 3) if num_layers >= 8 else (1, num_layers // 2, num_layers - 1)
+
+
 def create_head(
     policy_folder: Path,
     layer_ids: Sequence[int] | None = None,
@@ -115,15 +147,21 @@ def create_head(
 
     Raises ValueError for layer ids or token ids that the policy does not have.
     """
-    policy = read_policy_facts(policy_folder)
-    ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(policy.num_layers)
-    check_layer_ids(ids, policy.num_layers, "new head")
-    draft_ids_D = _sorted_draft_ids(draft_token_ids, policy.vocab_size)
-    num_drafted = policy.vocab_size if draft_ids_D is None else len(draft_ids_D)
+    facts, policy = read_policy_facts(policy_folder), AutoConfig.from_pretrained(policy_folder)
+    layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
+    check_layer_ids(layer_ids, facts.num_layers, "new head")
+    policy = getattr(policy, "text_config", policy)
+    config_class = _CONFIG_CLASSES["qwen3" if policy.model_type.startswith("qwen3") else "llama"]
+    values = {name: getattr(policy, name) for name in _COPIED if getattr(policy, name, None) is not None}
+    values.setdefault("head_dim", policy.hidden_size // policy.num_attention_heads)
+    layer = config_class(num_hidden_layers=1, tie_word_embeddings=False, attention_bias=False, **values)
+    draft_ids_D = _sorted_draft_ids(draft_token_ids, facts.vocab_size)
+    num_drafted = facts.vocab_size if draft_ids_D is None else len(draft_ids_D)
+    config = _head_config(layer, policy_folder, device, layer_ids, draft_vocab_size=num_drafted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = _head_of_policy(new_head_config(policy_folder, ids, num_drafted, device), draft_ids_D, policy_folder)
-    _copy_policy_layers(head, policy_folder, policy.num_layers)
+        head = DraftHead(config, draft_ids_D, policy_folder)
+    _copy_policy_layers(head, policy_folder, facts.num_layers)
     return head.to(device)
 
 
@@ -134,13 +172,18 @@ def load_eagle3_head(folder: Path, policy_folder: Path, device: torch.device | s
     Raises ValueError if `check_head` refuses it.
     """
     facts = check_head(folder, policy_folder, read_tensors=False)
-    tensors = read_head_tensors(facts)
+    tensors = read_head_tensors(folder)
     check_values(facts, tensors)
     draft_ids_D = None
     if facts.has_reduced_vocab:
         draft_ids_D = tensors.pop("d2t") + torch.arange(facts.draft_vocab_size)
         tensors.pop("t2d", None)
-    head = _head_of_policy(stored_head_config(facts, policy_folder, device), draft_ids_D, policy_folder)
+    values = {name: value for name, value in facts.layer.items() if name not in _NOT_OF_THE_LAYER}
+    config = _head_config(
+        _CONFIG_CLASSES[facts.model_type](**values), policy_folder, device, facts.layer_ids,
+        draft_vocab_size=facts.draft_vocab_size, **facts.flags,
+    )  # fmt: skip
+    head = DraftHead(config, draft_ids_D, policy_folder)
     embedding_VH = tensors.pop("embed_tokens.weight", None)
     if embedding_VH is not None and not torch.equal(embedding_VH.float(), head.model.embed_tokens.weight):
         head.has_own_embedding = True
@@ -157,24 +200,47 @@ def save_head(head: DraftHead, folder: Path, dtype: torch.dtype = torch.float32)
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    new, old = temporary / "new", temporary / "old"
     left_out = {"verifier_lm_head.weight"} | (set() if head.has_own_embedding else {"embed_tokens.weight"})
     try:
+        new.mkdir()
         tensors = {
             name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
             for name, t in head.model.state_dict().items()
             if name not in left_out
         }
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors makes the file readable by its owner only
+        save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+        (new / "model.safetensors").chmod(0o644)  # safetensors makes the file readable by its owner only
         config = head.model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-        (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
-        temporary.chmod(0o755)
-        _replace_folder(temporary, folder)
+        (new / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(new, folder)
     finally:
+        if old.exists() and not folder.exists():
+            os.rename(old, folder)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+def _head_config(
+    layer: PretrainedConfig, policy_folder: Path, device: torch.device | str, layer_ids: Sequence[int], **values: Any
+) -> Eagle3SpeculatorConfig:
+    """Returns the config of a head in the layout of `speculators`, with the draft vocabulary and switches in `values`."""
+    layer._attn_implementation = "simple_flex_attention" if torch.device(device).type == "cuda" else "sdpa"
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        eagle_aux_hidden_state_layer_ids=list(layer_ids),
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=_DEFAULT_DRAFTS)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig.from_pretrained(str(policy_folder.absolute())),
+        ),
+        **values,
+    )
+
+
+def _read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Returns the named tensors that the policy has. A tied policy has no LM head.
 
     Raises ValueError if the folder has no embedding under its Hugging Face name.
@@ -193,18 +259,6 @@ def read_policy_tensors(policy_folder: Path, names: Collection[str]) -> dict[str
     return found
 
 
-def _head_of_policy(config: Eagle3SpeculatorConfig, draft_ids_D: torch.Tensor | None, policy_folder: Path) -> DraftHead:
-    """Returns a head with random weights, and with the policy's LM head and embedding."""
-    model = Eagle3DraftModel(config)
-    if draft_ids_D is not None:
-        assert model.t2d is not None and model.d2t is not None
-        model.t2d[draft_ids_D] = True
-        model.d2t.copy_(draft_ids_D - torch.arange(len(draft_ids_D)))
-    head = DraftHead(model.float(), draft_ids_D, read_policy_facts(policy_folder).is_tied)
-    head.set_policy_weights(read_policy_tensors(policy_folder, (LM_HEAD, EMBEDDING)))
-    return head
-
-
 @torch.no_grad()
 def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -> None:
     """Copies the policy's weights that have the head's shapes: LM head, norms and last layer.
@@ -220,20 +274,14 @@ def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -
         "layers.0.hidden_norm.weight": last + "input_layernorm.weight",
         "layers.0.input_layernorm.weight": first + "input_layernorm.weight",
     }
-    halved = [f"self_attn.{p}_proj.weight" for p in "qkv"]
-    wanted = {*sources.values(), *(layer + name for name in halved for layer in (first, last))}
-    tensors = read_policy_tensors(policy_folder, wanted)
-
-    def copy_if_it_fits(target: torch.Tensor, source: str) -> None:
+    targets = [(model.get_parameter(name), source) for name, source in sources.items()]
+    for name in (f"self_attn.{p}_proj.weight" for p in "qkv"):
+        weight_RC = model.get_parameter("layers.0." + name)
+        targets += [(weight_RC[:, :hidden], first + name), (weight_RC[:, hidden:], last + name)]
+    tensors = _read_policy_tensors(policy_folder, {source for _, source in targets})
+    for target, source in targets:
         if source in tensors and tensors[source].shape == target.shape:
             target.copy_(tensors[source])
-
-    for name, source in sources.items():
-        copy_if_it_fits(model.get_parameter(name), source)
-    for name in halved:
-        weight_RC = model.get_parameter("layers.0." + name)
-        copy_if_it_fits(weight_RC[:, :hidden], first + name)
-        copy_if_it_fits(weight_RC[:, hidden:], last + name)
     model.lm_head.weight.copy_(model.verifier_lm_head.weight)
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, -hidden:] += torch.eye(hidden)
@@ -246,14 +294,3 @@ def _sorted_draft_ids(ids: Sequence[int] | None, vocab_size: int) -> torch.Tenso
     if not ids or min(ids) < 0 or max(ids) >= vocab_size:
         raise ValueError(f"draft_token_ids {list(ids)[:8]}...: name tokens of the policy, 0 to {vocab_size - 1}")
     return torch.tensor(sorted(set(ids)))
-
-
-def _replace_folder(temporary: Path, folder: Path) -> None:
-    """Renames `temporary` to `folder`, after renaming what is there out of the way."""
-    if not folder.exists():
-        os.rename(temporary, folder)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)) / "old"
-    os.rename(folder, aside)
-    os.rename(temporary, folder)
-    shutil.rmtree(aside.parent)

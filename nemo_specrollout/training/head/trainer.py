@@ -2,20 +2,20 @@
 """Trains a draft head on features of the policy, by training-time test as in EAGLE-3 (Li et al., arXiv 2503.01840)."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from speculators.losses.utils import LossConfig, resolve_loss_config
+from speculators.losses.utils import resolve_loss_config
 
 from nemo_specrollout.config.block import MIXED_LOSS
+from nemo_specrollout.config.files import replacing_file
 from nemo_specrollout.training.features.features import SequenceFeatures
-from nemo_specrollout.training.head.draft_forward import row_loss, training_loss
+from nemo_specrollout.training.head.draft_loss import Piece, pack, plan_batches, row_loss, training_loss
 from nemo_specrollout.training.head.head import DraftHead
-from nemo_specrollout.training.head.packing import PackedBatch, Piece, pack, plan_batches
 
 OnStep = Callable[[int, int, float], None]
 """Called after a step with its number, the (estimated) total number of steps, and the loss."""
@@ -24,8 +24,6 @@ BATCH_TOKENS = {"cpu": 256, "cuda": 4096}
 """Default rows of a packed batch, by device. Dense attention masks make long batches slow on a CPU."""
 BFLOAT16_HIDDEN = 512
 """Hidden size from which a CPU with bfloat16 matrix units trains faster in bfloat16, despite the conversions."""
-TV = "tv"
-"""Name of the total variation loss in `speculators`."""
 
 
 def default_learning_rate(hidden_size: int) -> float:
@@ -35,7 +33,7 @@ def default_learning_rate(hidden_size: int) -> float:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Hyperparameters of the training."""
+    """Hyperparameters of the training. Raises ValueError for an unknown loss."""
 
     loss: str = MIXED_LOSS
     """Name of a loss of `speculators`, or JSON of several with weights. Acceptance depends on the total variation, which
@@ -44,55 +42,21 @@ class TrainingSettings:
     """Share of a training after which the loss is total variation alone (Bebop, arXiv 2606.12370); 1 is never."""
     learning_rate: float = 3e-3
     """Learning rate after warm-up. See `default_learning_rate` for other hidden sizes than 256."""
-    schedule: str = "cosine"
-    """Course of the learning rate: `constant`, or `cosine`, which falls to a tenth at the end of the budget."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Course of the learning rate. `cosine` falls to a tenth at the end of the budget."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises linearly from 0."""
     ttt_steps: int = 5
     """Draft positions that are trained. The head runs on its own hidden states from the second on."""
-    step_decay: float = 1.0
-    """Weight of a draft position in the loss, relative to the position before."""
     batch_tokens: int = 256
     """Rows of a packed batch. Longer sequences are cut."""
-    weight_decay: float = 0.0
-    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Global norm to which gradients are clipped."""
-    train_lm_head: bool = True
-    """Whether the head's LM head is trained."""
     seed: int = 0
     """Seed of the batches and their order."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError with field, value and fix."""
-        if self.schedule not in ("cosine", "constant"):
-            raise ValueError(f"schedule {self.schedule!r}; choose cosine or constant")
-        for name in ("learning_rate", "ttt_steps", "batch_tokens", "max_grad_norm", "step_decay"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if not 0 <= self.tv_after <= 1:
-            raise ValueError(f"tv_after is {self.tv_after}; give a share of the run, 0 to 1")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; give 0 or more")
         resolve_loss_config(self.loss, "eager")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Limits of a training, which ends at the first that is reached. With `seconds`, results are not repeatable."""
-
-    steps: int | None = None
-    """Optimizer steps."""
-    tokens: int | None = None
-    """Rows that are trained on, prompts included."""
-    seconds: float | None = None
-    """Seconds of training."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if there is no limit, or one that is not positive."""
-        limits = (self.steps, self.tokens, self.seconds)
-        if all(limit is None for limit in limits) or any(limit is not None and limit <= 0 for limit in limits):
-            raise ValueError(f"{self}: give a positive number of steps, tokens or seconds")
 
 
 @dataclass
@@ -102,7 +66,7 @@ class TrainingProgress:
     steps: int = 0
     """Optimizer steps."""
     tokens: int = 0
-    """Rows that were trained on."""
+    """Rows that were trained on, prompts included."""
     seconds: float = 0.0
     """Seconds of training."""
     epoch: int = 0
@@ -110,24 +74,27 @@ class TrainingProgress:
     batches_of_epoch: int = 0
     """Batches of the current pass that were trained on."""
 
-    def used_share(self, budget: Budget) -> float:
-        """Returns the share of the budget that is used, 1 at the end."""
-        pairs = ((self.steps, budget.steps), (self.tokens, budget.tokens), (self.seconds, budget.seconds))
-        return min(1.0, max(used / limit for used, limit in pairs if limit is not None))
-
 
 @dataclass(frozen=True)
-class TrainingResult:
-    """Totals of a training that ended."""
+class Budget:
+    """Length of a training, in one of two units. With `seconds`, results are not repeatable."""
 
-    steps: int
+    steps: int | None = None
     """Optimizer steps."""
-    tokens: int
-    """Rows that were trained on."""
-    seconds: float
+    seconds: float | None = None
     """Seconds of training."""
-    mean_loss: float
-    """Mean loss of the last tenth of the steps; NaN if there were none."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless there is one positive limit."""
+        if (self.steps is None) == (self.seconds is None) or (self.steps or self.seconds or 0) <= 0:
+            raise ValueError(f"{self}: give a positive number of steps or seconds")
+
+    def used_share(self, progress: TrainingProgress) -> float:
+        """Returns the share of the budget that is used, 1 at the end."""
+        if self.steps is not None:
+            return min(1.0, progress.steps / self.steps)
+        assert self.seconds is not None
+        return min(1.0, progress.seconds / self.seconds)
 
 
 class HeadTrainer:
@@ -144,46 +111,39 @@ class HeadTrainer:
     def __init__(self, head: DraftHead, settings: TrainingSettings) -> None:
         self.head, self.settings = head, settings
         self.num_steps = 0
-        self._progress = TrainingProgress()
-        head.model.lm_head.weight.requires_grad_(settings.train_lm_head)
+        self.progress = TrainingProgress()
+        """Progress of the current training."""
         self._parameters = list(head.learned().values())
         self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, betas=(0.9, 0.95)
+            self._parameters, lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.95)
         )
-        implementation = "fused" if head.device.type == "cuda" else "eager"
-        self._losses = [resolve_loss_config(spec, implementation) for spec in (settings.loss, TV)]
+        self._is_cuda = head.device.type == "cuda"
+        has_fast_bfloat16 = head.model.hidden_size >= BFLOAT16_HIDDEN and torch.cpu.get_capabilities().get("amx_bf16")
+        self._uses_bfloat16 = self._is_cuda or bool(has_fast_bfloat16)
 
     def train(
         self,
         sequences: Sequence[SequenceFeatures],
         budget: Budget,
         on_step: OnStep = lambda step, total, loss: None,
-    ) -> TrainingResult:
-        """Trains until the budget is used, with as many passes over the data as that takes.
+    ) -> TrainingProgress:
+        """Trains until the budget is used, with as many passes over the data as that takes; returns the totals.
 
         Raises ValueError if there is nothing to learn from. Raises FloatingPointError for a loss or gradient that is not
         finite; the head is then as it was before that step.
         """
-        losses: list[float] = []
-        progress, batches = self._progress, self._batches(sequences)
-        while progress.used_share(budget) < 1.0:
+        progress, batches = self.progress, self._batches(sequences)
+        while (used_share := budget.used_share(progress)) < 1.0:
             started = time.perf_counter()
             pieces = next(batches)
-            losses.append(self._step(sequences, pieces, progress.used_share(budget)))
+            loss = self._step(sequences, pieces, used_share)
             progress.steps += 1
             progress.batches_of_epoch += 1
             progress.tokens += sum(piece.num_rows for piece in pieces)
             progress.seconds += time.perf_counter() - started
-            on_step(progress.steps, round(progress.steps / progress.used_share(budget)), losses[-1])
-        self._progress = TrainingProgress()
-        last = losses[-max(1, len(losses) // 10) :]
-        mean_loss = sum(last) / len(last) if last else math.nan
-        return TrainingResult(progress.steps, progress.tokens, progress.seconds, mean_loss)
-
-    @property
-    def tokens_so_far(self) -> int:
-        """Rows that the current training has used."""
-        return self._progress.tokens
+            on_step(progress.steps, round(progress.steps / budget.used_share(progress)), loss)
+        self.progress = TrainingProgress()
+        return progress
 
     def save(self, path: Path) -> None:
         """Replaces the file `path` by the trainer's whole state."""
@@ -192,37 +152,28 @@ class HeadTrainer:
             "learned": {name: p.detach().cpu() for name, p in self.head.learned().items()},
             "optimizer": self._optimizer.state_dict(),
             "num_steps": self.num_steps,
-            "run": asdict(self._progress),
+            "run": asdict(self.progress),
         }
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with replacing_file(path) as temporary:
             torch.save(state, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """Restores what `save` wrote. Raises ValueError if the state has other settings or a head of another shape."""
+        """Restores what `save` wrote. Raises ValueError if the state has other settings."""
         state = torch.load(path, map_location=self.head.device, weights_only=True)
-        mine, others = asdict(self.settings), state["settings"]
-        for name in mine.keys() | others.keys():
-            if mine.get(name) != others.get(name):
-                raise ValueError(f"{path}: its {name} is {others.get(name)!r}, not {mine.get(name)!r}; start again")
-        learned = self.head.learned()
-        shapes = ({n: t.shape for n, t in tensors.items()} for tensors in (learned, state["learned"]))
-        if len({str(sorted(s.items())) for s in shapes}) > 1:
-            raise ValueError(f"{path}: the state of a head of another shape; start again")
-        for name, parameter in learned.items():
+        for name, mine in asdict(self.settings).items():
+            if (other := state["settings"].get(name)) != mine:
+                raise ValueError(f"{path}: its {name} is {other!r}, not {mine!r}; start again")
+        for name, parameter in self.head.learned().items():
             parameter.data.copy_(state["learned"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.num_steps, self._progress = state["num_steps"], TrainingProgress(**state["run"])
+        self.num_steps, self.progress = state["num_steps"], TrainingProgress(**state["run"])
 
     def _batches(self, sequences: Sequence[SequenceFeatures]) -> Iterator[list[Piece]]:
         """Yields batches without end, from the current place in the data."""
         lengths = [s.num_tokens for s in sequences]
         if max(lengths, default=0) < 3:
             raise ValueError(f"{len(lengths)} sequences, none of three tokens: nothing to learn from")
-        progress = self._progress
+        progress = self.progress
         while True:
             generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + progress.epoch)
             yield from plan_batches(lengths, self.settings.batch_tokens, generator)[progress.batches_of_epoch :]
@@ -230,19 +181,14 @@ class HeadTrainer:
 
     def _step(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], used_share: float) -> float:
         """Takes an optimizer step, at a share of the budget; returns its loss."""
-        settings, device = self.settings, self.head.device
-        is_cuda = device.type == "cuda"
-        # Compiled kernels on a GPU need batches of one shape.
-        batch = pack(sequences, pieces, settings.ttt_steps, settings.batch_tokens if is_cuda else None).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_cuda or self._has_fast_bfloat16()):
-            loss = self._loss(batch, self._losses[used_share >= settings.tv_after])
+        loss = self._loss(sequences, pieces, "tv" if used_share >= self.settings.tv_after else self.settings.loss)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm).item()
         value = loss.item()
-        if not (math.isfinite(value) and math.isfinite(norm.item())):
+        if not (math.isfinite(value) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"step {self.num_steps + 1}: loss {value}, gradient norm {norm.item()}; not taken")
+            raise FloatingPointError(f"step {self.num_steps + 1}: loss {value}, gradient norm {norm}; not taken")
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate(used_share)
         self._optimizer.step()
@@ -250,24 +196,20 @@ class HeadTrainer:
         self.num_steps += 1
         return value
 
-    def _loss(self, batch: PackedBatch, loss_config: LossConfig) -> torch.Tensor:
+    def _loss(self, sequences: Sequence[SequenceFeatures], pieces: list[Piece], loss: str) -> torch.Tensor:
         """Returns the loss: by the fused kernels of `speculators` on a GPU, and with less work on a CPU."""
-        model, settings = self.head.model, self.settings
-        if self.head.device.type != "cuda":
-            return training_loss(model, batch, settings.ttt_steps, settings.step_decay, row_loss(loss_config))
-        _, loss, _ = model(
-            **batch.arguments(),
-            ttt_steps=settings.ttt_steps,
-            ttt_step_loss_decay=settings.step_decay,
-            loss_config=loss_config,
-        )
-        return loss
-
-    def _has_fast_bfloat16(self) -> bool:
-        return self.head.model.hidden_size >= BFLOAT16_HIDDEN and torch.cpu.get_capabilities().get("amx_bf16", False)
+        model, settings, device = self.head.model, self.settings, self.head.device
+        # Compiled kernels on a GPU need batches of one shape.
+        batch = pack(sequences, pieces, settings.ttt_steps, settings.batch_tokens if self._is_cuda else None)
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        config = resolve_loss_config(loss, "fused" if self._is_cuda else "eager")
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._uses_bfloat16):
+            if self._is_cuda:
+                return model(**batch, ttt_steps=settings.ttt_steps, loss_config=config)[1]
+            return training_loss(model, batch, settings.ttt_steps, row_loss(config))
 
     def _learning_rate(self, used_share: float) -> float:
         settings = self.settings
-        warmup = min(1.0, (self._progress.steps + 1) / (settings.warmup_steps + 1))
+        warmup = min(1.0, (self.progress.steps + 1) / (settings.warmup_steps + 1))
         decay = 1.0 if settings.schedule == "constant" else 0.1 + 0.45 * (1.0 + math.cos(math.pi * used_share))
         return settings.learning_rate * warmup * decay

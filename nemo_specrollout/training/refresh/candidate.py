@@ -20,12 +20,9 @@ from nemo_specrollout.scheduling.heads.publish_gate import MIN_SAMPLES, GateDeci
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import Acceptance, measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead
-from nemo_specrollout.training.head.head_checks import check_head
-from nemo_specrollout.training.head.head_facts import HeadFacts
-from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingResult, TrainingSettings
+from nemo_specrollout.training.head.head_facts import check_head
+from nemo_specrollout.training.head.trainer import Budget, HeadTrainer, TrainingProgress, TrainingSettings
 
-CARD = "head_card.json"
-"""Name of the card in a head's folder."""
 SMALLEST_GAIN = 0.05
 """Fewest accepted drafts per step that a head in service is assumed to bring, so that ratios stay finite."""
 
@@ -57,7 +54,6 @@ class Judgement:
     """Decision of the gate, with the held-out acceptance that it is based on."""
 
     decision: GateDecision
-    """Verdict of the publish gate."""
     after: Acceptance
     """Acceptance of the candidate."""
     before: Acceptance | None
@@ -69,10 +65,9 @@ class Refresh:
     """Candidate with its training and its judgement."""
 
     candidate: DraftHead
-    """The trained head."""
     judgement: Judgement | None
     """Comparison with the head in service; None if training failed."""
-    training: TrainingResult | None
+    training: TrainingProgress | None
     """Totals of the training; None if it failed."""
     reason: str
     """Verdict of the gate, or why training failed."""
@@ -83,11 +78,6 @@ class Refresh:
     def published(self) -> bool:
         """Whether the gate let the candidate pass."""
         return self.judgement is not None and self.judgement.decision.published
-
-    @property
-    def is_promising(self) -> bool:
-        """Whether a refused candidate seems better than the head in service, so that training it further may pay."""
-        return not self.published and self.difference > 0.0
 
     @property
     def difference(self) -> float:
@@ -129,16 +119,14 @@ class Judge:
         """Compares two heads sequence by sequence. All samples of a prompt count as one."""
         after = measure_acceptance(candidate, held_out, self.num_drafts, self.temperature)
         before = None if current is None else measure_acceptance(current, held_out, self.num_drafts, self.temperature)
-        counted = [i for i, s in enumerate(after.sequences) if s.count_K[0] > 0]
-
-        def lengths(acceptance: Acceptance) -> np.ndarray:
-            return np.array([acceptance.sequences[i].expected_length for i in counted])
-
+        weights_N = after.count_NK[:, 0]
+        counted = weights_N > 0
+        prompts_N = np.array([_prompt_hash(features) for features in held_out], np.uint64)
         decision = self.gate.decide(
-            lengths(after),
-            None if before is None else lengths(before),
-            np.array([after.sequences[i].count_K[0] for i in counted], float),
-            np.array([_prompt_hash(held_out[i]) for i in counted], np.uint64),
+            after.expected_length_N[counted],
+            None if before is None else before.expected_length_N[counted],
+            weights_N[counted],
+            prompts_N[counted],
         )
         return Judgement(decision, after, before)
 
@@ -151,15 +139,9 @@ def refresh_head(
     budget: Budget,
     judge: Judge,
 ) -> Refresh:
-    """Trains a copy of a head and judges it. A training that fails gives a refused candidate, not an error.
+    """Trains a copy of `start`, which is `current` or a promising candidate, and judges it against `current`.
 
-    Args:
-        current: The head in service.
-        start: The head to copy: `current`, or a promising candidate.
-        data: Sequences to learn from and to judge by.
-        settings: Settings of the trainer.
-        budget: Limits of the training.
-        judge: Comparison that the candidate must pass.
+    A training that fails gives a refused candidate, not an error.
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)
@@ -185,53 +167,35 @@ def write_card(
     policy: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> None:
-    """Checks the head in `folder` and writes its card.
+    """Checks the head in `folder` and writes its card, `head_card.json`. Raises ValueError if it does not fit the policy.
 
-    Args:
-        folder: Folder of the head.
-        policy_folder: Folder of the policy that the head must fit.
-        refresh: Training and judgement of the head.
-        settings: Settings of the trainer.
-        policy: Entries of the card about the policy: folder and version.
-        data: Entries of the card about the features: hash and counts.
-
-    Raises ValueError if the head does not fit the policy.
+    `policy` and `data` are the card's entries about the policy (folder and version) and about the features (hash and counts).
     """
     facts = check_head(folder, policy_folder)
-    training, judgement = refresh.training, refresh.judgement
+    trained, judgement = refresh.training or TrainingProgress(), refresh.judgement
+    names = ("layer_ids", "hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
+    checked = "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy"
     card = {
         "policy": dict(policy),
         "data": dict(data),
         "training": {
             **asdict(settings),
-            "steps": training.steps if training else 0,
-            "tokens_seen": training.tokens if training else 0,
+            "steps": trained.steps,
+            "tokens_seen": trained.tokens,
             "seconds": refresh.seconds,
         },
         "held_out": {
             "before": _card_figures(judgement.before) if judgement else None,
             "after": _card_figures(judgement.after) if judgement else None,
-            "sequences": len(judgement.after.sequences) if judgement else 0,
+            "sequences": len(judgement.after.count_NK) if judgement else 0,
         },
         "gate": {"published": refresh.published, "reason": refresh.reason},
-        "layout": _card_layout(facts),
+        "layout": {"format": "speculators", **{name: getattr(facts, name) for name in names}, "checked": checked},
         "versions": installed_versions(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    write_atomically(folder / CARD, json.dumps(card, indent=1) + "\n")
-
-
-def _card_layout(facts: HeadFacts) -> dict[str, Any]:
-    return {
-        "format": "speculators",
-        "layer_ids": list(facts.layer_ids),
-        "hidden_size": facts.hidden_size,
-        "vocab_size": facts.vocab_size,
-        "draft_vocab_size": facts.draft_vocab_size,
-        "max_position_embeddings": facts.max_position_embeddings,
-        "checked": "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy",
-    }
+    write_atomically(folder / "head_card.json", json.dumps(card, indent=1) + "\n")
 
 
 def _card_figures(acceptance: Acceptance | None) -> dict[str, Any] | None:
@@ -239,7 +203,7 @@ def _card_figures(acceptance: Acceptance | None) -> dict[str, Any] | None:
         return None
     return {
         "acceptance_length": round(acceptance.expected_length, 4),
-        "acceptance_by_position": [round(r, 4) for r in acceptance.acceptance_rate_K],
+        "acceptance_by_position": acceptance.acceptance_rate_K.round(4).tolist(),
     }
 
 

@@ -4,27 +4,37 @@
 Shapes: V vocabulary of the policy, H hidden size.
 """
 
+import errno
 import hashlib
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from nemo_specrollout.training.features.feature_reader import FeatureReader
 from nemo_specrollout.training.features.feature_store import (
     SEQUENCE_OVERHEAD_BYTES,
     SHARD_OVERHEAD_BYTES,
+    FeatureReader,
     FeatureStore,
 )
-from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
-from nemo_specrollout.training.features.hf_features import Text, hf_features, load_policy
-from nemo_specrollout.training.features.rollout_checks import check_stored, check_surprise, measure_surprise
+from nemo_specrollout.training.features.features import (
+    SequenceFeatures,
+    Text,
+    check_stored,
+    check_surprise,
+    hf_features,
+    is_held_out,
+    load_policy,
+)
 from nemo_specrollout.training.features.rollout_files import (
     MIN_HELD_OUT_PROMPTS,
     RolloutText,
@@ -33,10 +43,11 @@ from nemo_specrollout.training.features.rollout_files import (
     read_rollouts,
 )
 from nemo_specrollout.training.head.head import DraftHead, create_head, load_eagle3_head
-from nemo_specrollout.training.head.head_facts import read_head_facts
+from nemo_specrollout.training.head.head_facts import PolicyFacts, read_head_facts
 from nemo_specrollout.training.refresh.candidate import RefreshData
 from nemo_specrollout.training.refresh.online_refresh import source_of
-from nemo_specrollout.training.refresh.refresh_job import RefreshJob
+from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
+from nemo_specrollout.training.refresh.refresh_state import RefreshState
 
 HELD_OUT_TOKENS = 60_000
 """Most tokens of held-out sequences by which heads are judged."""
@@ -52,172 +63,166 @@ SMALLEST_STORE_BYTES = 1 << 24
 """Size limit of the feature store for few rollouts, bytes."""
 
 
+@dataclass(frozen=True)
+class RefreshJob:
+    """Inputs of an offline refresh that all of its parts share."""
+
+    options: RefreshOptions
+    state: RefreshState
+    """Folder of what is done so far."""
+    view: Any
+    """Output for the user, a `cli.refresh_draft.TerminalView`."""
+    check: Callable[[], None]
+    """Raises KeyboardInterrupt if the user asked to stop. Called between steps."""
+    policy: Path
+    """Hugging Face folder of the policy."""
+    facts: PolicyFacts
+    device: torch.device
+    """Device of policy and head."""
+
+    @property
+    def max_length(self) -> int:
+        """Longest text, tokens."""
+        context = self.facts.max_position_embeddings
+        return min(self.options.max_length or context, context)
+
+    @property
+    def feature_dtype(self) -> torch.dtype:
+        """Type of the policy's forward pass and of the features."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+Loaded = tuple[RefreshData, dict[str, Any], DraftHead]
+"""Features, the entries of the head's card about them, and the head that training starts from."""
 AnswerPrompts = Callable[[RefreshJob], None]
 """Writes the policy's responses to the prompts of `options.prompts` into `state.rollouts`."""
 
 
-@dataclass(frozen=True)
-class OfflineData(RefreshData):
-    """Features for an offline refresh."""
-
-    facts: dict[str, Any]
-    """Entries of the head's card about the features."""
-
-
-def load_data(job: RefreshJob, answer_prompts: AnswerPrompts) -> tuple[OfflineData, DraftHead]:
+def load_data(job: RefreshJob, answer_prompts: AnswerPrompts) -> Loaded:
     """Returns the features to train on, and the untrained head or the one of `--draft`.
 
     The features come from a feature store, or are computed from rollouts and stored in `job.state`. Raises ValueError
     for data that cannot be used, OSError for a full disk.
     """
-    options, paths = job.options, job.options.rollout_paths
+    paths = [Path(path) for path in job.options.rollouts]
     stores = [path for path in paths if is_feature_store(path)]
     if stores and len(paths) > 1:
         raise ValueError(f"--rollouts {stores[0]} is a feature store; give it alone, or files and folders of rollouts")
     if stores:
         return _from_store(job, stores[0])
-    if options.prompts is not None:
+    if job.options.prompts is not None:
         answer_prompts(job)
         paths = [job.state.rollouts]
-    return _from_texts(job, _read_texts(job, paths))
+    texts, sentences = read_rollouts(paths, job.policy, job.facts.vocab_size, job.max_length)
+    for sentence in sentences:
+        job.view.say(sentence)
+    return _from_texts(job, texts)
 
 
-def _read_texts(job: RefreshJob, paths: Sequence[Path]) -> list[RolloutText]:
-    read = read_rollouts(paths, job.policy, job.facts.vocab_size, job.max_length)
-    job.view.say(f"rollouts: {len(read.texts)} texts of {read.num_tokens} tokens in {read.num_files} files")
-    for number, what in (
-        (read.num_empty, "rollouts without a response were skipped"),
-        (read.num_too_long, f"prompts fill the context of {job.max_length} tokens and were skipped"),
-        (read.num_cut, f"texts were cut at {job.max_length} tokens"),
-    ):
-        if number:
-            job.view.say(f"{number} {what}")
-    return list(read.texts)
+def first_tokens(sequences: Sequence[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
+    """Returns the first sequences that have at most `max_tokens` tokens together, one at least."""
+    totals = accumulate(features.num_tokens for features in sequences)
+    return [
+        features for i, (features, n) in enumerate(zip(sequences, totals, strict=True)) if i == 0 or n <= max_tokens
+    ]
 
 
-def _from_texts(job: RefreshJob, texts: list[RolloutText]) -> tuple[OfflineData, DraftHead]:
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raises OSError with a fix for errors of writing; torch.save and safetensors have errors of their own for a full disk."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        signs = ("PytorchStreamWriter", "unexpected pos", "No space", "os error", "iostream")
+        if not isinstance(error, OSError) and not any(sign in str(error) for sign in signs):
+            raise
+        number = getattr(error, "errno", None) or errno.ENOSPC
+        raise OSError(number, f"{os.strerror(number)}; free some and repeat the command", str(folder)) from error
+
+
+def _from_texts(job: RefreshJob, texts: list[RolloutText]) -> Loaded:
     """Computes and stores the features of as many texts as the store may hold."""
-    options, state = job.options, job.state
+    options, folder = job.options, job.state.folder
     share = held_out_share((t.first_prompt for t in texts), options.held_out_share)
     # The gate counts all samples of a prompt as one, so later turns of a held-out conversation cannot be used.
     texts = [t for t in texts if t.is_first_turn or not is_held_out(t.first_prompt, share)]
-    kept = _last_within(job, texts, int(options.store_gb * 1e9))
-    if len(kept) < len(texts):
-        job.view.say(
-            f"{len(texts) - len(kept)} of the first texts are left out, to stay within --store-gb {options.store_gb}"
-        )
-        held_out_share((t.first_prompt for t in kept), share)
-    head = _starting_head(job, [t.text for t in kept])
-    needed = _stored_bytes(job, sum(len(t.token_ids) for t in kept), len(kept))
-    _check_disk(state.folder, needed)
-    max_bytes = max(2 * needed, SMALLEST_STORE_BYTES)
-    store = FeatureStore(state.features, max_bytes, source_of(head, job.policy), share)
-    try:
-        warning = _capture(job, kept, store, head.teacher_VH)
-    finally:
-        store.close()
-    if warning:
-        job.view.warn(warning)
-    return _data_of(job, store), head
-
-
-def _last_within(job: RefreshJob, texts: Sequence[RolloutText], max_bytes: int) -> list[RolloutText]:
-    """Returns the last texts whose features take at most `max_bytes`."""
-    num_tokens = num_kept = 0
-    for text in reversed(texts):
-        num_tokens += len(text.token_ids)
-        if _stored_bytes(job, num_tokens, num_kept + 1) > max_bytes:
-            break
-        num_kept += 1
-    return list(texts[len(texts) - num_kept :])
-
-
-def _stored_bytes(job: RefreshJob, num_tokens: int, num_texts: int) -> int:
-    """Returns the most disk space that features take, in bytes."""
-    draft = job.options.draft_folder
-    num_layers = len(job.options.layer_ids) or 3 if draft is None else len(read_head_facts(draft).layer_ids)
-    per_token = 4 + (num_layers + 1) * job.facts.hidden_size * job.feature_dtype.itemsize
-    return num_tokens * per_token + num_texts * (SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES)
-
-
-def _check_disk(folder: Path, needed: int) -> None:
-    """Raises ValueError unless the disk has `needed` bytes, including the features that are there."""
+    num_bytes = _feature_bytes(job, texts)
+    num_left_out = sum(total > options.store_gb * 1e9 for total in accumulate(reversed(num_bytes)))
+    if num_left_out:
+        texts, num_bytes = texts[num_left_out:], num_bytes[num_left_out:]
+        job.view.say(f"{num_left_out} of the first texts are left out, to stay within --store-gb {options.store_gb}")
+        held_out_share((t.first_prompt for t in texts), share)
+    head, needed = _starting_head(job, [t.text for t in texts]), sum(num_bytes)
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("features/shard-*"))
     if needed > free:
         raise ValueError(
             f"{folder}: the features take up to {needed / 1e6:,.0f} MB, and there is room for {free / 1e6:,.0f} MB; free "
             "some space, or lower --store-gb"
         )
+    max_bytes = max(2 * needed, SMALLEST_STORE_BYTES)
+    store = FeatureStore(job.state.features, max_bytes, source_of(head, job.policy), share)
+    try:
+        _capture(job, texts, store, head.teacher_VH)
+    finally:
+        with disk_errors(folder):
+            store.close()
+    return *_data_of(job, store), head
 
 
-def _capture(
-    job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor
-) -> str | None:
-    """Stores the features that the store lacks; returns a warning about the rollouts, or None.
+def _feature_bytes(job: RefreshJob, texts: Sequence[RolloutText]) -> list[int]:
+    """Returns the most disk space that the features of each text take, in bytes."""
+    draft = job.options.draft_folder
+    num_layers = len(job.options.layer_ids) or 3 if draft is None else len(read_head_facts(draft).layer_ids)
+    per_token = 4 + (num_layers + 1) * job.facts.hidden_size * job.feature_dtype.itemsize
+    return [len(t.token_ids) * per_token + SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES for t in texts]
 
-    Raises ValueError if the rollouts cannot be the policy's own.
-    """
+
+def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor) -> None:
+    """Stores the features that the store lacks. Raises ValueError if the rollouts cannot be the policy's own."""
     num_done = sum(s.num_training + s.num_held_out for s in store.shards())
     if num_done >= len(texts):
-        return None
-    policy, warning = load_policy(job.policy, job.device, job.feature_dtype), None
-    flushed = time.monotonic()
+        return
+    policy, flushed = load_policy(job.policy, job.device, job.feature_dtype), time.monotonic()
     with job.view.bar("features", len(texts)) as move:
         for start in range(num_done - num_done % CHUNK_TEXTS, len(texts), CHUNK_TEXTS):
             chunk = texts[start : start + CHUNK_TEXTS]
             found = hf_features(policy, [t.text for t in chunk], store.source.layer_ids)
             if start == 0:
-                surprise = measure_surprise(lm_head_VH, found[:CHECKED_SEQUENCES], job.options.temperature)
-                warning = check_surprise(surprise, job.facts.vocab_size)
-            is_due = time.monotonic() - flushed > FLUSH_EVERY_S or start + len(chunk) == len(texts)
-            new = [(f, text) for i, (f, text) in enumerate(zip(found, chunk, strict=True), start) if i >= num_done]
-            _store(store, new, is_due)
-            flushed = time.monotonic() if is_due else flushed
+                _warn(job, check_surprise(lm_head_VH, found[:CHECKED_SEQUENCES], job.options.temperature))
+            with disk_errors(job.state.folder):
+                for features, text in list(zip(found, chunk, strict=True))[max(0, num_done - start) :]:
+                    store.append(features, text.first_prompt)
+                if time.monotonic() - flushed > FLUSH_EVERY_S:
+                    store.flush()
+                    flushed = time.monotonic()
             job.check()
             move(start + len(chunk))
-    return warning
 
 
-def _store(store: FeatureStore, new: Sequence[tuple[SequenceFeatures, RolloutText]], flush: bool) -> None:
-    """Appends features. Raises OSError that names this command's flag, where the store names a config key."""
-    try:
-        for features, text in new:
-            store.append(features, text.first_prompt)
-        if flush:
-            store.flush()
-    except OSError as error:
-        fix = "free some space and repeat the command, or lower --store-gb"
-        raise OSError(error.errno, f"{os.strerror(error.errno or 0)}; {fix}", str(store.folder)) from error
-
-
-def _from_store(job: RefreshJob, folder: Path) -> tuple[OfflineData, DraftHead]:
+def _from_store(job: RefreshJob, folder: Path) -> Loaded:
     """Reads a feature store, and checks that its features are the policy's."""
     reader = FeatureReader(folder)
-    stored, data = reader.index().source, _data_of(job, reader)
+    stored = reader.index().source
+    data, facts = _data_of(job, reader)
     texts = [(f.token_ids_T.tolist(), max(0, f.prompt_length - f.first_position)) for f in data.training]
     head = _starting_head(job, texts, stored.layer_ids)
-    source = source_of(head, job.policy)
-    if differences := source.differences(stored):
+    if differences := source_of(head, job.policy).differences(stored):
         raise ValueError(f"--rollouts {folder} does not fit the policy or head: {'; '.join(differences)}; give another")
-    surprise = measure_surprise(head.teacher_VH, data.held_out[:CHECKED_SEQUENCES], job.options.temperature)
-    for warning in (check_surprise(surprise, job.facts.vocab_size), _compare(job, data.held_out, source.layer_ids)):
-        if warning:
-            job.view.warn(warning)
-    return data, head
+    _warn(job, check_surprise(head.teacher_VH, data.held_out[:CHECKED_SEQUENCES], job.options.temperature))
+    whole = [f for f in data.held_out if f.first_position == 0 and 0 < f.prompt_length < f.num_tokens]
+    if whole := whole[:COMPARED_SEQUENCES]:
+        policy = load_policy(job.policy, job.device, job.feature_dtype)
+        current = hf_features(policy, [(f.token_ids_T.tolist(), f.prompt_length) for f in whole], stored.layer_ids)
+        _warn(job, check_stored(whole, current))
+    return data, facts, head
 
 
-def _compare(job: RefreshJob, held_out: Sequence[SequenceFeatures], layer_ids: Sequence[int]) -> str | None:
-    """Compares some stored features with the policy's current ones, as `check_stored` does."""
-    whole = [f for f in held_out if f.first_position == 0 and 0 < f.prompt_length < f.num_tokens][:COMPARED_SEQUENCES]
-    if not whole:
-        return None
-    policy = load_policy(job.policy, job.device, job.feature_dtype)
-    return check_stored(
-        whole, hf_features(policy, [(f.token_ids_T.tolist(), f.prompt_length) for f in whole], layer_ids)
-    )
+def _warn(job: RefreshJob, warning: str | None) -> None:
+    if warning is not None:
+        job.view.warn(warning)
 
 
-def _data_of(job: RefreshJob, reader: FeatureReader) -> OfflineData:
+def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[str, Any]]:
     """Reads a store. Raises ValueError if it has too little to train on or to judge by."""
     training = _shuffled(reader, held_out=False)
     held_out = first_tokens(_shuffled(reader, held_out=True), HELD_OUT_TOKENS)
@@ -236,7 +241,7 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> OfflineData:
         "held_out_prompts": len(prompts),
         "temperature": job.options.temperature,
     }
-    return OfflineData(training, held_out, facts)
+    return RefreshData(training, held_out), facts
 
 
 def _shuffled(reader: FeatureReader, held_out: bool) -> list[SequenceFeatures]:
@@ -249,20 +254,8 @@ def _shuffled(reader: FeatureReader, held_out: bool) -> list[SequenceFeatures]:
     return sorted(reader.sequences(held_out), key=key)
 
 
-def first_tokens(sequences: Sequence[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences that have at most `max_tokens` tokens together, one at least."""
-    kept: list[SequenceFeatures] = []
-    num_tokens = 0
-    for features in sequences:
-        num_tokens += features.num_tokens
-        if kept and num_tokens > max_tokens:
-            break
-        kept.append(features)
-    return kept
-
-
 def _starting_head(job: RefreshJob, texts: Sequence[Text], layer_ids: tuple[int, ...] = ()) -> DraftHead:
-    """Returns the head of `--draft`, or a new one for these texts."""
+    """Returns the head of `--draft`, or a new one that can draft the most frequent generated tokens of these texts."""
     options, vocab_size = job.options, job.facts.vocab_size
     if options.draft_folder is not None:
         return load_eagle3_head(options.draft_folder, job.policy, job.device)
@@ -270,13 +263,6 @@ def _starting_head(job: RefreshJob, texts: Sequence[Text], layer_ids: tuple[int,
     if options.draft_vocab is not None:
         if options.draft_vocab > vocab_size:
             raise ValueError(f"--draft-vocab {options.draft_vocab}: the policy has {vocab_size} tokens; lower it")
-        drafted = _most_frequent_tokens(texts, options.draft_vocab, vocab_size)
+        counts = Counter(token for ids, prompt_length in texts for token in ids[prompt_length:])
+        drafted = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[: options.draft_vocab]
     return create_head(job.policy, options.layer_ids or layer_ids or None, drafted, job.device, options.seed)
-
-
-def _most_frequent_tokens(texts: Sequence[Text], count: int, vocab_size: int) -> list[int]:
-    """Returns the `count` token ids that were generated most often, filled up with the lowest ids."""
-    counts = Counter({i: 0 for i in range(vocab_size)})
-    for ids, prompt_length in texts:
-        counts.update(ids[prompt_length:])
-    return sorted(counts, key=lambda token: (-counts[token], token))[:count]

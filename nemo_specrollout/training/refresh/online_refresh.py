@@ -3,17 +3,15 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nemo_specrollout.config.block import MIXED_LOSS, DraftRefreshConfig, SpecrolloutConfig
+from nemo_specrollout.config.model_folder import tokenizer_fingerprint
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision, RefreshRate, RefreshSchedule, StepFacts
-from nemo_specrollout.training.features.feature_index import FeatureSource
-from nemo_specrollout.training.features.feature_reader import FeatureReader, newest_sequences
-from nemo_specrollout.training.features.rollout_files import tokenizer_hash
+from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, newest_sequences
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.training.head.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
@@ -29,7 +27,7 @@ class HeadInService:
     """Owns the head in service, with the trigger, the learning rate and the gate of its refreshes.
 
     Uses no files and no engines. Example: `decision = service.decide(facts)`; if it says refresh,
-    `service.set_policy_weights(tensors)`, then `service.refresh(data, service.settings())`. A candidate that passed the
+    `service.set_policy_weights(tensors)`, then `service.train(data, service.settings())`. A candidate that passed the
     gate is `service.head` from then on.
     """
 
@@ -80,36 +78,24 @@ class HeadInService:
             batch_tokens=self._config.tokens_per_batch or BATCH_TOKENS[self.head.device.type],
         )
 
-    def refresh(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
-        """Trains a candidate and judges it; adapts the schedule and the learning rate to the result.
+    def train(self, data: RefreshData, settings: TrainingSettings, budget: Budget | None = None) -> Refresh:
+        """Trains a candidate on complete data and judges it; adapts the schedule and the learning rate to the result.
 
-        Args:
-            data: Complete data (`RefreshData.lacking` is None).
-            settings: Settings of the trainer, from `settings()`.
-            budget: Limits of the training; by default the seconds that the schedule allows.
+        The budget is by default the seconds that the schedule allows.
         """
         budget = budget or Budget(seconds=self._schedule.budget_s())
         refresh = refresh_head(self.head, self._promising or self.head, data, settings, budget, self._judge)
         self._schedule.refreshed(refresh.seconds, refresh.gain)
         self._rate.judged(refresh.difference, refresh.published)
-        self._promising = refresh.candidate if refresh.is_promising else None
+        is_promising = not refresh.published and refresh.difference > 0.0
+        self._promising = refresh.candidate if is_promising else None
         if refresh.published:
             self.head = refresh.candidate
         return refresh
 
 
-@dataclass(frozen=True)
-class StartModels:
-    """Folders of the models that a run starts from."""
-
-    policy: Path
-    """Hugging Face folder of the policy."""
-    head: Path
-    """Folder of the configured head."""
-
-
-class OnlineRefresh:
-    """Owns the head in service, and writes its successors that pass the gate into `folder`.
+class OnlineRefresh(HeadInService):
+    """Head in service of a run, whose successors that pass the gate are written into `folder`.
 
     Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains and judges a candidate.
     The caller loads a published head into the engines.
@@ -118,31 +104,30 @@ class OnlineRefresh:
     def __init__(
         self,
         block: SpecrolloutConfig,
-        start: StartModels,
+        policy_folder: Path,
+        first_head: Path,
         folder: HeadFolder,
         *,
         temperature: float,
-        device: torch.device | str = "cpu",
         in_background: bool = False,
     ) -> None:
-        """Starts with the head that `folder` names, or else the configured one. Raises ValueError if it does not fit."""
+        """Starts with the head that `folder` names, or else with `first_head`. Raises ValueError if it does not fit."""
         assert block.draft_refresh is not None
-        self._policy_folder, self._folder = start.policy, folder
         published = folder.published()
-        head = load_eagle3_head(start.head if published is None else published.folder, start.policy, device)
-        self._service = HeadInService(
-            head, block.draft_refresh, num_drafts=block.num_speculative_tokens, temperature=temperature,
+        device = "cuda" if block.draft_refresh.trainer_gpus else "cpu"
+        super().__init__(
+            load_eagle3_head(first_head if published is None else published.folder, policy_folder, device),
+            block.draft_refresh,
+            num_drafts=block.num_speculative_tokens,
+            temperature=temperature,
             in_background=in_background,
-        )  # fmt: skip
+        )
+        self._policy_folder, self._folder = policy_folder, folder
 
     @property
     def source(self) -> FeatureSource:
         """Policy and layers whose features the head learns from."""
-        return source_of(self._service.head, self._policy_folder)
-
-    def decide(self, facts: StepFacts) -> RefreshDecision:
-        """Returns whether to refresh, and why. To be called once in each RL step."""
-        return self._service.decide(facts)
+        return source_of(self.head, self._policy_folder)
 
     def refresh(
         self,
@@ -167,13 +152,15 @@ class OnlineRefresh:
         )
         if (lacking := data.lacking) is not None:
             return RefreshRecord(f"skipped: {lacking}", decision.gain_s, published=False)
-        self._service.set_policy_weights(policy_tensors)
-        settings = self._service.settings()
-        refresh = self._service.refresh(data, settings)
+        self.set_policy_weights(policy_tensors)
+        settings = self.settings()
+        refresh = self.train(data, settings)
         folder = self._folder.candidate(step, refresh.published)
         save_head(refresh.candidate, folder)
+        hashes = sorted(store.data_hash() for store in stores)
+        data_hash = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
         policy = {"folder": str(self._policy_folder), "version": policy_version}
-        counts = {"hash": _hash_of(stores), "sequences": len(data.training), "held_out": len(data.held_out)}
+        counts = {"hash": data_hash, "sequences": len(data.training), "held_out": len(data.held_out)}
         write_card(folder, self._policy_folder, refresh, settings, policy, counts)
         if refresh.published:
             self._folder.publish(PublishedHead(folder, policy_version, refresh.expected_length))
@@ -191,13 +178,5 @@ class OnlineRefresh:
 
 def source_of(head: DraftHead, policy_folder: Path) -> FeatureSource:
     """Returns the policy and layers whose features a head learns from."""
-    model = head.model
-    return FeatureSource(
-        str(policy_folder), tokenizer_hash(policy_folder), model.verifier_vocab_size, model.hidden_size, head.layer_ids
-    )
-
-
-def _hash_of(stores: Sequence[FeatureReader]) -> str:
-    """Returns the hash of the only store, or one of the hashes of all."""
-    hashes = [store.data_hash() for store in stores]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()
+    model, tokenizer = head.model, tokenizer_fingerprint(policy_folder)
+    return FeatureSource(str(policy_folder), tokenizer, model.verifier_vocab_size, model.hidden_size, head.layer_ids)

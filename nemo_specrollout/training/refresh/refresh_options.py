@@ -101,8 +101,3 @@ class RefreshOptions:
     def draft_folder(self) -> Path | None:
         """Folder of the head to start from; None to start from scratch."""
         return None if self.draft is None else Path(self.draft)
-
-    @property
-    def rollout_paths(self) -> list[Path]:
-        """Files and folders of `rollouts`."""
-        return [Path(path) for path in self.rollouts]

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from nemo_specrollout.config.files import write_atomically
 
-_FORMAT = 1
-"""Number of the format of `arguments.json`."""
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
 """Keys of a config.json by which a folder is taken for a head."""
 
@@ -21,8 +19,8 @@ class RefreshState:
     """Owns DIR.partial while a refresh makes the head DIR.
 
     The folder receives, in this order: `arguments.json` (the options, with sizes and times of the input files), `policy/`
-    (if converted), `rollouts.jsonl` (if generated), `features/`, `trainer.pt`, `candidate/`, `trained.json` and
-    `verdict.json`. Each is complete or missing. Example:
+    (if converted), `rollouts.jsonl` (if generated), `features/`, `trainer.pt`, `candidate/` and `verdict.json`. Each is
+    complete or missing. Example:
 
         state = RefreshState(Path("head"), replace=False)
         continues = state.open({"steps": 500}, [policy], restart=False)
@@ -32,9 +30,9 @@ class RefreshState:
 
     def __init__(self, out: Path, replace: bool) -> None:
         """Checks the place of the new head, and writes nothing. Raises ValueError if the head must not go there."""
-        self.out = out
         if not out.name:
             raise ValueError(f"--out {out}: name a folder that does not exist")
+        self.out = out
         self.folder, self.refused, self.kept_features = (
             out.with_name(f"{out.name}.{end}") for end in ("partial", "refused", "features")
         )
@@ -43,15 +41,10 @@ class RefreshState:
         self.features = self.folder / "features"
         self.trainer = self.folder / "trainer.pt"
         self.candidate = self.folder / "candidate"
-        self.trained = self.folder / "trained.json"
         self.replaced = self.folder / "replaced"
         self._arguments = self.folder / "arguments.json"
         self._verdict = self.folder / "verdict.json"
         self._lock: TextIO | None = None
-        self._check_out(replace)
-
-    def _check_out(self, replace: bool) -> None:
-        out = self.out
         above = next(p for p in out.absolute().parents if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             raise ValueError(f"--out {out}: {above} cannot be written to; name another folder")
@@ -73,7 +66,8 @@ class RefreshState:
         """
         if self.folder.is_dir():
             self._take_lock()
-            self._restore_replaced()
+            if self.replaced.is_dir() and not self.out.exists():
+                os.rename(self.replaced, self.out)
 
     def open(self, arguments: Mapping[str, Any], inputs: Iterable[Path], restart: bool) -> bool:
         """Starts a refresh, or continues one; returns whether it continues one.
@@ -85,19 +79,16 @@ class RefreshState:
 
         Raises ValueError if the earlier process had other arguments or inputs.
         """
-        wanted = {"format": _FORMAT, "arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}
-        wanted = json.loads(json.dumps(wanted))
-        contents = list(self.folder.iterdir()) if self.folder.exists() else []
-        if not self._arguments.is_file() and any(p.name != ".lock" for p in contents):
+        wanted = json.loads(json.dumps({"arguments": dict(arguments), "inputs": _fingerprint(inputs, self.out)}))
+        contents = [p for p in self.folder.glob("*") if p.name != ".lock"]
+        if contents and not self._arguments.is_file():
             raise ValueError(f"{self.folder} exists and is not what a refresh left; move it, or name another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        self._restore_replaced()
         if restart:
-            for path in self.folder.iterdir():
-                if path.name != ".lock":
-                    _remove(path)
-        if self._arguments.is_file():
+            for path in contents:
+                _remove(path)
+        elif contents:
             self._check_same(wanted)
             return True
         write_atomically(self._arguments, json.dumps(wanted, indent=1) + "\n")
@@ -110,8 +101,8 @@ class RefreshState:
         published, reason = json.loads(self._verdict.read_text())
         return bool(published), str(reason)
 
-    def put(self, published: bool, reason: str) -> Path:
-        """Moves the candidate to `out` or to `refused`, instead of the head that is there; returns the new place.
+    def put(self, published: bool, reason: str) -> None:
+        """Moves the candidate to `out` or to `refused`, instead of the head that is there.
 
         At any moment `out` has a complete head, except between two renames. If the process dies there, `recover` moves the
         old head back from `replaced/`.
@@ -119,17 +110,16 @@ class RefreshState:
         place = self.out if published else self.refused
         write_atomically(self._verdict, json.dumps([published, reason]) + "\n")
         _remove(self.replaced)
-        if place == self.out and place.exists():
+        if published and place.exists():
             os.rename(place, self.replaced)
-        elif place.exists():
+        else:
             _remove(place)
         os.rename(self.candidate, place)
         _remove(self.replaced)
-        return place
 
     def close(self, keep_features: bool) -> None:
         """Removes the folder of a finished refresh. The features may be kept beside the head, for another refresh."""
-        if keep_features and self.features.is_dir():
+        if keep_features:
             _remove(self.kept_features)
             os.rename(self.features, self.kept_features)
         self.discard()
@@ -145,26 +135,15 @@ class RefreshState:
             self._lock.close()
             self._lock = None
 
-    def _restore_replaced(self) -> None:
-        if self.replaced.is_dir() and not self.out.exists():
-            os.rename(self.replaced, self.out)
-
     def _check_same(self, wanted: dict[str, Any]) -> None:
         """Raises ValueError if the unfinished refresh has other arguments or inputs."""
-        try:
-            found = json.loads(self._arguments.read_text())
-            before, inputs = dict(found["arguments"]), dict(found["inputs"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{self._arguments} cannot be read; give --restart to begin again") from error
-        names = [n for n in {**before, **wanted["arguments"]} if before.get(n) != wanted["arguments"].get(n)]
-        if names:
-            old = ", ".join(_as_flag(n, before.get(n)) for n in names)
+        found = json.loads(self._arguments.read_text())
+        if names := _differing(found["arguments"], wanted["arguments"]):
+            old = ", ".join(_as_flag(name, found["arguments"].get(name)) for name in names)
             fix = "repeat the same command, name another --out, or give --restart to begin again"
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
-        if self.verdict() is not None:  # the new head may have replaced one of the inputs
-            return
-        changed = sorted(n for n in {**inputs, **wanted["inputs"]} if inputs.get(n) != wanted["inputs"].get(n))
-        if changed:
+        # After the verdict, the new head may have replaced one of the inputs.
+        if self.verdict() is None and (changed := _differing(found["inputs"], wanted["inputs"])):
             raise ValueError(f"{changed[0]} changed since {self.folder} was begun; give --restart to begin again")
 
     def _take_lock(self) -> None:
@@ -190,6 +169,11 @@ def is_head(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and any(key in config for key in _HEAD_KEYS)
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Returns the keys whose values differ."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def _as_flag(name: str, value: Any) -> str:

@@ -1,23 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of an EAGLE-3 head: the first on the policy's states, each further one on the head's own states.
+"""Forward passes and training loss of an EAGLE-3 head, on sequences that are packed into one long row.
 
-All later passes attend to the keys of the first pass. Only the row that made a key of a later pass attends to it.
+The first pass runs on the policy's states, each further one on the head's own states. All later passes attend to the keys of
+the first pass. Only the row that made a key of a later pass attends to it.
 
 Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to. D draft vocabulary, H hidden size,
 F = auxiliary layers * H.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nemo_specrollout.training.head.packing import PackedBatch
+from nemo_specrollout.training.features.features import SequenceFeatures
 
+PADDING = -1
+"""Document id of rows that only fill a batch."""
+_GROUP_BATCHES = 64
+"""Approximate number of batches that are planned together. Each group is sorted by length, then packed."""
+
+Batch = dict[str, Tensor]
+"""Tensors [1, S, ...] by the argument names of `speculators`' training forward (`pack`)."""
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 """Returns the loss of each row, [R], from the head's logits and the policy's probabilities, both [R, D]."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a sequence."""
+
+    sequence: int
+    """Index of the sequence."""
+    start: int
+    """First token."""
+    stop: int
+    """Token after the last one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in a batch: one fewer than tokens."""
+        return self.stop - self.start - 1
+
+
+def plan_batches(lengths: Sequence[int], max_rows: int, generator: torch.Generator) -> list[list[Piece]]:
+    """Returns the pieces of each batch: shuffled, packed first-fit decreasing within groups, and shuffled again.
+
+    Sequences of more than `max_rows` rows are cut into pieces that share a token, so that no row is lost.
+    """
+    pieces = [
+        Piece(i, start, min(start + max_rows + 1, length))
+        for i, length in enumerate(lengths)
+        for start in range(0, length - 1, max_rows)
+    ]
+    batches: list[list[Piece]] = []
+    group: list[Piece] = []
+    group_rows = 0
+    for piece in _shuffled(pieces, generator):
+        group.append(piece)
+        group_rows += piece.num_rows
+        if group_rows >= _GROUP_BATCHES * max_rows:
+            batches += _first_fit(group, max_rows)
+            group, group_rows = [], 0
+    return _shuffled(batches + _first_fit(group, max_rows), generator)
+
+
+def _first_fit(pieces: Sequence[Piece], max_rows: int) -> list[list[Piece]]:
+    """Puts the pieces, longest first, each into the first batch with enough room."""
+    batches: list[list[Piece]] = []
+    free_rows: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.num_rows):
+        b = next((i for i, free in enumerate(free_rows) if free >= piece.num_rows), len(batches))
+        if b == len(batches):
+            batches.append([])
+            free_rows.append(max_rows)
+        batches[b].append(piece)
+        free_rows[b] -= piece.num_rows
+    return batches
+
+
+def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
+    return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def pack(
+    sequences: Sequence[SequenceFeatures], pieces: Sequence[Piece], ttt_steps: int, num_rows: int | None = None
+) -> Batch:
+    """Returns the batch of `pieces`, padded to `num_rows` rows if given.
+
+    A row holds token t+1, the auxiliary states at t and the final hidden state at t+1. The head thus reads what it reads in
+    vLLM (`shift_batch` of `speculators`) and learns the distribution of token t+2. Sequences do not attend to each other.
+
+    The loss leaves out prompts, and the distribution after a sequence's last token. It also leaves out the first
+    `ttt_steps` - 1 rows of a piece, which `speculators` would compare with drafts from the piece before. These rows lie
+    in the prompt if it has at least `ttt_steps` tokens.
+    """
+    parts = [_rows(sequences[piece.sequence], piece, document, ttt_steps) for document, piece in enumerate(pieces)]
+    batch = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
+    surplus = 0 if num_rows is None else num_rows - batch["input_ids"].shape[1]
+    if surplus > 0:
+        for name, tensor in batch.items():
+            filling = tensor.new_full((1, surplus, *tensor.shape[2:]), PADDING if name == "document_ids" else 0)
+            batch[name] = torch.cat([tensor, filling], dim=1)
+    return batch
+
+
+def _rows(features: SequenceFeatures, piece: Piece, document: int, ttt_steps: int) -> Batch:
+    """Returns the piece's part of a batch, without the first dimension."""
+    start, stop = piece.start, piece.stop
+    index_S = torch.arange(start + 1, stop)
+    position_S = index_S + features.first_position
+    is_target_S = (position_S >= features.prompt_length) & (index_S < features.num_tokens - 1)
+    is_target_S[: ttt_steps - 1] = False
+    return {
+        "hidden_states": features.aux_TF[start : stop - 1].float(),
+        "input_ids": features.token_ids_T[start + 1 : stop].long(),
+        "document_ids": torch.full_like(index_S, document),
+        "loss_mask": is_target_S,
+        "position_ids": position_S,
+        "verifier_last_hidden_states": features.final_TH[start + 1 : stop].float(),
+    }
 
 
 def projected(model: Any, aux_1SF: Tensor) -> Tensor:
@@ -50,28 +155,29 @@ def draft_pass(
     return states
 
 
-def training_loss(model: Any, batch: PackedBatch, num_positions: int, step_decay: float, loss: RowLoss) -> Tensor:
+def training_loss(model: Any, batch: Batch, num_positions: int, loss: RowLoss) -> Tensor:
     """Returns the loss of `speculators`' training forward, a scalar, with less work.
 
     `speculators` passes every row through every draft position and computes logits, loss and arg-max of each. Here, later
     passes have only the rows with a target to come, and logits are computed only at targets.
     """
-    is_target_S = batch.loss_mask_1S[0].bool()
+    is_target_S = batch["loss_mask"][0].bool()
     num_rows = len(is_target_S)
     # A draft that crosses into the next piece has no target there, because `pack` leaves a piece's first rows out.
     rows_R = _is_target_ahead(is_target_S, num_positions).nonzero()[:, 0]
-    hidden_1RH = projected(model, batch.hidden_states_1SF)
+    hidden_1RH = projected(model, batch["hidden_states"])
     if len(rows_R) == 0:  # the batch holds prompts only
         return 0.0 * hidden_1RH.sum()
     with torch.no_grad(), torch.autocast(hidden_1RH.device.type, enabled=False):
-        targets_SD = torch.softmax(model.verifier_lm_head(batch.final_1SH[0]).float(), dim=-1)
-    documents_S, positions_1S = batch.document_ids_1S[0], batch.position_ids_1S
+        final_SH = batch["verifier_last_hidden_states"][0]
+        targets_SD = torch.softmax(model.verifier_lm_head(final_SH).float(), dim=-1)
+    documents_S, positions_1S = batch["document_ids"][0], batch["position_ids"]
     mask_RC = (documents_S[:, None] == documents_S).tril()
     own_RR = torch.eye(len(rows_R), dtype=torch.bool, device=mask_RC.device)
     keys, total = DynamicCache(), torch.zeros((), device=hidden_1RH.device)
     ahead_R = torch.arange(num_rows, device=mask_RC.device)
     for k in range(num_positions):
-        tokens_1R = batch.input_ids_1S[:, ahead_R.clamp(max=num_rows - 1)]
+        tokens_1R = batch["input_ids"][:, ahead_R.clamp(max=num_rows - 1)]
         places_1R = positions_1S + k if k == 0 else positions_1S[:, rows_R] + k
         hidden_1RH = draft_pass(model, tokens_1R, hidden_1RH, places_1R, mask_RC, keys)
         if k == 0:
@@ -80,7 +186,7 @@ def training_loss(model: Any, batch: PackedBatch, num_positions: int, step_decay
         target_R = (rows_R + k).clamp(max=num_rows - 1)
         counts_R = is_target_S[target_R] & (rows_R + k < num_rows)
         losses = loss(model.lm_head(normed_RH[counts_R]).float(), targets_SD[target_R[counts_R]])
-        total = total + step_decay**k * losses.mean() if len(losses) else total
+        total = total + losses.mean() if len(losses) else total
         hidden_1RH = normed_RH[None] if model.config.norm_output else hidden_1RH
         mask_RC = torch.cat([mask_RC, own_RR], dim=1)
         ahead_R = rows_R + k + 1
