@@ -101,7 +101,7 @@ def _value(name: str, given: Any) -> Any:
 
 
 class TerminalView:
-    """Implements `refresh_job.RefreshView`: bars on a terminal, lines of text anywhere, and a closing table."""
+    """Output for the user: bars on a terminal, lines of text anywhere, and a closing table."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, soft_wrap=True, markup=False)

@@ -359,7 +359,8 @@ def _copied(features: SequenceFeatures) -> SequenceFeatures:
 
 def _serialized(sequences: list[tuple[SequenceFeatures, bool]]) -> bytes:
     """Returns the content of a shard from sequences, each with whether it is held out."""
-    tensors, facts = {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    facts = []
     for i, (f, held_out) in enumerate(sequences):
         named = {"token_ids": f.token_ids_T, "aux": f.aux_TF, "final": f.final_TH, "prompt_ids": f.prompt_ids_P}
         tensors |= {f"{i}.{name}": tensor for name, tensor in named.items() if tensor is not None}

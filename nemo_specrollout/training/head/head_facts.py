@@ -77,8 +77,13 @@ def read_policy_facts(folder: Path) -> PolicyFacts:
     """Reads a policy's config.json. Raises ValueError if it cannot be read or lacks a field."""
     whole, where = _read_config(folder, "policy"), folder / "config.json"
     config = _block(whole, "text_config", folder) or whole
-    sizes = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
-    return PolicyFacts(*(size_in(config, name, where) for name in sizes), bool(config.get("tie_word_embeddings")))
+    return PolicyFacts(
+        hidden_size=size_in(config, "hidden_size", where),
+        vocab_size=size_in(config, "vocab_size", where),
+        num_layers=size_in(config, "num_hidden_layers", where),
+        max_position_embeddings=size_in(config, "max_position_embeddings", where),
+        is_tied=bool(config.get("tie_word_embeddings")),
+    )
 
 
 def read_head_facts(folder: Path) -> HeadFacts:
@@ -197,7 +202,7 @@ def _check_fit(facts: HeadFacts, policy: PolicyFacts) -> None:
 def _check_shapes(facts: HeadFacts) -> None:
     """Raises ValueError unless the tensors are the ones that the config requires or allows."""
     required, found = _required_shapes(facts), facts.shapes
-    optional = {"embed_tokens.weight": (facts.vocab_size, facts.hidden_size)}
+    optional: dict[str, Shape] = {"embed_tokens.weight": (facts.vocab_size, facts.hidden_size)}
     if facts.has_reduced_vocab:
         optional["t2d"] = (facts.vocab_size,)
     missing, surplus = sorted(required.keys() - found.keys()), sorted(found.keys() - required.keys() - optional.keys())
