@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features: the tokens of a sequence and the policy's hidden states at each, which a head learns from.
 
-Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch, H hidden size,
-F = auxiliary layers * H, V vocabulary.
+Shapes: T tokens of a sequence, P tokens of its prompt, R generated tokens of a chunk, B texts of a micro-batch.
+H hidden size, F = auxiliary layers * H, V vocabulary.
 """
 
 import hashlib

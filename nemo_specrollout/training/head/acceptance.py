@@ -6,8 +6,8 @@ starts after each token of a response. Let TV be the total variation distance of
 (`sampling/`), the probability of acceptance is between (1 - TV) / (1 + TV) and 1 - TV (arXiv 2408.07978).
 The upper bound is measured here. It ranks heads as the engine does, and is slightly too high.
 
-Shapes: N sequences, R rows (starts), K draft positions, V the policy's vocabulary, D the head's, H hidden size,
-F = auxiliary layers * H, C rows of a chunk, P positions that a chunk attends to.
+Shapes: N sequences, R rows (starts), K draft positions. V the policy's vocabulary, D the head's, H hidden size,
+F = auxiliary layers * H. C rows of a chunk, P positions that a chunk attends to.
 """
 
 from collections.abc import Iterator, Sequence
