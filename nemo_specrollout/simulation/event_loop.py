@@ -144,7 +144,7 @@ class Rollout:
         self._admit(engine)
         self._plan(engine)
         if self.tail is not None:
-            self._tend_tail(engine)
+            self._tend_tail(engine, self.tail)
 
     def _finish(self, request: int, winner: SimulatedEngine) -> None:
         self.end_R[request] = self.now_s
@@ -189,15 +189,11 @@ class Rollout:
 
     # The tail
 
-    def _tend_tail(self, engine: SimulatedEngine) -> None:
-        assert self.tail is not None
+    def _tend_tail(self, engine: SimulatedEngine, tail: TailPolicy) -> None:
         if not engine.load:
             engine.became_idle()
-        if not self.tail.is_due(self.engines, self.now_s):
-            return
-        decision = self.tail.decide(self.workload, self.engines, self.now_s)
-        if decision.starts or decision.stops:
-            self._carry_out(decision)
+        if tail.is_due(self.engines, self.now_s):
+            self._carry_out(tail.decide(self.workload, self.engines, self.now_s))
 
     def _carry_out(self, decision: TailDecision) -> None:
         """Stops and starts attempts. A new attempt continues from the furthest one, because all make the same tokens."""

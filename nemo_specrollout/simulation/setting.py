@@ -88,8 +88,12 @@ class Fleet:
         if own is not None:
             return own
         assert self.policy is not None
-        drafter = self._drafter(self.policy, s.drafting.methods[method])
-        return replace(self.policy, drafter=drafter)
+        draft = s.drafting.methods[method].draft
+        if draft == TEXT:
+            return self.policy
+        is_head = draft == HEAD
+        shape = eagle3_head(self.policy.shape) if is_head else model_named(draft, "drafting.methods.draft")
+        return replace(self.policy, drafter=drafter_costs(self.policy, shape))
 
     def speculation(self, kind: str, method: int) -> Speculation:
         """Returns the speculation of an engine.
@@ -127,11 +131,11 @@ class Fleet:
             num_requests = max(1, num_rows // (1 + s.drafting.k))
             return float(costs.step_s(num_requests, float(num_rows), context))
 
-        drafters = {g: self._remote(g) for g in s.drafting.drafter_gpus}
-        curves = tuple(
-            CostCurve(g, counts, tuple(float(d.step_s(n, float(n), context)) for n in counts))
-            for g, d in drafters.items()
-        )
+        def drafter_curve(num_gpus: int) -> CostCurve:
+            drafter = self._remote(num_gpus)
+            return CostCurve(num_gpus, counts, tuple(float(drafter.step_s(n, float(n), context)) for n in counts))
+
+        curves = tuple(drafter_curve(num_gpus) for num_gpus in s.drafting.drafter_gpus)
         verify = CostCurve(size, counts, tuple(verify_s(n) for n in counts))
         coupled = CostCurve(size, counts, tuple(costs.draft_s(n, context) for n in counts))
         return CostTables(s.cluster.device, s.model, s.drafting.methods[0].draft, (verify,), "GPU", curves, (coupled,))
@@ -140,13 +144,6 @@ class Fleet:
         assert self.policy is not None
         shape = model_named(self.scenario.drafting.methods[method].draft, "drafting.methods.draft")
         return drafter_costs(self.policy, shape, num_gpus)
-
-    def _drafter(self, policy: RooflineCosts, method: MethodConfig) -> RooflineCosts | None:
-        if method.draft == TEXT:
-            return None
-        is_head = method.draft == HEAD
-        shape = eagle3_head(policy.shape) if is_head else model_named(method.draft, "drafting.methods.draft")
-        return drafter_costs(policy, shape)
 
 
 def _tabled(tables: CostTables, size: int) -> TabledCosts:

@@ -83,38 +83,33 @@ class CoupledSpeculation(Speculation):
         self._known: dict[tuple[int, int, int], tuple[int, float]] = {}
 
     def decode_step(self, p_B: np.ndarray, context: float) -> DecodeStep:
-        depth, least_survival = self._decision(p_B, context)
+        key = _key(p_B, context)
+        if key not in self._known:
+            self._known[key] = self._decide(p_B, context)
+        depth, least_survival = self._known[key]
         counts_B = _counts(p_B, depth, least_survival)
         if not counts_B.any():
             return DecodeStep(np.ones(len(p_B)), float(len(p_B)))
         tokens_B = (1.0 - p_B ** (counts_B + 1)) / (1.0 - p_B)
         return DecodeStep(tokens_B, float(len(p_B) + counts_B.sum()), float(depth) if self.has_weights else 0.0)
 
-    def _decision(self, p_B: np.ndarray, context: float) -> tuple[int, float]:
-        """Returns the draft depth, and the survival below which a draft token is not verified."""
-        key = _key(p_B, context)
-        if key not in self._known:
-            self._known[key] = self._decide(p_B, context)
-        return self._known[key]
-
     def _decide(self, p_B: np.ndarray, context: float) -> tuple[int, float]:
+        """Returns the draft depth, and the survival below which a draft token is not verified."""
         if self.config.policy == "fixed":
             return self.config.k, 0.0
         costs = self._step_costs(len(p_B), context)
         caps_B = np.full(len(p_B), self.max_k, np.int64)
         survival_BK = p_B[:, None] ** np.arange(1, self.max_k + 1)
-        depth = self._planned_depth(survival_BK, costs, context) if self.has_weights else self.max_k
+        depth = self.max_k
+        if self.has_weights:
+            draft_costs = self._draft_costs(len(p_B), context)
+            observed = PlanObservation(np.zeros_like(survival_BK), survival_BK, costs, draft_costs)
+            depth = build_planner(self.config).plan(observed).depth
         if depth == 0:
             return 0, math.inf
         survival_BK[:, depth:] = 0.0
         decision = self.budget.allocate(survival_BK, caps_B, costs)
         return (depth, decision.least_survival) if decision.counts_B.any() else (0, math.inf)
-
-    def _planned_depth(self, survival_BK: np.ndarray, costs: StepCosts, context: float) -> int:
-        observed = PlanObservation(
-            np.zeros_like(survival_BK), survival_BK, costs, self._draft_costs(len(survival_BK), context)
-        )
-        return build_planner(self.config).plan(observed).depth
 
     def _step_costs(self, num_requests: int, context: float) -> StepCosts:
         rows = np.arange(num_requests * (self.max_k + 1) + 1, dtype=float)

@@ -6,17 +6,12 @@ Shapes: N sequences. Acceptance length: mean tokens that a request emits in a de
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
+from scipy.special import stdtrit  # the quantile of Student's t
 
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts."""
-NORMAL_ABOVE = 10_000
-"""Degrees of freedom above which Student's t is taken as normal."""
-GRID = 20_001
-"""Points of the numerical integration of Student's t."""
 SKEWNESS_WEIGHT = 2.0
 """Factor on the sample skewness, which underestimates the true one."""
 
@@ -115,22 +110,9 @@ def lower_bound(
         return mean, mean
     # A few long sequences may carry nearly all the weight.
     num_effective = 1.0 / float((shares_G**2).sum())
-    quantile = student_quantile(confidence, max(1, math.floor(num_effective - 1.0)))
+    quantile = float(stdtrit(max(1, math.floor(num_effective - 1.0)), confidence))
     skewness = SKEWNESS_WEIGHT * float((influence_G**3).sum()) / squares**1.5
     if skewness < 0.0:
         inner = 1.0 + skewness * (quantile - skewness / 6.0)
         quantile = max(quantile, 3.0 / skewness * (math.copysign(abs(inner) ** (1 / 3), inner) - 1.0))
     return mean, mean - quantile * math.sqrt((1.0 - 1.0 / len(shares_G)) * squares)
-
-
-@lru_cache(maxsize=64)
-def student_quantile(confidence: float, degrees: int) -> float:
-    """Returns the quantile of Student's t at `confidence` in [0.5, 1) with `degrees` of freedom, to 4 digits."""
-    if degrees > NORMAL_ABOVE:
-        return NormalDist().inv_cdf(confidence)
-    # With t = sqrt(degrees) * tan(angle) the density is cos(angle)^(degrees - 1), up to a constant.
-    angles = np.linspace(0.0, math.pi / 2, GRID)
-    density = np.cos(angles) ** (degrees - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    angle = float(np.interp(2.0 * confidence - 1.0, mass / mass[-1], angles))
-    return math.sqrt(degrees) * math.tan(angle)
