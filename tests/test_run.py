@@ -24,7 +24,7 @@ from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.run_sections import LossConfig, OptimizerConfig
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.directory_lock import DirectoryLock
+from nemo_specrollout.local.run_directory import DirectoryLock
 
 pytestmark = pytest.mark.integration
 

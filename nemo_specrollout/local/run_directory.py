@@ -1,31 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: its config, records and checkpoints. Every write is atomic."""
+"""The folder of a run: its config, records and checkpoints, and its lock. Every write is atomic."""
 
+import errno
+import fcntl
 import json
 import os
+import re
+import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from nemo_specrollout.config.files import sync_folder, temporary_names, write_atomically
+from nemo_specrollout.config.files import DamagedFolder, check_seal, sync_folder, temporary_names, write_atomically
 from nemo_specrollout.config.strict import ConfigError, differences
 from nemo_specrollout.config.versions import checkout_commit, installed_versions
-from nemo_specrollout.local.checkpoints import Checkpoints, Damaged
-from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
-from nemo_specrollout.reports.records import read_lines
+from nemo_specrollout.reports.records import read_lines, read_object_or_nothing
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
-LADDER = "ladder.json"
+NUM_CHECKPOINTS = 2
+"""Checkpoints that are kept."""
+LOCK, LADDER, SUMMARY = "run.lock", "ladder.json", "summary.json"
+LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
+PAGES = ("report.html", "picture.png")
 _MAY_CHANGE = {"grpo.max_num_steps", "logger.log_dir"}
 """Keys of the config that may change when a run is resumed."""
-LINES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl", "timeline.jsonl")
-SUMMARY = "summary.json"
-PAGES = ("report.html", "picture.png")
 _TEMPORARY = temporary_names(("config.yaml", "run.json", LADDER, *LINES, SUMMARY, *PAGES))
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of a file system without locks, e.g. Lustre mounted without `flock`."""
 
 
 class CompleteRun(ConfigError):
@@ -49,15 +56,15 @@ class RunDirectory:
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         """Locks the folder. Raises ConfigError if another run has it, or if all of its checkpoints are damaged."""
         self.path = path
-        self.checkpoints = Checkpoints(path / "checkpoints")
-        self.damaged: list[Damaged] = []
-        """Damaged checkpoints above the one to go on from; `begin` sets them aside."""
         self.engine_facts: Mapping[str, Any] = {}
         """Facts on the engine for `run.json` (`RolloutEngine.facts`)."""
         self._config = config
+        self._checkpoints = path / "checkpoints"
+        self._damaged: dict[int, str] = {}
+        """Step and fault of each damaged checkpoint above the one to go on from; `begin` sets them aside."""
         self._lock = DirectoryLock(path)
         try:
-            self._last, self.damaged = self.checkpoints.newest_whole()
+            self._last = self._newest_whole()
         except BaseException:
             self.close()
             raise
@@ -82,7 +89,7 @@ class RunDirectory:
         path = self.path
         if all(entry.name == LOCK or _TEMPORARY.fullmatch(entry.name) for entry in path.iterdir()):
             return
-        if not _is_provenance(path / "run.json"):
+        if not {"command", "versions", "started"} <= read_object_or_nothing(path / "run.json").keys():
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
         steps = [record["step"] for record in self.metrics()]
         if self.next_step == 0 and not steps:
@@ -98,7 +105,7 @@ class RunDirectory:
         saves = checkpointing.get("enabled", True)
         if self.next_step == 0 and saves and max(steps) >= checkpointing.get("save_period", 1):
             raise ConfigError(
-                f"logger.log_dir: {path} holds {len(steps)} steps, but {self.checkpoints.folder} holds no checkpoint of them; "
+                f"logger.log_dir: {path} holds {len(steps)} steps, but {self._checkpoints} holds no checkpoint of them; "
                 "restore one from a copy, or choose another folder"
             )
         if self.next_step >= max_num_steps:
@@ -119,18 +126,22 @@ class RunDirectory:
         Returns:
             Warnings for the user, about damaged checkpoints, which are set aside, and about a missing lock.
         """
-        self.checkpoints.clear_leftovers()
+        for leftover in self._checkpoints.glob(".step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         for path in list(self.path.iterdir()):
             if _TEMPORARY.fullmatch(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
         if self.next_step == 0:  # written first, because it marks the folder as a run directory
             write_atomically(self.path / "run.json", json.dumps({**_provenance(), **self.engine_facts}, indent=1))
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(self._config), sort_keys=False))
-        self._drop_unfinished_lines()
+        for file in (self.path / name for name in LINES):
+            if file.is_file():
+                kept = [json.dumps(r) + "\n" for r in read_lines(file) if r["step"] < self.next_step]
+                write_atomically(file, "".join(kept))
         unlocked = f"the file system of {self.path} has no locks: make sure that no other run uses the folder"
         return ([] if self._lock.works else [unlocked]) + [
-            f"checkpoint {d.folder.name} is damaged ({d.reason}); it is kept as {self.checkpoints.set_aside(d).name}"
-            for d in self.damaged
+            f"checkpoint step_{step} is damaged ({fault}); it is kept as {self._set_aside(step).name}"
+            for step, fault in self._damaged.items()
         ]
 
     def close(self) -> None:
@@ -145,7 +156,7 @@ class RunDirectory:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint to go on from: the newest undamaged one. None in a new run."""
-        return None if self._last is None else self.checkpoints.of(self._last)
+        return None if self._last is None else self._checkpoint(self._last)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of `metrics.jsonl`."""
@@ -162,10 +173,15 @@ class RunDirectory:
             sync_folder(self.path)
 
     def keep_checkpoint(self, step: int, save: Callable[[Path], None]) -> None:
-        """Lets `save` write the checkpoint after `step`, by one rename, then removes old checkpoints."""
-        self.checkpoints.folder.mkdir(exist_ok=True)
-        save(self.checkpoints.of(step))
-        self.checkpoints.forget_old()
+        """Lets `save` write the checkpoint after `step`, by one rename, then removes all but the newest checkpoints."""
+        self._checkpoints.mkdir(exist_ok=True)
+        save(self._checkpoint(step))
+        for old in self._saved_steps()[:-NUM_CHECKPOINTS]:
+            folder = self._checkpoint(old)
+            if folder.is_symlink():  # the user has moved the checkpoint
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
 
     @property
     def ladder(self) -> LadderFile | None:
@@ -177,12 +193,43 @@ class RunDirectory:
         """Writes `ladder.json`. Raises OSError."""
         write_atomically(self.path / LADDER, ladder.to_json())
 
-    def _drop_unfinished_lines(self) -> None:
-        for name in LINES:
-            if not (self.path / name).is_file():
-                continue
-            kept = [r for r in read_lines(self.path / name) if r["step"] < self.next_step]
-            write_atomically(self.path / name, "".join(json.dumps(r) + "\n" for r in kept))
+    # Checkpoints: only names `step_N` count; other files in the folder belong to the user
+
+    def _checkpoint(self, step: int) -> Path:
+        return self._checkpoints / f"step_{step}"
+
+    def _saved_steps(self) -> list[int]:
+        """Returns the steps that have a folder, in order; the folders may be damaged. Raises OSError."""
+        try:
+            entries = list(os.scandir(self._checkpoints))  # `glob` would ignore a folder that cannot be read
+        except FileNotFoundError:
+            return []
+        found = (_STEP.fullmatch(entry.name) for entry in entries if entry.is_dir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def _newest_whole(self) -> int | None:
+        """Returns the newest step whose checkpoint is undamaged, and notes the damaged ones above it; reads their files."""
+        for step in reversed(self._saved_steps()):
+            try:
+                check_seal(self._checkpoint(step))
+                return step
+            except DamagedFolder as error:
+                self._damaged[step] = str(error)
+        if self._damaged:
+            fault = next(iter(self._damaged.values()))
+            raise ConfigError(
+                f"logger.log_dir: no checkpoint in {self._checkpoints} is whole ({fault}); restore one from a copy, "
+                f"remove {self._checkpoints} to begin the run again, or choose another folder"
+            )
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        """Renames a damaged checkpoint, so that it is ignored from now on; returns its new path."""
+        folder = self._checkpoint(step)
+        names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged.{i}" for i in range(1, 10_000))]
+        aside = next(p for name in names if not (p := folder.with_name(name)).exists())
+        os.rename(folder, aside)
+        return aside
 
 
 def _read_yaml(file: Path) -> dict[str, Any] | None:
@@ -194,15 +241,6 @@ def _read_yaml(file: Path) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _is_provenance(file: Path) -> bool:
-    """Returns whether `file` is the `run.json` of a run."""
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return False
-    return isinstance(read, dict) and {"command", "versions", "started"} <= set(read)
-
-
 def _provenance() -> dict[str, Any]:
     """Returns the content of `run.json`: the command, versions, commit and time of the start."""
     return {
@@ -211,3 +249,62 @@ def _provenance() -> dict[str, Any]:
         "commit": checkout_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+class DirectoryLock:
+    """Holds `run.lock` of a folder, a file that names its holder. States: held, then released.
+
+    `works` is false if the file system has no locks. Then two runs can use the folder at once.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock; makes the folder if it is missing. Raises ConfigError if another run holds the lock, OSError."""
+        self._made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOCK
+        self._file, self.works = _locked(self._path)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S%z")}
+        self._file.truncate(0)
+        self._file.write(json.dumps(holder))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Releases the lock, and removes the folder if it was made for the lock and is empty."""
+        if self._file.closed:
+            return
+        # The lock is still held, so a process that opened the file before will see that it is gone.
+        self._path.unlink(missing_ok=True)
+        if self._made and not any(self._path.parent.iterdir()):
+            self._path.parent.rmdir()
+        self._file.close()
+
+
+def _locked(path: Path) -> tuple[IO[str], bool]:
+    """Opens and locks the file; returns it and whether locks work. Raises ConfigError if another process holds the lock."""
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"logger.log_dir: {path.parent} is in use by {_holder(file)}; "
+                "wait for it to end, stop it, or choose another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return file, False
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file, True
+        file.close()  # its holder removed it between `open` and `flock`
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return f"process {holder['pid']} on {holder['host']}, which has run since {holder['started']}"
+    except (ValueError, LookupError, TypeError):
+        return "another process"
+    finally:
+        file.close()

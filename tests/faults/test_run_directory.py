@@ -18,8 +18,7 @@ import yaml
 
 from nemo_specrollout.config.files import CHECKSUMS, DamagedFolder, check_seal, seal_folder, write_atomically
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.directory_lock import LOCK, DirectoryLock
-from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
+from nemo_specrollout.local.run_directory import LOCK, CompleteRun, DirectoryLock, RunDirectory
 
 pytestmark = pytest.mark.unit
 
@@ -274,7 +273,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(f"""
             import subprocess, sys, time
             from pathlib import Path
-            from nemo_specrollout.local.directory_lock import DirectoryLock
+            from nemo_specrollout.local.run_directory import DirectoryLock
             lock = DirectoryLock(Path({str(tmp_path)!r}))
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
             print(child.pid, flush=True)
