@@ -13,12 +13,11 @@ from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
-from nemo_specrollout.local.rollout_source import Prompts, RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
-from nemo_specrollout.local.step_rollout import StepRollout, check_tokens
-from nemo_specrollout.racing.attempts import AttemptOutcome, AttemptSpan, Timeline
+from nemo_specrollout.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import DEAD, RolloutPool
+from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
@@ -110,13 +109,15 @@ class RolloutFleet(RolloutSource):
     def take_sample_stats(self, requests: Sequence[RolloutRequest], timeline: Timeline) -> list[dict[str, Any] | None]:
         """Returns facts on each sample of a rollout: the winner's, with the drafts of all engines that had the sample."""
         by_engine = self.pool.ask_each("take_sample_stats", list(requests))
-        return [
-            _sample_stats(
-                [s for s in timeline.spans if s.request == i],
-                {e: stats[i] for e, stats in by_engine.items() if stats[i] is not None},
-            )
-            for i in range(len(requests))
-        ]
+        found: list[dict[str, Any] | None] = []
+        for i in range(len(requests)):
+            spans = sorted((s for s in timeline.spans if s.request == i), key=lambda s: s.start_s)
+            winner = next(s.engine for s in spans if s.outcome == AttemptOutcome.WON)
+            stats = {e: of_engine[i] for e, of_engine in by_engine.items() if of_engine[i] is not None}
+            counts = {key: sum(s[key] for s in stats.values()) for key in ("num_drafted", "num_accepted") if stats}
+            workers = list(dict.fromkeys(s.engine for s in spans))
+            found.append({**stats.get(winner, {}), **counts, "won_by": winner, "workers": workers})
+        return found
 
     def ladder_file(self) -> LadderFile | None:
         """Returns the ladder as it is now; None before the first rollout. Asks no engine."""
@@ -128,35 +129,30 @@ class RolloutFleet(RolloutSource):
 
     # See `RolloutSource`
 
+    def _ask_each(self, *question: Any, drafting_by: str | None = None) -> dict[int, Any]:
+        return self.pool.ask_each(*question, drafting_by=drafting_by)
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         self.coordinator.load_weights(tensors, policy_version)
 
     def load_head(self, folder: Path, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Replaces the EAGLE-3 head of all engines that draft with it."""
-        self.pool.ask_each("load_head", folder, expected_length, num_positions, drafting_by="eagle3")
+        self._ask_each("load_head", folder, expected_length, num_positions, drafting_by="eagle3")
 
     def take_features(self) -> list["SequenceFeatures"]:
-        return [f for features in self.pool.ask_each("take_features", drafting_by="eagle3").values() for f in features]
+        return [f for features in self._ask_each("take_features", drafting_by="eagle3").values() for f in features]
 
     def capture_seconds(self) -> float:
         """Returns the capture seconds of the engine with most: engines work side by side."""
-        return max(self.pool.ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
+        return max(self._ask_each("capture_seconds", drafting_by="eagle3").values(), default=0.0)
 
     def facts(self) -> dict[str, str | bool]:
-        return next((facts for facts in self.pool.ask_each("facts").values() if facts), {})
+        return next((facts for facts in self._ask_each("facts").values() if facts), {})
 
     def take_alarms(self) -> list[dict[str, Any]]:
-        return [a for alarms in self.pool.ask_each("take_alarms").values() for a in alarms]
+        return [a for alarms in self._ask_each("take_alarms").values() for a in alarms]
 
     def take_deaths(self) -> list[str]:
         return self.pool.take_deaths()
 
     def close(self) -> None:
         self.pool.close()
-
-
-def _sample_stats(spans: Sequence[AttemptSpan], by_engine: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    winner = next(s.engine for s in spans if s.outcome == AttemptOutcome.WON)
-    counts = {key: sum(s[key] for s in by_engine.values()) for key in ("num_drafted", "num_accepted") if by_engine}
-    workers = list(dict.fromkeys(s.engine for s in sorted(spans, key=lambda s: s.start_s)))
-    return {**by_engine.get(winner, {}), **counts, "won_by": winner, "workers": workers}

@@ -11,8 +11,8 @@ from safetensors.torch import save as safetensors_bytes
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.local.rollout_source import RolloutSource
 from nemo_specrollout.local.statistics import RolloutStats
+from nemo_specrollout.local.step_rollout import RolloutSource
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureStore
 from nemo_specrollout.training.head.head_folder import HeadFolder, RefreshRecord

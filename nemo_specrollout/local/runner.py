@@ -14,10 +14,16 @@ from nemo_specrollout.local.grpo import LossInputs, group_normalized_advantages
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.rollout_source import LocalEngine, RolloutSource
 from nemo_specrollout.local.run_directory import RunDirectory
 from nemo_specrollout.local.step_record import Scored, alarms, generation_logprobs, sample_lines, step_record
-from nemo_specrollout.local.step_rollout import StepPrompts, StepRollout, load_tokenizer, step_prompts
+from nemo_specrollout.local.step_rollout import (
+    LocalEngine,
+    RolloutSource,
+    StepPrompts,
+    StepRollout,
+    load_tokenizer,
+    step_prompts,
+)
 from nemo_specrollout.local.tasks import build_task
 
 if TYPE_CHECKING:
