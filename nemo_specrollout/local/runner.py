@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from nemo_specrollout.local.step_record import Scored, alarms, generation_logpro
 from nemo_specrollout.local.step_rollout import (
     LocalEngine,
     RolloutSource,
-    StepPrompts,
     StepRollout,
     load_tokenizer,
     step_prompts,
@@ -45,6 +45,8 @@ class GrpoRunner:
         self.model = Path(config.policy.model_name)
         self.tokenizer = load_tokenizer(self.model)
         self.task = build_task(config.data, self.tokenizer)
+        # NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1.
+        self._temperature = config.policy.generation.temperature or 1.0
         self.refresher: LocalRefresher | None = None
         with progress.phase("starting vLLM (the first start after an install compiles kernels, some 15 s)"):
             self.source = self._start_source()
@@ -75,10 +77,14 @@ class GrpoRunner:
             (trained, scored), train_s = timed(lambda: self.train(scored))
         _, refit_s = timed(lambda: self.refit(step + 1))
         rollout = self.source.complete(rollout)
-        record = step_record(step, rollout, scored, trained, train_s, refit_s) | self._alarms_and_deaths()
-        record["alarms"] = (
-            alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm) + record["alarms"]
-        )
+        record = step_record(step, rollout, scored, trained, train_s, refit_s)
+        deaths = self.source.take_deaths()
+        record["alarms"] = [
+            *alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm),
+            *(alarm["sentence"] for alarm in self.source.take_alarms()),
+            *deaths,
+        ]
+        record["deaths"] = len(deaths)
         if self.refresher is not None:
             with self.progress.phase(f"step {step}: draft head"):
                 elapsed_s = time.perf_counter() - started
@@ -96,8 +102,9 @@ class GrpoRunner:
         requests, responses = rollout.prompts.requests, [r.token_ids for r in rollout.rollouts]
         pad_id = self.tokenizer.pad_token_id
         batch = TokenBatch.from_sequences([list(r.prompt_token_ids) for r in requests], responses, pad_id)
-        rewards = [self.task.reward(p, r) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
-        rewards_B = torch.tensor(rewards)
+        rewards_B = torch.tensor(
+            [self.task.reward(p, r) for p, r in zip(rollout.prompts.problems, responses, strict=True)]
+        )
         group_B = torch.tensor([r.prompt_index for r in requests])
         grpo = self.config.grpo
         advantages_B = group_normalized_advantages(
@@ -106,9 +113,10 @@ class GrpoRunner:
         on_policy = self.config.loss_fn.force_on_policy_ratio
         prev_BT, logprob_s = (None, 0.0) if on_policy else timed(lambda: self._logprobs(self.policy, batch))
         reference_BT = None if self.reference is None else self._logprobs(self.reference, batch)
-        return Scored(
-            batch, rewards_B, advantages_B, generation_logprobs(rollout, batch), prev_BT, reference_BT, logprob_s
+        inputs = LossInputs(
+            batch.response_mask_BT, advantages_B, prev_BT, generation_logprobs(rollout, batch), reference_BT
         )
+        return Scored(batch, rewards_B, inputs, logprob_s)
 
     def train(self, scored: Scored) -> tuple[dict[str, float], Scored]:
         """Takes optimizer steps over the samples, `train_global_batch_size` at a time.
@@ -117,28 +125,19 @@ class GrpoRunner:
             Means of the steps' metrics, and the samples with log-probs by the weights before the steps.
         """
         policy = self.config.policy
-        prev_BT, reference_BT = scored.prev_logprobs_BT, scored.reference_logprobs_BT
         results: list[dict[str, float]] = []
         for rows in torch.arange(len(scored.rewards_B)).split(policy.train_global_batch_size):
-            batch = scored.batch.select(rows)
-            inputs = LossInputs(
-                batch.response_mask_BT,
-                scored.advantages_B[rows],
-                None if prev_BT is None else prev_BT[rows],
-                scored.generation_logprobs_BT[rows],
-                None if reference_BT is None else reference_BT[rows],
-            )
             figures, logprobs_BT = self.policy.train_step(
-                batch,
-                inputs,
+                scored.batch.select(rows),
+                scored.inputs.rows(rows),
                 self.config.loss_fn,
                 temperature=self._temperature,
                 micro_batch_tokens=policy.train_micro_batch_size * policy.max_total_sequence_length,
             )
             results.append(figures)
         means = {key: sum(r[key] for r in results) / len(results) for key in results[0]}
-        if prev_BT is None:  # there was one optimizer step, whose log-probs are by the weights before it
-            scored = replace(scored, prev_logprobs_BT=logprobs_BT)
+        if scored.inputs.prev_logprobs_BT is None:  # one optimizer step: its log-probs are by the weights before it
+            scored = replace(scored, inputs=replace(scored.inputs, prev_logprobs_BT=logprobs_BT))
         return means, scored
 
     def refit(self, version: int) -> None:
@@ -160,13 +159,14 @@ class GrpoRunner:
     # Parts of the start
 
     def _start_source(self) -> RolloutSource:
+        prompts = partial(step_prompts, self.config, task=self.task)
         if self.config.cluster.rollout_workers == 1 and not self.config.grpo.async_grpo.enabled:
-            return LocalEngine(self.config, self._prompts)
+            return LocalEngine(self.config, prompts)
         from nemo_specrollout.local.async_fleet import AsyncFleet
         from nemo_specrollout.local.fleet import RolloutFleet
 
         kind = AsyncFleet if self.config.grpo.async_grpo.enabled else RolloutFleet
-        return kind(self.config, self._prompts, self.directory.ladder)
+        return kind(self.config, prompts, self.directory.ladder)
 
     def _start_policy(self) -> None:
         """Builds the policy, and loads the checkpoint that the run goes on from into policy and engines."""
@@ -194,23 +194,10 @@ class GrpoRunner:
 
     # Parts of a step
 
-    def _prompts(self, step: int) -> StepPrompts:
-        return step_prompts(self.config, step, self.task)
-
-    @property
-    def _temperature(self) -> float:
-        """NeMo-RL trains on log-probs at the sampling temperature; greedy rollouts are scored at 1."""
-        return self.config.policy.generation.temperature or 1.0
-
     def _logprobs(self, policy: MegatronPolicy, batch: TokenBatch) -> torch.Tensor:
         config = self.config.policy
         tokens = config.logprob_batch_size * config.max_total_sequence_length
         return policy.logprobs(batch, self._temperature, micro_batch_tokens=tokens)
-
-    def _alarms_and_deaths(self) -> dict[str, Any]:
-        """Returns the alarms of the engines and the number of deaths, as a part of a step's record."""
-        sentences, deaths = [alarm["sentence"] for alarm in self.source.take_alarms()], self.source.take_deaths()
-        return {"alarms": sentences + deaths, "deaths": len(deaths)}
 
     def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
         """Writes the records first, then the checkpoint that makes them count."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nemo_specrollout.local.grpo import LossInputs
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.step_rollout import StepRollout
 
@@ -16,20 +17,16 @@ class Scored:
 
     batch: TokenBatch
     rewards_B: torch.Tensor
-    advantages_B: torch.Tensor
-    generation_logprobs_BT: torch.Tensor
-    """Log-probs by the engine while it generated."""
-    prev_logprobs_BT: torch.Tensor | None
-    """Log-probs by the trainer before the step. None before training if the training pass computes them."""
-    reference_logprobs_BT: torch.Tensor | None
+    inputs: LossInputs
+    """`prev_logprobs_BT` is None before training if the training pass computes it."""
     logprob_s: float
     """Seconds of computing `prev_logprobs_BT`."""
 
     @property
     def gap_BT(self) -> torch.Tensor:
         """|log p(engine) - log p(trainer)| of each token, [B, T], in nats; known after training."""
-        assert self.prev_logprobs_BT is not None
-        return (self.generation_logprobs_BT - self.prev_logprobs_BT).abs()
+        assert self.inputs.prev_logprobs_BT is not None
+        return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
 
 
 def generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
