@@ -23,8 +23,8 @@ from nemo_specrollout.config.block import BUDGET_POLICIES
 from nemo_specrollout.config.files import seal_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.results import results_are_of
 from nemo_specrollout.local.run_directory import RunDirectory
+from nemo_specrollout.local.run_report import results_are_of
 
 pytestmark = pytest.mark.unit
 

@@ -16,8 +16,7 @@ from matplotlib.image import imread
 
 from benchmarks.rollouts.bench_charts import bench_chart
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.local.results import write_results
-from nemo_specrollout.local.run_report import write_report
+from nemo_specrollout.local.run_report import write_pages, write_results
 from nemo_specrollout.reports import charts, records
 from nemo_specrollout.reports.panels import head_acceptance, head_summary
 
@@ -151,7 +150,7 @@ class Page(HTMLParser):
 
 
 def test_page_is_self_contained(tmp_path: Path) -> None:
-    page = Page(write_report(write_full_run(tmp_path / "demo")))
+    page = Page(write_pages(write_full_run(tmp_path / "demo"))[0])
     outside = [a for a in page.attributes if "//" in a[1] and not a[0].startswith("xmlns")]
     assert not outside
     assert not {"script", "link", "img", "iframe", "object"} & page.tags
@@ -165,7 +164,7 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
 
 
 def test_page_has_the_figures(tmp_path: Path) -> None:
-    page = Page(write_report(write_full_run(tmp_path)))
+    page = Page(write_pages(write_full_run(tmp_path))[0])
     for figure in ("1.63x", "4,800", "of 4,800 checked", "0.50 → 0.71", "1.70", "16 finished steps, completed, 140 s"):
         assert figure in page.text
     assert page.source.count("<svg") == len(CHARTS)
@@ -176,7 +175,7 @@ def test_page_has_the_figures(tmp_path: Path) -> None:
 def test_what_the_user_wrote_is_escaped(tmp_path: Path) -> None:
     alarm = "acceptance fell <script>alert(1)</script> & stayed"
     steps = [metrics(0, random.Random(0), alarms=[alarm])]
-    page = Page(write_report(write_run(tmp_path / "a<i>&b", steps, [])))
+    page = Page(write_pages(write_run(tmp_path / "a<i>&b", steps, []))[0])
     assert "script" not in page.tags and "i" not in page.tags and "b" not in page.tags
     for text in (alarm, "a<b>.yaml", "# <b>&", "Run a<i>&b"):
         assert text in page.text
@@ -184,7 +183,7 @@ def test_what_the_user_wrote_is_escaped(tmp_path: Path) -> None:
 
 def test_alarms_and_unequal_tokens_stand_out(tmp_path: Path) -> None:
     steps = [metrics(i, random.Random(i), tokens_equal=299, alarms=["suffix died"] * i) for i in range(3)]
-    page = Page(write_report(write_run(tmp_path, steps, [])))
+    page = Page(write_pages(write_run(tmp_path, steps, []))[0])
     assert page.source.count('class="card bad"') == 2
     assert "99.667%" in page.text and "897 of 900 checked" in page.text
     assert page.text.count("suffix died") == 3 and "step 2: suffix died" in page.text
@@ -198,7 +197,7 @@ def test_an_interrupted_run_is_summed_from_its_steps(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps, [trace(0, rng)])
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward": 0.')
-    page = Page(write_report(run_dir))
+    page = Page(write_pages(run_dir)[0])
     assert "2.00x" in page.text and "900" in page.text
     assert "3 finished steps, not completed" in page.text
     assert "nan" not in page.text.split()
@@ -218,7 +217,7 @@ def test_no_finished_step(tmp_path: Path, missing: str | None) -> None:
     run_dir = write_run(tmp_path, [], [])
     if missing:
         (run_dir / missing).unlink()
-    page = Page(write_report(run_dir))
+    page = Page(write_pages(run_dir)[0])
     assert "no finished step yet" in page.text
     assert "<svg" not in page.source
     charts.run_picture(run_dir, tmp_path / "run.png")
@@ -228,16 +227,16 @@ def test_no_finished_step(tmp_path: Path, missing: str | None) -> None:
 def test_any_key_may_be_missing(tmp_path: Path) -> None:
     full = metrics(0, random.Random(0))
     steps = [{k: v for k, v in full.items() if k != key} | {"step": i} for i, key in enumerate(full)]
-    page = Page(write_report(write_run(tmp_path, steps, [])))
+    page = Page(write_pages(write_run(tmp_path, steps, []))[0])
     assert page.text.count("not recorded") == 1
-    page = Page(write_report(write_run(tmp_path, [{"step": 0}], [{"step": 0, "columns": COLUMNS, "rows": []}])))
+    page = Page(write_pages(write_run(tmp_path, [{"step": 0}], [{"step": 0, "columns": COLUMNS, "rows": []}]))[0])
     assert page.text.count("not recorded") == len(CHARTS)
     charts.run_picture(tmp_path, tmp_path / "run.png")
 
 
 def test_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="log_dir"):
-        write_report(tmp_path / "nowhere")
+        write_pages(tmp_path / "nowhere")
 
 
 def test_a_resumed_step_replaces_the_first_try(tmp_path: Path) -> None:
@@ -273,10 +272,10 @@ def test_a_gap_of_zero_is_drawn() -> None:
 def test_a_head_has_its_section(tmp_path: Path) -> None:
     rng = random.Random(0)
     run = write_run(tmp_path / "run", with_head([metrics(i, rng) for i in range(16)]), [])
-    page = Page(write_report(run))
+    page = Page(write_pages(run)[0])
     assert "Draft heads 2 of 4" in page.text and "Time of refreshes, of the run so far" in page.text
     assert "step 7: refreshed: 7; gate: better & so" in page.text and "skipped: <14>" not in page.text
-    assert "Draft head" not in Page(write_report(write_full_run(tmp_path / "without"))).text
+    assert "Draft head" not in Page(write_pages(write_full_run(tmp_path / "without"))[0]).text
 
 
 def test_figures_of_a_head() -> None:

@@ -20,7 +20,7 @@ from test_report import COLUMNS, Page, metrics, trace, write_run
 from nemo_specrollout.cli.main import main
 from nemo_specrollout.generation.requests import RolloutRequest
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.run_report import write_report
+from nemo_specrollout.local.run_report import write_pages
 from nemo_specrollout.racing.attempts import Attempt, AttemptOutcome, AttemptSpan, Response, Timeline, describe
 from nemo_specrollout.racing.estimates import DecodeSpeeds, Savings
 from nemo_specrollout.reports import charts, records
@@ -232,7 +232,7 @@ def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
     steps, traces = with_tail([metrics(i, rng) for i in range(4)]), [trace_of_two(i, rng) for i in range(4)]
     run = write_run(tmp_path / "run", steps, traces)
     (run / "timeline.jsonl").write_text("".join(json.dumps(timeline(i)) + "\n" for i in range(4)))
-    page = Page(write_report(run))
+    page = Page(write_pages(run)[0])
     for words in ("The tail", "Saved in the tail +0.8 s", "estimate; moves: 4, races: 8, won by the racer: 4",
                   "Running requests of all 2 workers", "all workers' present engine steps",
                   "Tails, step by step"):  # fmt: skip
@@ -242,7 +242,7 @@ def test_a_run_over_two_workers_has_its_section(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids))
     charts.run_picture(run, tmp_path / "run.png")
     assert imread(tmp_path / "run.png").shape[:2] == (420, 1200)
-    alone = Page(write_report(write_run(tmp_path / "alone", [metrics(0, rng)], [])))
+    alone = Page(write_pages(write_run(tmp_path / "alone", [metrics(0, rng)], []))[0])
     assert "The tail" not in alone.text and "Tails" not in alone.text
 
 

@@ -38,7 +38,7 @@ def report(parsed: argparse.Namespace) -> int:
     run_dir = parsed.run_dir
     try:
         if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
-            from nemo_specrollout.local.results import write_pages as write_local_pages
+            from nemo_specrollout.local.run_report import write_pages as write_local_pages
 
             page, picture = write_local_pages(run_dir)
         else:
@@ -74,7 +74,7 @@ def _run_local(tree: dict[str, Any]) -> int:
     use_threads(prepared.config.cluster.threads)
     prepared = place_drafter(prepared)
     from nemo_specrollout.local.progress import Progress
-    from nemo_specrollout.local.results import results_are_of, write_results
+    from nemo_specrollout.local.run_report import results_are_of, write_results
     from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
 
     config, progress = prepared.config, Progress()
@@ -130,7 +130,7 @@ def _results(path: Path, wall_s: float, completed: bool, progress: "Progress") -
 
     Raises nothing, so that the error which ended the run is reported.
     """
-    from nemo_specrollout.local.results import write_results
+    from nemo_specrollout.local.run_report import write_results
 
     try:
         return write_results(path, wall_s, completed)

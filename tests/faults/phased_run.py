@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.cli.main import main
-from nemo_specrollout.local import results
+from nemo_specrollout.local import run_report
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.runner import GrpoRunner
 
@@ -48,7 +48,7 @@ def main_in_phases(phase: str, step: int, marker: Path, arguments: list[str]) ->
     elif phase == "checkpoint":
         waits(sys.modules["nemo_specrollout.local.policy"], "_save", step)
     elif phase == "report":
-        waits(results, "write_pages", 0)
+        waits(run_report, "write_pages", 0)
     else:
         raise ValueError(phase)
     return main(arguments)
