@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from nemo_rl_records import watching_logger
-from nemo_specrollout.nemo_rl.step_log import StepLog
 
 from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config.block import BLOCK_PATH

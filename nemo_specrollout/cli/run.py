@@ -74,8 +74,8 @@ def _run_local(tree: dict[str, Any]) -> int:
     use_threads(prepared.config.cluster.threads)
     prepared = place_drafter(prepared)
     from nemo_specrollout.local.progress import Progress
-    from nemo_specrollout.local.run_report import results_are_of, write_results
     from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
+    from nemo_specrollout.local.run_report import results_are_of, write_results
 
     config, progress = prepared.config, Progress()
     path = Path(config.logger.log_dir)

@@ -20,8 +20,8 @@ from nemo_specrollout.config.run_sections import AsyncGrpoConfig
 from nemo_specrollout.local.fleet import RolloutFleet
 from nemo_specrollout.local.statistics import stock_stats
 from nemo_specrollout.local.step_rollout import Prompts, StepPrompts, StepRollout
-from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.attempts import Response, Timeline
+from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 _LOOK_S = 0.005

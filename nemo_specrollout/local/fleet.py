@@ -15,9 +15,9 @@ from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats, draft_counts, fleet_stats, work_stats
 from nemo_specrollout.local.step_rollout import Prompts, RolloutSource, StepRollout, check_tokens
+from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
 from nemo_specrollout.racing.coordinator import Coordinator
 from nemo_specrollout.racing.rollout_pool import DEAD, RolloutPool
-from nemo_specrollout.racing.attempts import AttemptOutcome, Timeline
 from nemo_specrollout.scheduling.racing.draft_ladder import Ladder, LadderFile
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN, in_shards
