@@ -84,17 +84,6 @@ class Stream:
             del self.under_way[name]
 
 
-@dataclass
-class _Sum:
-    """A sum of tokens and of their seconds."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        self.tokens, self.seconds = self.tokens + num_tokens, self.seconds + seconds
-
-
 class LadderBench:
     """Owns an engine for each method, the streams of requests, and the measurements."""
 
@@ -109,13 +98,14 @@ class LadderBench:
         self._engines = range(len(methods))
         pairs = list(itertools.product(self._engines, self.batches))
         self._streams = {(e, b): Stream(b, _requests(config, self.batches.index(b), task)) for e, b in pairs}
-        self._decoded = {pair: _Sum() for pair in pairs}
-        self._prefilled = _Sum()
+        self._decoded = {pair: (0, 0.0) for pair in pairs}
+        """Tokens and their seconds, by engine and batch size."""
+        self._prefilled = 0, 0.0
 
     def measure(self, num_rounds: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
         """Measures each method and batch size for `slice_s` seconds a round. `on_slice` gets the name of the slice."""
         self._slices(0, WARM_UP_ROUNDS, slice_s, on_slice)
-        self._decoded, self._prefilled = {pair: _Sum() for pair in self._decoded}, _Sum()
+        self._decoded, self._prefilled = {pair: (0, 0.0) for pair in self._decoded}, (0, 0.0)
         self._before = self.pool.ask_each("stats", 1 << 60)
         self._slices(WARM_UP_ROUNDS, num_rounds, slice_s, on_slice)
         self._after = self.pool.ask_each("stats", 1 << 60)
@@ -125,8 +115,8 @@ class LadderBench:
         own = [self._rung(task, engine) for engine in self._engines]
         own.sort(key=lambda rung: -rung.tokens_per_s[0])
         rungs = (*own, *(replace(rung, task=ANY_TASK) for rung in own))
-        per_token_s = self._prefilled.seconds / self._prefilled.tokens
-        return LadderFile(this_machine(), self.config.policy.model_name, per_token_s, rungs)
+        num_prefilled, prefill_s = self._prefilled
+        return LadderFile(this_machine(), self.config.policy.model_name, prefill_s / num_prefilled, rungs)
 
     def close(self) -> None:
         """Ends the engines."""
@@ -134,11 +124,11 @@ class LadderBench:
 
     def _rung(self, task: str, engine: int) -> Rung:
         sums = [self._decoded[engine, batch] for batch in self.batches]
-        speeds = tuple(max(s.tokens, 1) / s.seconds for s in sums)
+        speeds = tuple(max(tokens, 1) / seconds for tokens, seconds in sums)
         verified, accepted = draft_counts(self._before[engine], self._after[engine])
         name = self.pool.method_name(engine)
-        seconds = tuple(s.seconds for s in sums)
-        return Rung(task, name, tuple(self.batches), speeds, seconds, accepted / verified if verified else 0.0)
+        weights_s = tuple(seconds for _, seconds in sums)
+        return Rung(task, name, tuple(self.batches), speeds, weights_s, accepted / verified if verified else 0.0)
 
     def _slices(self, first: int, count: int, slice_s: float, on_slice: Callable[[str], object]) -> None:
         """Does the slices of some rounds. Each round begins with another method."""
@@ -150,15 +140,17 @@ class LadderBench:
 
     def _slice(self, engine: int, batch: int, slice_s: float) -> None:
         """Does one slice. Its first turn only computes the texts of its requests, so it measures prefill."""
-        stream, decoded = self._streams[engine, batch], self._decoded[engine, batch]
+        stream = self._streams[engine, batch]
         stream.fill()
         opening = self._turn(engine, stream, Orders(tuple(stream.under_way.items())))
-        self._prefilled.add(opening.num_prefilled, opening.prefill_s)
+        num_prefilled, prefill_s = self._prefilled
+        self._prefilled = num_prefilled + opening.num_prefilled, prefill_s + opening.prefill_s
         left_s = slice_s
         while left_s > 0.0:
             turn_s = left_s if batch <= FEW_ATTEMPTS else min(_TURN_S, left_s)
             work = self._turn(engine, stream, Orders(tuple(stream.fill()), seconds=turn_s))
-            decoded.add(work.num_tokens, work.request_s)
+            num_tokens, seconds = self._decoded[engine, batch]
+            self._decoded[engine, batch] = num_tokens + work.num_tokens, seconds + work.request_s
             left_s -= work.decode_s
         self._turn(engine, stream, Orders(stops=tuple(stream.under_way)))
 

@@ -13,10 +13,7 @@ from rich.table import Table
 from nemo_specrollout.racing.attempts import describe as describe_tail
 from nemo_specrollout.remote.protocol.drafter_stats import in_words
 
-_COLUMNS = {
-    "step": 5, "reward": 7, "length": 7, "rollout": 9, "speedup": 8, "tok/step": 8, "equal": 11, "train": 7, "gap": 8
-}  # fmt: skip
-_HEADER = " ".join(f"{name:>{width}}" for name, width in _COLUMNS.items())
+_HEADER = " step  reward  length   rollout  speedup tok/step       equal   train      gap"
 
 
 class Progress:

@@ -152,11 +152,8 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
     `seconds` are spent in steps; the estimate is the time of their tokens at one a step. Both are means over engines.
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
-    tables = [now.plain_step_s for now in after.values()]
-    totals = [
-        totals_of(now.trace, None if table is None else np.array(table))
-        for now, table in zip(after.values(), tables, strict=True)
-    ]
+    tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
+    totals = [totals_of(now.trace, table) for now, table in zip(after.values(), tables, strict=True)]
     busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
     plain_s = sum(t.plain_s + t.decode_s - t.estimated_s + t.other_s for t in totals) / max(len(totals), 1)
     is_known = totals and all(table is not None for table in tables)
