@@ -74,7 +74,7 @@ class Progress:
         table = Table(
             title=f"{summary['steps']} steps in {summary['wall_s']:.0f} s", show_header=False, title_justify="left"
         )
-        for name, value in _summary_rows(summary):
+        for name, value in _summary_rows(summary) if summary["steps"] else [("steps", "none finished")]:
             table.add_row(name, value)
         self.console.print(table)
         self.console.print(
@@ -87,22 +87,13 @@ class Progress:
 
 
 def _summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    if not summary["steps"]:
-        return [("steps", "none finished")]
     speedup = summary["rollout_speedup_vs_plain_estimate"]
-    over = summary["reward_averaged_over_steps"]
+    first, last = ("-" if (v := summary[key]) is None else f"{v:.3f}" for key in ("reward_first", "reward_last"))
     return [
         ("rollout speedup over plain (estimate)", "-" if speedup is None else f"{speedup:.2f}x"),
         ("tokens equal to plain decoding", f"{summary['tokens_equal']} of {summary['tokens_checked']} checked"),
-        (
-            f"reward, first and last {over} steps",
-            f"{_or_dash(summary['reward_first'])} -> {_or_dash(summary['reward_last'])}",
-        ),
+        (f"reward, first and last {summary['reward_averaged_over_steps']} steps", f"{first} -> {last}"),
         ("tokens a request gains per target step", f"{summary['acceptance_length']:.2f}"),
         ("alarms", str(summary["alarms"])),
         *([("processes that died", str(summary["deaths"]))] if summary["deaths"] else []),
     ]
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -98,19 +98,17 @@ def _generate(job: RefreshJob, prompts: Sequence[Sequence[int]], num_done: int) 
                     move(start + count)
 
                 rollouts = engine.generate(requests, finished)
-                _append(
-                    job.state.rollouts, [(prompts[p], r.token_ids) for (p, _), r in zip(chunk, rollouts, strict=True)]
-                )
+                with job.state.rollouts.open("a") as file:
+                    for request, made in zip(requests, rollouts, strict=True):
+                        line = {
+                            "prompt_token_ids": list(request.prompt_token_ids),
+                            "response_token_ids": made.token_ids,
+                        }
+                        file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
     finally:
         engine.close()
-
-
-def _append(file: Path, rollouts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    with file.open("a") as opened:
-        for prompt, response in rollouts:
-            opened.write(json.dumps({"prompt_token_ids": list(prompt), "response_token_ids": list(response)}) + "\n")
-        opened.flush()
-        os.fsync(opened.fileno())
 
 
 def _cut_to_whole_lines(file: Path) -> int:

@@ -47,13 +47,9 @@ class RolloutStats:
         """Tokens that a request gains in a target step: 1 without speculation, or without a step."""
         return self.num_tokens / self.num_request_steps if self.num_request_steps else 1.0
 
-    @property
-    def speedup_estimate(self) -> float | None:
-        """Estimated seconds without speculation over the rollout's seconds; None if unknown."""
-        return self.plain_estimate_s / self.seconds if self.plain_estimate_s is not None and self.seconds else None
-
     def metrics(self) -> dict[str, Any]:
         """Returns the rollout's part of a line of `metrics.jsonl`."""
+        plain_s = self.plain_estimate_s
         optional = {
             "head_dormant": None if self.head_is_dormant is None else int(self.head_is_dormant),
             "draft_supply": self.drafter_stats,
@@ -62,8 +58,8 @@ class RolloutStats:
         return {
             "num_tokens": self.num_tokens,
             "rollout_s": self.seconds,
-            "plain_estimate_s": self.plain_estimate_s,
-            "rollout_speedup": self.speedup_estimate,
+            "plain_estimate_s": plain_s,
+            "rollout_speedup": None if plain_s is None or not self.seconds else plain_s / self.seconds,
             "target_steps": self.num_target_steps,
             "request_steps": self.num_request_steps,
             "acceptance_length": self.acceptance_length,
@@ -127,22 +123,19 @@ def fleet_stats(
         shard = [rollouts[i] for i in np.flatnonzero(shards == engine)]
         parts[engine] = rollout_stats(before[engine], now, shard, busy_s, max_num_seqs)
     of_all = list(parts.values())
-    estimates = [p.plain_estimate_s for p in of_all if p.plain_estimate_s is not None]
-    dormant = [p.head_is_dormant for p in of_all]
+    estimates, dormant = ([getattr(p, key) for p in of_all] for key in ("plain_estimate_s", "head_is_dormant"))
+    counts = ("num_target_steps", "num_request_steps", "num_draft_tokens", "num_steps_with_drafts")
     return RolloutStats(
         seconds=seconds,
         num_tokens=sum(len(r.token_ids) for r in rollouts),
-        num_target_steps=sum(p.num_target_steps for p in of_all),
-        num_request_steps=sum(p.num_request_steps for p in of_all),
-        plain_estimate_s=max(estimates) if len(estimates) == len(of_all) and of_all else None,
+        plain_estimate_s=max(estimates) if estimates and None not in estimates else None,
         host_s=sum(p.host_s for p in of_all) / max(len(of_all), 1),
-        num_draft_tokens=sum(p.num_draft_tokens for p in of_all),
-        num_steps_with_drafts=sum(p.num_steps_with_drafts for p in of_all),
         proposed=_sum_counts([p.proposed for p in of_all]),
         accepted=_sum_counts([p.accepted for p in of_all]),
         trace={"columns": [], "rows": [], "workers": [{"worker": e, **p.trace} for e, p in parts.items()]},
         head_is_dormant=None if None in dormant else all(dormant),
         drafter_stats=next((p.drafter_stats for p in of_all if p.drafter_stats is not None), None),
+        **{key: sum(getattr(p, key) for p in of_all) for key in counts},
     )
 
 
