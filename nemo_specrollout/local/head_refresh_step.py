@@ -62,7 +62,8 @@ class LocalRefresher:
     def after_step(self, step: int, stats: RolloutStats, step_s: float) -> dict[str, Any]:
         """Stores the captured features and refreshes the head if the trigger says so; returns the metric `draft_refresh`."""
         self._store.keep(self._source.take_features())
-        figures = {"head_age": step - self._head_version, "capture_s": self._take_capture_s()}
+        before, self._captured_s = self._captured_s, self._source.capture_seconds()
+        figures = {"head_age": step - self._head_version, "capture_s": self._captured_s - before}
         if not stats.num_request_steps:  # the end of an asynchronous run
             return {**RefreshRecord("no engine has anything left to do", 0.0).known(), **figures}
         decision = self._online.decide(self._facts(step, stats, step_s))
@@ -78,11 +79,6 @@ class LocalRefresher:
     def close(self) -> None:
         """Releases the feature store for other processes."""
         self._store.close()
-
-    def _take_capture_s(self) -> float:
-        """Returns the engine seconds that capturing took since the last call."""
-        before, self._captured_s = self._captured_s, self._source.capture_seconds()
-        return self._captured_s - before
 
     def _facts(self, step: int, stats: RolloutStats, step_s: float) -> StepFacts:
         costs = DecodeCosts.measured(stats.seconds, stats.plain_estimate_s, stats.num_tokens, stats.num_request_steps)

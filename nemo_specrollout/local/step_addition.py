@@ -121,7 +121,7 @@ class Problem:
         return PROMPT.format(terms=" + ".join(map(str, self.terms)))
 
 
-def make_problem(seed: int, index: int, max_terms: int = MAX_TERMS) -> Problem:
+def _make_problem(seed: int, index: int, max_terms: int) -> Problem:
     """Returns problem `index` of the seed's endless list. The number of terms is log-normal, each term uniform.
 
     Neighbours in the list are spread evenly over the difficulties (a golden-ratio sequence of quantiles), so that the
@@ -141,7 +141,7 @@ def make_problems(seed: int, num: int, start: int = 0, max_terms: int = MAX_TERM
     """
     if not MIN_TERMS <= max_terms <= MAX_TERMS:
         raise ValueError(f"max_terms is {max_terms}; give a number from {MIN_TERMS} to {MAX_TERMS}")
-    return [make_problem(seed, start + i, max_terms) for i in range(num)]
+    return [_make_problem(seed, start + i, max_terms) for i in range(num)]
 
 
 def demonstration(problem: Problem, rng: random.Random, is_quick: bool = False) -> str:
