@@ -2,9 +2,12 @@
 """Reads the weights in checkpoints of Megatron-Core models, in one process and without building a model.
 
 Each reader returns the tensor-parallel shards: for each rank a dict of Megatron names, with layers numbered over all
-pipeline stages.
+pipeline stages. Pickles are read without running their code: tensors, plain values and listed classes only.
 """
 
+import argparse
+import enum
+import io
 import json
 import pickle
 import re
@@ -13,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
-from nemo_specrollout.training.checkpoints.safe_pickles import first_line, load_tensors, read_metadata
 from nemo_specrollout.training.checkpoints.weight_map import (
     EMBEDDING,
     LM_HEAD,
@@ -39,6 +42,27 @@ _FUSED_NORMS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """Norms that TransformerEngine stores in the linear layer after them, with their names in Megatron's own layers."""
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "builtins": {"dict", "list", "set", "tuple"},
+}  # fmt: skip
+"""Classes that the metadata of a distributed checkpoint needs, by module."""
+
+_SAVE_PLAN_CLASSES = {
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+}  # fmt: skip
+"""Classes of records in the metadata that only saving needs, by module. They are read as `_Ignored`."""
 
 
 def read_torch_dist(folder: Path) -> list[Shard]:
@@ -63,7 +87,7 @@ def read_torch_dist(folder: Path) -> list[Shard]:
             warnings.filterwarnings("ignore", "torch.distributed is")  # reading in one process is intended
             dcp.load(dict(whole), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{folder} is damaged or incomplete ({first_line(error)}): use another checkpoint") from None
+        raise ValueError(f"{folder} is damaged or incomplete ({_first_line(error)}): use another checkpoint") from None
     return [{name: tensor for key, value in whole.items() for name, tensor in _by_layer(key, value)}]
 
 
@@ -71,7 +95,7 @@ class _SafeReader(dcp.FileSystemReader):
     """PyTorch's reader of distributed checkpoints. It reads tensors safely but unpickles metadata, so that is replaced."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return read_metadata(Path(self.path) / ".metadata")
+        return _read_metadata(Path(self.path) / ".metadata")
 
 
 def _empty_tensor(name: str, item: TensorStorageMetadata, folder: Path) -> Tensor:
@@ -112,7 +136,7 @@ def read_torch(folder: Path) -> list[Shard]:
 
 
 def _legacy_weights(file: Path) -> Shard:
-    state = load_tensors(file)
+    state = _load_tensors(file)
     if "model0" in state:
         raise ValueError(f"{file} is of a virtual pipeline: save it in torch_dist")
     if not isinstance(state.get("model"), Mapping):
@@ -149,7 +173,7 @@ def read_local(folder: Path) -> list[Shard]:
     wanted = [f"rank_{rank}_of_{len(files)}.pt" for rank in range(len(files))]
     if [file.name for file in files] != wanted:
         raise ValueError(f"{folder} is incomplete: it has {', '.join(file.name for file in files)}")
-    return [dict(load_tensors(file)["model"]) for file in files]
+    return [dict(_load_tensors(file)["model"]) for file in files]
 
 
 def hf_tensors(shards: list[Shard], shape: PolicyShape, folder: Path) -> dict[str, Tensor]:
@@ -170,7 +194,7 @@ def hf_tensors(shards: list[Shard], shape: PolicyShape, folder: Path) -> dict[st
         try:
             full = weight.layout.unshard([shard[weight.megatron] for shard in named])
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{folder}: {weight.megatron} does not fit the config ({first_line(error)})") from None
+            raise ValueError(f"{folder}: {weight.megatron} does not fit the config ({_first_line(error)})") from None
         for name, tensor in zip(weight.hf, full, strict=True):
             fitted = tensor[: shape.vocab_size] if name in (EMBEDDING, LM_HEAD) else tensor
             if tuple(fitted.shape) != shapes[name]:
@@ -201,3 +225,72 @@ def _check_names(shards: list[Shard], wanted: set[str], folder: Path) -> None:
             continue  # the last pipeline stage has a copy of tied embeddings
         if surplus:
             raise ValueError(f"{folder} has {surplus[0]} ({len(surplus)} surplus): it does not fit the config")
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """Returns the metadata of a distributed checkpoint. Raises ValueError if the file is damaged or has other classes."""
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({_first_line(error)}): use another checkpoint") from None
+    metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+    return metadata
+
+
+def _load_tensors(file: Path) -> dict[str, Any]:
+    """Returns the content of a torch file: tensors, plain values, and Megatron's arguments and random states.
+
+    Raises ValueError if the file is missing, damaged, or has other objects.
+    """
+    try:
+        with torch.serialization.safe_globals(_harmless_classes()):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: the checkpoint is incomplete") from None
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|Unsupported \w+|class) (\S+)", str(error))
+        content = f"{found[1]} objects" if found else "no plain tensors"
+        raise ValueError(f"{file} holds {content}, and reading them could run code: save it in torch_dist") from None
+    except (RuntimeError, OSError, EOFError) as error:
+        raise ValueError(f"{file} is damaged ({_first_line(error)}): use another checkpoint") from None
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message; for a CheckpointException, of its first cause."""
+    causes = getattr(error, "failures", None) or {0: (error,)}
+    lines = str(next(iter(causes.values()))[0]).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class _Ignored:
+    """Stands for records that only saving needs."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds only the records of a checkpoint's metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _SAVE_PLAN_CLASSES.get(module, ()):
+            return _Ignored
+        is_constant = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.memory_format)
+        if is_constant or name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata has no need of")
+
+
+def _harmless_classes() -> list[Any]:
+    """Returns the classes that Megatron-LM stores beside tensors. Building them has no effect."""
+    reconstruct = np.zeros(1).__reduce__()[0]
+    dtypes = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
+    plain = [argparse.Namespace, io.BytesIO, reconstruct, np.ndarray, np.dtype, *dtypes]
+    try:
+        from megatron.core import enums
+        from megatron.core.transformer import enums as transformer_enums
+    except ImportError:
+        return plain
+    found = [value for module in (enums, transformer_enums) for value in vars(module).values()]
+    return plain + [value for value in found if isinstance(value, type) and issubclass(value, enum.Enum)]

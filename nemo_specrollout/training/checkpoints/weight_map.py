@@ -6,7 +6,6 @@ tensor-parallel shards and joins shards again. Layouts only slice, concatenate a
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +14,6 @@ from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 
 MEGATRON_EMBEDDING, MEGATRON_LM_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-class Layout(Protocol):
-    """Arrangement of full Hugging Face tensors in one Megatron parameter that is split over ranks."""
-
-    def shard(self, full: list[Tensor], rank: int, size: int) -> Tensor:
-        """Returns the part of the parameter that rank `rank` of `size` ranks has."""
-        ...
-
-    def unshard(self, shards: list[Tensor]) -> list[Tensor]:
-        """Returns the full Hugging Face tensors from the parts of all ranks, in their order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +74,11 @@ class FusedQkv:
         return [x.flatten(0, 1) for x in grouped.split(rows, 1)]
 
 
+Layout = Replicated | Split | FusedGateUp | FusedQkv
+"""Arrangement of full Hugging Face tensors in one Megatron parameter. `shard` returns the part of one of `size` ranks, and
+`unshard` the full tensors from the parts of all ranks."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """One Megatron parameter with the Hugging Face tensors that it holds."""
@@ -102,22 +94,10 @@ class Weight:
 def weights_of_shape(shape: PolicyShape) -> list[Weight]:
     """Returns every weight of a policy of this shape, in Hugging Face's order of layers."""
     qkv = FusedQkv(shape.num_query_groups, shape.num_heads // shape.num_query_groups, shape.head_dim)
-    return weight_table(shape.num_layers, qkv, shape.tied, shape.has_qk_norm)
-
-
-def weight_table(num_layers: int, qkv: FusedQkv, tied: bool, has_qk_norm: bool) -> list[Weight]:
-    """Returns every weight of a policy.
-
-    Args:
-        num_layers: Number of decoder layers.
-        qkv: Layout of the attention's input weights.
-        tied: Whether the LM head is the embedding, so that it has no weight.
-        has_qk_norm: Whether queries and keys are normed.
-    """
-    head = [] if tied else [Weight(MEGATRON_LM_HEAD, (LM_HEAD,), Split(0))]
+    head = [] if shape.tied else [Weight(MEGATRON_LM_HEAD, (LM_HEAD,), Split(0))]
     return [
         Weight(MEGATRON_EMBEDDING, (EMBEDDING,), Split(0)),
-        *(weight for layer in range(num_layers) for weight in _layer_weights(layer, qkv, has_qk_norm)),
+        *(weight for layer in range(shape.num_layers) for weight in _layer_weights(layer, qkv, shape.has_qk_norm)),
         Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated()),
         *head,
     ]
