@@ -40,7 +40,7 @@ class World:
         """Gives a slot to a request of a group, which may have a part of its response already."""
         self.num_opened += 1
         text = prompt + (response or [])
-        start = self.drafter.start_of(RequestIdentity(1000 + self.num_opened, group), len(prompt), len(text))
+        start = self.drafter.start_of(RequestIdentity(1000 + self.num_opened, group), len(text))
         salt, learned = (tensor([number]) for number in start)
         self.drafter.open(tensor([slot]), salt, learned.int())
         self.total_len_S[slot] = 0

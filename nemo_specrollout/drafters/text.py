@@ -25,7 +25,7 @@ class TextDrafter(ABC):
     name: str
 
     @abstractmethod
-    def start_of(self, identity: Any, prompt_length: int, num_tokens: int) -> tuple[int, int]:
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
         """Returns the salt of a new request, and the number of its first tokens that need no learning."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class SuffixLookup(LookupDrafter):
     name = "suffix"
     shortest_context = 1
 
-    def start_of(self, identity: Any, prompt_length: int, num_tokens: int) -> tuple[int, int]:
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
         return identity.group, num_tokens
 
 
@@ -81,7 +81,7 @@ class NgramLookup(LookupDrafter):
     name = "ngram"
     shortest_context = 2
 
-    def start_of(self, identity: Any, prompt_length: int, num_tokens: int) -> tuple[int, int]:
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
         return identity.seed, 0
 
 
@@ -93,7 +93,7 @@ class RandomTokens(TextDrafter):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def start_of(self, identity: Any, prompt_length: int, num_tokens: int) -> tuple[int, int]:
+    def start_of(self, identity: Any, num_tokens: int) -> tuple[int, int]:
         return 0, 0
 
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:

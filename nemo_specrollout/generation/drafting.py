@@ -102,7 +102,7 @@ class Drafting:
         limits = [r.limit if r.identity.speculate else 0 for r in requests]
         self.board.open(slots_N, to_device(limits, np.int32, self._device))
         for drafter in self._text.values():
-            starts = [drafter.start_of(r.identity, r.prompt_length, r.num_tokens) for r in requests]
+            starts = [drafter.start_of(r.identity, r.num_tokens) for r in requests]
             salts, learned = zip(*starts, strict=True)
             drafter.open(slots_N, to_device(salts, np.int64, self._device), to_device(learned, np.int32, self._device))
         if self.model is not None:

@@ -13,9 +13,9 @@ from vllm.triton_utils.dispatcher import KernelOverride
 from world import SIZES, Size, World
 
 from vllm_v2_cpu import kernels as cpu_kernels
-from vllm_v2_cpu.kernels import batch, drafting, drafting_mtp, estimating, rejection, resampling
+from vllm_v2_cpu.kernels import batch, drafting, estimating, rejection
 
-MODULES = {module.__name__ for module in (batch, drafting, drafting_mtp, estimating, rejection, resampling)}
+MODULES = {module.__name__ for module in (batch, drafting, estimating, rejection)}
 BODIES = {name: body for name, body in cpu_kernels.bodies().items() if body.__module__ in MODULES}
 MAKERS = batch_inputs.MAKERS | drafting_inputs.MAKERS | ratio_test_inputs.MAKERS
 ROUNDED = {name: 2e-5 for name in ratio_test_inputs.MAKERS if "rejection_sampler." not in name}

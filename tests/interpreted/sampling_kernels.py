@@ -19,10 +19,10 @@ from triton import language as tl
 from vllm.v1.worker.gpu.metrics import logits as nan_counts
 from vllm.v1.worker.gpu.sample import gumbel as theirs
 
-from vllm_v2_cpu.kernels import gumbel, logits, logprobs, noise, sampling_output, thinking
+from vllm_v2_cpu.kernels import gumbel, logits, logprobs, noise
 from vllm_v2_cpu.kernels.kernel_launch import BODIES
 
-MODULES = {module.__name__ for module in (gumbel, logits, logprobs, sampling_output, thinking)}
+MODULES = {module.__name__ for module in (gumbel, logits, logprobs)}
 BODIES = {name: body for name, body in BODIES.items() if body.__module__ in MODULES and "topk_topp" not in name}
 """All but top-k and top-p, whose body is vLLM's own sort."""
 MAKERS = sampling_inputs.MAKERS | text_inputs.MAKERS
