@@ -25,7 +25,7 @@ from nemo_specrollout.reports.page import (
     table,
 )
 from nemo_specrollout.reports.panels import refreshes
-from nemo_specrollout.reports.records import NemoRlRun, Record, naming_damage, number, reward_window, series
+from nemo_specrollout.reports.records import NemoRlRun, Record, naming_damage, number, reduced, reward_window, series
 
 MOST_ROWS = 200
 """Rows of a table, and alarms in the list. A run in NeMo-RL may have thousands of steps."""
@@ -84,7 +84,12 @@ def write_pages(folder: Path) -> tuple[Path, Path]:
 
 def _page(run: NemoRlRun, name: str) -> str:
     parts = [cards(_cards(run)), alarm_list(run.alarms[-MOST_ROWS:]), *_charts(run), *_tables(run)] if run.steps else []
-    return page(f"Run {name}", _status(run), [*parts, _block(run), _versions(run)])
+    text = yaml.safe_dump(dict(run.block), sort_keys=False) if run.block else ""
+    block = folded("policy.generation.specrollout", text, "summary.json is missing, or has no block")
+    versions = run.summary.get("versions")
+    known = dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
+    made = facts("How this run was made", known, "summary.json is missing, or has no versions")
+    return page(f"Run {name}", _status(run), [*parts, block, made])
 
 
 def _status(run: NemoRlRun) -> str:
@@ -122,7 +127,7 @@ def _speed_cards(run: NemoRlRun) -> Iterator[str]:
 def _training_cards(run: NemoRlRun) -> Iterator[str]:
     rewards, window = series(run.steps, "reward"), reward_window(len(run.steps))
     if np.isfinite(rewards).any():
-        first, last = (in_digits(_mean(part), ".2f") for part in (rewards[:window], rewards[-window:]))
+        first, last = (in_digits(reduced(np.mean, part), ".2f") for part in (rewards[:window], rewards[-window:]))
         yield card("Reward", f"{first} \N{RIGHTWARDS ARROW} {last}", "means of the first and last fifth")
     gap, bound = run.most("logprob_gap.mean"), run.alarm_bound
     if math.isfinite(gap):
@@ -190,19 +195,3 @@ def _tables(run: NemoRlRun) -> Iterable[str]:
 
 def _is_bad(step: Record, key: str) -> bool:
     return key == "logprob_gap.mean" and number(step, "logprob_gap_alarm") == 1.0
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
-def _block(run: NemoRlRun) -> str:
-    text = yaml.safe_dump(dict(run.block), sort_keys=False) if run.block else ""
-    return folded("policy.generation.specrollout", text, "summary.json is missing, or has no block")
-
-
-def _versions(run: NemoRlRun) -> str:
-    versions = run.summary.get("versions")
-    known = dict(sorted(versions.items())) if isinstance(versions, Mapping) else {}
-    return facts("How this run was made", known, "summary.json is missing, or has no versions")

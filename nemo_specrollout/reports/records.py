@@ -244,15 +244,15 @@ class NemoRlRun:
 
     def mean(self, key: str) -> float:
         """Returns the mean of a metric over the steps that have it, or NaN."""
-        return _reduced(np.mean, series(self.steps, key))
+        return reduced(np.mean, series(self.steps, key))
 
     def total(self, key: str) -> float:
         """Returns the sum of a metric over the steps that have it, or NaN."""
-        return _reduced(np.sum, series(self.steps, key))
+        return reduced(np.sum, series(self.steps, key))
 
     def most(self, key: str) -> float:
         """Returns the largest value of a metric over all steps, or NaN."""
-        return _reduced(np.max, series(self.steps, key))
+        return reduced(np.max, series(self.steps, key))
 
 
 def find_folder(path: Path) -> Path:
@@ -304,7 +304,8 @@ def _step(line: Record, timing: Record) -> dict[str, Any]:
 
 def _phases(timing: Record) -> dict[str, float]:
     """Returns the seconds of the step, of each phase that has a timer and of the rest, and the share of generation."""
-    phases = {f"{phase}_s": _added(timing, names) for phase, names in PHASE_TIMERS.items()}
+    timers = {phase: [number(timing, name) for name in names] for phase, names in PHASE_TIMERS.items()}
+    phases = {f"{phase}_s": reduced(np.sum, np.array(seconds)) for phase, seconds in timers.items()}
     known = {name: seconds for name, seconds in phases.items() if math.isfinite(seconds)}
     step_s = number(timing, "total_step_time")
     if not step_s > 0:
@@ -313,12 +314,7 @@ def _phases(timing: Record) -> dict[str, float]:
     return known | {"generation_share": known["generation_s"] / step_s} if "generation_s" in known else known
 
 
-def _added(timing: Record, names: Sequence[str]) -> float:
-    """Returns the sum of the timers that exist, or NaN."""
-    seconds = np.array([number(timing, name) for name in names])
-    return _reduced(np.sum, seconds)
-
-
-def _reduced(how: Any, values: np.ndarray) -> float:
+def reduced(how: Any, values: np.ndarray) -> float:
+    """Returns a sum, mean or maximum of the finite values, or NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(how(known)) if len(known) else math.nan
