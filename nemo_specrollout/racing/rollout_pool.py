@@ -178,7 +178,9 @@ class RolloutPool:
         try:
             for engine in range(num_engines):
                 self._start(engine)
-            self._wait_for_starts()
+            while self._starting:
+                self._wait()
+                self.revive()
             self._deaths.clear()
         except BaseException:
             self.close()
@@ -285,11 +287,6 @@ class RolloutPool:
         started = actor.start.remote(*self._arguments[engine], self._weights)
         self._starting[started] = _Start(engine, actor, self._weights)
         self._heard_s[engine] = time.monotonic()
-
-    def _wait_for_starts(self) -> None:
-        while self._starting:
-            self._wait()
-            self.revive()
 
     def _wait(self) -> list[Any]:
         """Returns turns that have ended: at least one, unless an engine has started or is to be killed."""
