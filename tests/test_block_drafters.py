@@ -24,7 +24,7 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.generation import compat, speculator_patches
+from nemo_specrollout.generation import compat, model_drafter
 from nemo_specrollout.generation.arguments import VllmAbilities, with_specrollout
 from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
@@ -153,7 +153,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
     start_engine: Callable[..., RolloutEngine], policy: Path, drafters: dict[str, BlockDrafterConfig]
 ) -> None:
     """Also, zero or shared weights of a sound DFlash are not reported as faults."""
-    from nemo_specrollout.generation.head_health import head_health
+    from nemo_specrollout.generation.head_watch import head_health
 
     engine = start_engine(policy, SpecrolloutConfig(drafters=(drafters["dflash"],), budget=FOUR))
     runner = worker_of(engine).model_runner
@@ -204,7 +204,7 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"drafts with DFlash2Speculator for this checkpoint, which samples in kernels"
     ):
-        speculator_patches.verify_block_speculator(object.__new__(DFlash2Speculator))
+        model_drafter.verify_block_speculator(object.__new__(DFlash2Speculator))
 
 
 @pytest.mark.parametrize(

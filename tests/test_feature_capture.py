@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 
 from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
-from nemo_specrollout.generation.requests import RequestIdentity
-from nemo_specrollout.generation.runner_binding import NewRequest
+from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 pytestmark = pytest.mark.unit

@@ -22,9 +22,8 @@ from nemo_specrollout.config.drafter_configs import (
     secret_of_run,
 )
 from nemo_specrollout.config.strict import ConfigError, build_tagged
-from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.logger import StepLog
-from nemo_specrollout.nemo_rl.ray_calls import ActorLink
+from nemo_specrollout.nemo_rl.ray_calls import ActorLink, WorkerClient
 from nemo_specrollout.nemo_rl.remote_drafters import (
     DrafterStatus,
     RemoteDrafters,

@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from nemo_rl_records import watching_logger
 
 from nemo_specrollout.config.block import BLOCK_PATH, DraftRefreshConfig, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.strict import build
-from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.head_refresh import HeadRefresh
 from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.metrics import head_metrics, sample_lines, step_facts
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient
 from nemo_specrollout.scheduling.heads.refresh_schedule import (
     FIRST_REFRESH_S,
     SHORTEST_S,
@@ -25,9 +24,8 @@ from nemo_specrollout.scheduling.heads.refresh_schedule import (
     RefreshSchedule,
     StepFacts,
 )
-from nemo_specrollout.telemetry.engine_stats import StepEnd
-from nemo_specrollout.telemetry.engine_totals import EngineTotals
-from nemo_specrollout.telemetry.sample_stats import SampleStats
+from nemo_specrollout.telemetry.engine_stats import EngineTotals
+from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 from nemo_specrollout.training.head.head_folder import NUM_KEPT, HeadFolder, PublishedHead, RefreshRecord
 
 pytestmark = pytest.mark.unit
@@ -285,7 +283,7 @@ def test_a_sample_of_several_engines_has_merged_stats() -> None:
     expected = SampleStats(((3, 7), (4, 20), (5, 40)), (1, 3), 14, 7)
     for one, other in ((first, second), (second, first)):
         ends = [StepEnd([], [(11, SampleStats.from_wire(stats))], 5, 3, False) for stats in (one, other)]
-        assert sample_lines(ends, [11]) == [{"seed": 11, **expected.wire()}]
+        assert sample_lines(ends, [11]) == [{"seed": 11, **asdict(expected)}]
 
 
 def test_the_step_log_reaches_the_record_and_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ from torch import nn
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from nemo_specrollout.generation.head_loading import part_from_policy, shared_modules
 from nemo_specrollout.generation.requests import resolve_identity
-from nemo_specrollout.generation.shared_modules import part_from_policy, shared_modules
 from nemo_specrollout.generation.vllm_requests import REFUSAL
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, header_seed
 from nemo_specrollout.nemo_rl.logger import RunRecord, StepLog, gap_causes, in_a_line, logprob_gap
@@ -32,8 +33,7 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     current_sample,
     gym_row_with_seed,
 )
-from nemo_specrollout.telemetry.engine_totals import EngineAccount, EngineTotals
-from nemo_specrollout.telemetry.step_trace import StepTrace
+from nemo_specrollout.telemetry.engine_stats import EngineTotals, StepTrace
 
 pytestmark = pytest.mark.unit
 
@@ -226,7 +226,7 @@ def test_totals_add_over_engines_and_survive_the_wire() -> None:
     both = a + b
     assert both.num_steps == 4 and dict(both.proposed) == {"suffix": (5, 3), "ngram": (1,)}
     assert dict((both - b).accepted)["suffix"] == (3, 1)
-    assert EngineTotals.from_wire(json.loads(json.dumps(both.wire()))) == both
+    assert EngineTotals.from_wire(json.loads(json.dumps(asdict(both)))) == both
 
 
 def traced_steps(trace: StepTrace) -> None:
@@ -242,16 +242,15 @@ def traced_steps(trace: StepTrace) -> None:
 
 def test_account_counts_every_step_once_and_estimates_plain_time() -> None:
     trace = StepTrace(["suffix"], lambda first, n: np.array([[0, 0], [3, 2], [0, 0]] * 2)[first : first + n])
-    account = EngineAccount(trace)
     traced_steps(trace)
     plain_step_s = np.array([0.0, 1.0, 10.0])
-    first = account.read(plain_step_s, num_weight_updates=1)
+    first = trace.totals(plain_step_s, num_weight_updates=1)
     assert (first.num_steps, first.num_steps_with_drafts, first.num_request_steps, first.num_rows) == (3, 1, 6, 9)
     assert first.plain_s == pytest.approx((1 + 2 / 2) * 10 + 10)
     assert first.estimated_s == first.decode_s and first.num_weight_updates == 1
-    assert account.read(plain_step_s).num_steps == 3
+    assert trace.totals(plain_step_s).num_steps == 3
     traced_steps(trace)
-    assert account.read(None).num_steps == 6
+    assert trace.totals(None).num_steps == 6
 
 
 def test_a_step_after_idleness_counts_no_idle_time() -> None:

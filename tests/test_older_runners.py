@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from nemo_specrollout.config.block import BudgetConfig
-from nemo_specrollout.generation.host_budget import HostBudget
-from nemo_specrollout.scheduling.speculation.budget import build_budget
+from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.model_drafter import AgreedCosts
+from nemo_specrollout.generation.older_runners import HostBudget
+from nemo_specrollout.scheduling.speculation.budget import DraftingPause, build_budget
 
 pytestmark = pytest.mark.integration
 SLOTS = {"a": 2, "b": 0, "c": 1}
@@ -31,14 +33,16 @@ def budget_with(rates_BK: list[list[float]], k: int = 3) -> HostBudget:
         req_states=SimpleNamespace(req_id_to_index=SLOTS), speculator=speculator, max_num_reqs=4, num_speculative_steps=3,
         device=torch.device("cpu"),
     )  # fmt: skip
-    drafting: Any = SimpleNamespace(budgeted=lambda num_drafts, row_price: None)
-    budget = HostBudget(runner, build_budget(BudgetConfig("fixed", k=k)), lambda: None, drafting)
+    drafting = Drafting.__new__(Drafting)
+    drafting._policy, drafting._pause = build_budget(BudgetConfig("fixed", k=k)), DraftingPause()
+    drafting.costs = AgreedCosts()
+    budget = HostBudget(runner, drafting)
     budget.record(SimpleNamespace(num_reqs=3, idx_mapping=torch.tensor(list(SLOTS.values()))))
     return budget
 
 
 def test_drafts_beyond_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_specrollout.generation.host_budget.agreed", lambda decision: decision)
+    monkeypatch.setattr("nemo_specrollout.generation.older_runners.agreed", lambda decision: decision)
     scheduled = Scheduled()
     trimmed = budget_with([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]).trimmed(scheduled)
     assert trimmed.scheduled_spec_decode_tokens == {"a": [-1, -1]}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of samples: policies that made them, heads that drafted for them, and the outcome of their drafts."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import Tensor, tensor
@@ -37,7 +39,7 @@ def test_sample_stats_name_policy_head_and_drafts(sample_stats: SampleStatsLog, 
     counts_S2[2] = 0  # another request takes the slot
     sample = SampleStats(((5, 10),), (3, 3), 8, 6)
     assert sample_stats.take([SEED]) == [sample]
-    assert sample.wire() == {"policy_spans": ((5, 10),), "head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
+    assert asdict(sample) == {"policy_spans": ((5, 10),), "head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
     assert sample_stats.take([SEED]) == [None], "it was taken"
 
 

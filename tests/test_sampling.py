@@ -24,8 +24,8 @@ from torch import Tensor, tensor
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.generation.arguments import set_process_environment
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, sample_with_score_gap
+from nemo_specrollout.generation.model_drafter import share_noise
 from nemo_specrollout.generation.requests import RequestIdentity, RolloutRequest, resolve_identity, rollout_extra_args
-from nemo_specrollout.generation.speculator_patches import share_noise
 from nemo_specrollout.sampling.equality import accept_by_equality
 from nemo_specrollout.sampling.numba_common import mix64
 from nemo_specrollout.sampling.seeds import GAMMA, MASK_64, combine, content_hash, mix64_int, request_seed

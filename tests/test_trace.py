@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from nemo_specrollout.telemetry import step_trace as trace_module
-from nemo_specrollout.telemetry.step_trace import StepTrace
+from nemo_specrollout.telemetry import engine_stats as trace_module
+from nemo_specrollout.telemetry.engine_stats import StepTrace
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, vllm_names
-from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
+from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, VllmSource, installed_source, vllm_names
 from vllm_v2_cpu.kernels import bodies
 from vllm_v2_cpu.kernels.kernel_launch import parameters
 

@@ -43,7 +43,7 @@ from nemo_specrollout.simulation.compare import simulate_step
 from nemo_specrollout.simulation.scenario import Scenario, scenario_of
 from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.simulation.workload import acceptance_for, fitted
-from nemo_specrollout.telemetry.step_trace import StepRows
+from nemo_specrollout.telemetry.engine_stats import StepRows
 
 # Drafts a step where the number is fixed.
 K = 3

@@ -9,8 +9,7 @@ from typing import Any
 
 from nemo_specrollout.config.versions import NEMO_RL_NEEDED, nemo_rl_version, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
-from nemo_specrollout.generation.vllm_names import vllm_names
-from nemo_specrollout.generation.vllm_source import VllmSource, installed_source
+from nemo_specrollout.generation.vllm_names import VllmSource, installed_source, vllm_names
 from nemo_specrollout.nemo_rl.patch_points import (
     ALL_PATCH_POINTS,
     EXTENSION_PATCH_POINTS,

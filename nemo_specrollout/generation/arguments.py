@@ -15,11 +15,11 @@ WORKER_CLASSES = {
     "cpu": "nemo_specrollout.generation.cpu_worker.SpecrolloutCPUWorker",
     "cuda": "nemo_specrollout.generation.vllm_worker.SpecrolloutGPUWorker",
 }
-SCHEDULER = "nemo_specrollout.generation.pausing_scheduler.build_scheduler"
+SCHEDULER = "nemo_specrollout.generation.step_outputs.build_scheduler"
 TEXT_METHOD = "ngram_gpu"
 """vLLM's method for drafters without weights, which allows asynchronous scheduling. Our drafters replace its own."""
 BFLOAT16_HEAD = "specrollout_bfloat16"
-"""vLLM's name for the quantization method of `bfloat16_head.py`."""
+"""vLLM's name for the quantization method of `cpu_worker.py`."""
 SMALLEST_DEFAULT = 2048
 """Smallest of vLLM's defaults of `max_num_batched_tokens`, over devices and uses."""
 USUAL_DEFAULT = 8192

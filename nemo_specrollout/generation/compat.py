@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between the supported versions of vLLM, and checks of what this package relies on.
 
-Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change this file, `older_runners.py` and
-`host_budget.py`.
+Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change this file and `older_runners.py`.
 """
 
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
-import numpy as np
 import torch
 import vllm
 from vllm import LLM
 from vllm.config import speculative
 from vllm.engine.arg_utils import EngineArgs
-from vllm.utils import torch_utils
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import gumbel
@@ -31,9 +28,8 @@ from nemo_specrollout.generation.arguments import VllmAbilities
 
 VLLM_VERSION = vllm.__version__
 RUNNER_ATTRIBUTES = (
-    "add_requests",
+    "execute_model",
     "execute_model_state",
-    "finish_requests",
     "input_buffers",
     "max_num_reqs",
     "max_num_tokens",
@@ -144,21 +140,6 @@ def scheduler_of(engine: Any) -> Any:
     return core.scheduler
 
 
-def engine_facts(config: Any) -> dict[str, str | bool]:
-    """Returns the settings in force under a `VllmConfig`: vLLM's version, model runner, scheduling, CUDA graph mode."""
-    return {
-        "vllm": VLLM_VERSION,
-        "model_runner": "V2",
-        "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
-    }
-
-
-def adapts(runner: Any) -> bool:
-    """Returns whether vLLM captures CUDA graphs for any number of drafts in a step."""
-    return bool(getattr(runner.speculative_config, "enable_adaptive_verification", False))
-
-
 def device_type() -> str:
     """Returns the type of device that vLLM uses in this process, `cuda` or `cpu`."""
     from vllm.platforms import current_platform
@@ -176,18 +157,8 @@ def vllm_abilities() -> VllmAbilities:
     """Returns what the installed vLLM and its device can do."""
     multiplies_bfloat16 = CHOOSES_ON_DEVICE and device_type() == "cpu" and cpu_multiplies_bfloat16()
     if multiplies_bfloat16:
-        from nemo_specrollout.generation import bfloat16_head  # noqa: F401 - registers the quantization method
+        from nemo_specrollout.generation import cpu_worker  # noqa: F401 - registers the quantization method
     return VllmAbilities(CHOOSES_ON_DEVICE, KEEPS_LAST_BLOCK, multiplies_bfloat16)
-
-
-def continues_requests(scheduler_output: Any) -> bool:
-    """Returns whether a step contains a request of an earlier step."""
-    return bool(scheduler_output.scheduled_cached_reqs.req_ids)
-
-
-def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.Tensor:
-    """Returns a few numbers as a tensor on the device. The host does not wait for the copy."""
-    return torch_utils.async_tensor_h2d(np.array(values, dtype), device=device)
 
 
 def _names(literal: Any) -> Iterator[str]:

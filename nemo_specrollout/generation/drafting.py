@@ -1,94 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting: all drafters of an engine in the place of vLLM's one speculator, on the device.
 
-Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, L longest text, N new requests, S request
-slots; a slot is vLLM's own number for a request.
+Shapes: B requests of the batch, D drafters, E evidence levels, K draft positions, N new requests, S request slots; a slot is
+vLLM's own number for a request.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.platform_utils import is_uva_available
+from vllm.v1.worker.gpu import buffer_utils
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.drafter_configs import ModelDrafterConfig, RemoteDrafterConfig, TextDrafterConfig
+from nemo_specrollout.config.drafter_configs import (
+    REMOTE_DRAFTER,
+    ModelDrafterConfig,
+    RemoteDrafterConfig,
+    TextDrafterConfig,
+    shared_secret,
+)
+from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
-from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.compat import to_device
 from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
-from nemo_specrollout.generation.head_rope import head_context
-from nemo_specrollout.generation.model_drafter import ModelDrafter
-from nemo_specrollout.generation.ranks import copy_first_rank, is_output_rank
-from nemo_specrollout.generation.remote_drafts import build_remote_drafter, stream_request
-from nemo_specrollout.generation.runner_binding import NewRequest
+from nemo_specrollout.generation.feature_capture import FeatureCapture
+from nemo_specrollout.generation.head_loading import head_context
+from nemo_specrollout.generation.head_watch import HeadWatch
+from nemo_specrollout.generation.model_drafter import AgreedCosts, ModelDrafter
+from nemo_specrollout.generation.requests import NewRequest
+from nemo_specrollout.generation.step_outputs import WatchedOutput, mark_paused
+from nemo_specrollout.generation.transfers import copy_first_rank, is_output_rank, to_device
+from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
+from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, DraftStream, RemoteDrafter
 from nemo_specrollout.scheduling.heads.canary import context_edges
-from nemo_specrollout.scheduling.speculation.budget import build_pause
-
-StepListener = Callable[[Any, torch.Tensor, list[torch.Tensor] | None, torch.Tensor], None]
-"""Is told about each step: batch, hidden states for the LM head, hidden states of auxiliary layers, tokens rejected [B]."""
+from nemo_specrollout.scheduling.speculation.budget import build_budget, build_pause
+from nemo_specrollout.telemetry.sample_stats import SampleStatsLog
 
 
 class Drafting:
-    """Replaces the proposal of vLLM's speculator. Owns the draft board and the drafters.
+    """Replaces the proposal of vLLM's speculator. Owns the draft board, the drafters and the budget of drafts.
 
     In each step it observes which drafts were right, lets each drafter propose, and chooses a proposal for each request. A
     drafter with weights is vLLM's own speculator, whose proposal is one among others.
     """
 
     def __init__(self, config: SpecrolloutConfig, runner: Any) -> None:
-        self._states, self._device = runner.req_states, runner.device
-        drafters = config.drafters
-        model = next((i for i, d in enumerate(drafters) if isinstance(d, ModelDrafterConfig)), None)
-        self._remote_index = next((i for i, d in enumerate(drafters) if isinstance(d, RemoteDrafterConfig)), None)
+        self._states, self._device, self._native_propose = runner.req_states, runner.device, runner.speculator.propose
         self._text = {
             i: build_text_drafter(d, runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
-            for i, d in enumerate(drafters)
+            for i, d in enumerate(config.drafters)
             if isinstance(d, TextDrafterConfig)
         }
-        self.remote = None
-        """The remote drafters; None without them, and on a rank whose drafts are not used."""
+        self.board = _draft_board(config, runner)
+        self.samples = SampleStatsLog(self.board.tables.request_S2)
+        self.remote: RemoteDrafter | None = None
+        """None without remote drafters, and on a rank whose drafts are not used."""
+        self.model: ModelDrafter | None = None
+        """None without a drafter with weights, like `head`."""
+        self.head: HeadWatch | None = None
+        self.capture: FeatureCapture | None = None
+        """None unless features are captured for a head's training, and on a rank whose drafts are not used."""
         if config.remote is not None and is_output_rank():
-            self.remote = build_remote_drafter(config.remote, runner)
-        edges = _context_edges(config, runner.max_model_len)
-        self.board = DraftBoard(
-            [d.type for d in drafters],
-            _level_priors(config),
-            BoardShape(runner.max_num_reqs, runner.num_speculative_steps, edges),
-            runner.device,
-            model,
-            witness=self._remote_index if model is None else model,
-        )
-        self._native_propose = runner.speculator.propose
-        self.model = None if model is None else ModelDrafter(config, runner, self.board, model)
-        """The drafter with weights; None without one."""
-        self._pause = build_pause(config.budget)
+            self.remote = _remote_drafter(config.remote, runner)
+        if self.board.model is not None:
+            self.model = ModelDrafter(config, runner, self.board, self.board.model)
+            self.head = HeadWatch(runner, self.model, self.samples, config)
+            if config.draft_refresh is not None and is_output_rank():
+                self.capture = FeatureCapture.for_runner(runner, config.draft_refresh.rollout_capture_share)
+        self._policy, self._pause = build_budget(config.budget), build_pause(config.budget)
+        self.costs = AgreedCosts()
+        """Measured costs, set by `StepAccounts`."""
+        self._row_price = 0.0
+        """Tokens that the engine makes in the time of one more row, as of the last budget."""
         self.is_paused = False
         """True if the next steps need no drafts."""
         self.num_idle = 0
         """Steps in a row without proposals."""
-        self.row_price = 0.0
-        """Tokens that the engine makes in the time of one more row, as of the last budget."""
-        self.step = 0
-        """Number of the engine's step, set by `StepAccounts`."""
+        self._step = self._most_new = 0
         self.host_s = 0.0
         """Seconds of host work in the last step, without a drafter with weights."""
-        self._most_new = 0
-        self.on_step: list[StepListener] = []
-        self._replace_speculator(runner)
-
-    def _replace_speculator(self, runner: Any) -> None:
-        speculator = runner.speculator
-        speculator.propose = self.propose
-        speculator.draft_token_confidence_probs = self.board.tables.rates_BK
-        # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
-        speculator.acceptance_estimator = None
-        speculator.use_confidence_head = False
-        # vLLM asks the speculator whether graphs must hold any number of drafts. Its text speculator has no such attribute.
-        speculator.enable_adaptive_verification = compat.adapts(runner)
+        _replace_speculator(runner, self)
 
     @property
     def draft_s(self) -> float:
@@ -96,7 +92,7 @@ class Drafting:
         return 0.0 if self.model is None else self.model.seconds
 
     def open(self, requests: Sequence[NewRequest]) -> None:
-        """Starts drafting for requests that took slots. Call this before the step that computes their first tokens."""
+        """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
         slots = [r.slot for r in requests]
         slots_N = to_device(slots, np.int64, self._device)
         limits = [r.limit if r.identity.speculate else 0 for r in requests]
@@ -108,21 +104,51 @@ class Drafting:
         if self.model is not None:
             self.model.open(slots, slots_N, [r.identity.speculate for r in requests])
         if self.remote is not None:
-            self.remote.open([stream_request(r, limit) for r, limit in zip(requests, limits, strict=True)])
+            self.remote.open([_stream_request(r, limit) for r, limit in zip(requests, limits, strict=True)])
+        for r in requests:
+            self.samples.open(r.slot, r.identity.seed, r.prompt_length, r.num_tokens)
+        if self.capture is not None:
+            self.capture.open(requests)
         self._most_new = max(self._most_new, *(r.num_tokens for r in requests))
         self._pause.requests_arrived(len(requests))
 
-    def close(self, slots: Sequence[int]) -> None:
+    def close(self, slots: list[int]) -> None:
         """Stops drafting for the requests in `slots`, which have ended or are preempted."""
-        if self.model is not None:
-            self.model.close(slots)
-        if self.remote is not None:
-            self.remote.close(slots)
+        self.samples.close(slots)
+        for part in (self.model, self.remote, self.capture):
+            if part is not None:
+                part.close(slots)
 
-    def budgeted(self, num_drafts: int, row_price: float) -> None:
-        """Notes the budget of a step: drafts verified, and tokens that the engine makes in the time of one more row."""
-        self._pause.drafts_decided(num_drafts)
-        self.row_price = row_price
+    def woke_up(self) -> None:
+        """Goes on after the engine slept."""
+        if self.capture is not None:
+            self.capture.resume()
+        if self.head is not None:
+            self.head.began("wake")
+
+    def policy_updated(self, version: int) -> None:
+        """Notes that the policy has the weights of `version`, unless that is known."""
+        if self.samples.policy_version != version:
+            self.samples.policy_updated(version, self._states.total_len.gpu)
+        if self.capture is not None and self.capture.version != version:
+            self.capture.weights_updated(version)
+
+    def allocate(self, rates_BK: np.ndarray, caps_B: np.ndarray) -> np.ndarray:
+        """Returns the number of drafts of each request that the next step verifies, int64 [B].
+
+        `rates_BK` are acceptance rates as the host knows them, and `caps_B` the drafts that vLLM has scheduled.
+        """
+        survival_BK = rates_BK.astype(np.float64).cumprod(axis=1)
+        decision = self._policy.allocate(survival_BK, caps_B, self.costs.verifying)
+        self._row_price = decision.row_price
+        self._pause.drafts_decided(int(decision.counts_B.sum()))
+        return decision.counts_B
+
+    def begin_step(self, number: int, batch: Any) -> None:
+        """Lets a drafter with weights plan its drafts. The tokens of step `number` are sampled now."""
+        self._step = number
+        if self.model is not None:
+            self.model.decide(batch.idx_mapping_np, self.costs, self._row_price)
 
     def propose(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """Returns draft tokens for the next step, int64 [B, K]. Takes the arguments of vLLM's `propose`."""
@@ -131,15 +157,15 @@ class Drafting:
         started = time.perf_counter()
         batch, _, _, final_hidden, aux_hidden, num_sampled_B, num_rejected_B, *_ = inputs
         board = self.board
-        for listener in self.on_step:
-            listener(batch, final_hidden, aux_hidden, num_rejected_B)
+        if self.capture is not None:
+            self.capture.observe(batch, final_hidden, aux_hidden, num_rejected_B)
         self._most_new += board.num_positions + 1
         has_readers = self.model is not None and self.model.follows(batch.idx_mapping_np)
         self.is_paused = self._pause.should_pause(batch.num_reqs) and not has_readers
         is_idle = options.get("num_speculative_tokens") == 0 and not has_readers
         self.num_idle = self.num_idle + 1 if is_idle else 0
         if self.num_idle <= 1:
-            board.observe(self._texts_of(batch), num_sampled_B, num_rejected_B, self.step)
+            board.observe(self._texts_of(batch), num_sampled_B, num_rejected_B, self._step)
         if self.num_idle == 1:
             board.tables.rates_BK.zero_()
         native_s = 0.0 if is_idle else self._draft(batch, inputs, options)
@@ -157,26 +183,73 @@ class Drafting:
         for i, drafter in self._text.items():
             drafter.propose(texts, most_new, rates[i], board.proposals_of(i))
         if self.remote is not None:
-            assert self._remote_index is not None
-            self.remote.propose(texts, board.proposals_of(self._remote_index))
+            self.remote.propose(texts, board.proposals_of(board.names.index(REMOTE_DRAFTER)))
         native_s = 0.0
         if self.model is not None:
             started = time.perf_counter()
             self.model.propose(*inputs, **options)
             native_s = time.perf_counter() - started
-        board.choose(texts, self.row_price)
+        board.choose(texts, self._row_price)
         copy_first_rank(board.tables.drafts_BK[: batch.num_reqs], board.tables.rates_BK[: batch.num_reqs])
         if self.model is not None:
             self.model.refresh()
         return native_s
 
+    def end_step(self, batch: Any, output: Any) -> Any:
+        """Returns a step's output, with what the scheduler and remote drafters are told by it."""
+        if self.head is not None:
+            self.head.step_ended()
+        if self.is_paused:
+            mark_paused(output)
+        return (
+            output if self.remote is None else WatchedOutput(output, self.remote.token_callback(batch.idx_mapping_np))
+        )
 
-def _level_priors(config: SpecrolloutConfig) -> np.ndarray:
-    """Returns the acceptance rates assumed for the evidence levels of each drafter, [D, E]."""
+
+def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:
+    drafters, longest = config.drafters, runner.max_model_len
+    types = [d.type for d in drafters]
+    model = None if config.model_drafter is None else drafters.index(config.model_drafter)
+    remote = None if config.remote is None else drafters.index(config.remote)
     priors = {"shared_noise": SHARED_NOISE_PRIORS, "greedy": POSITION_PRIORS}
     has_weights = (ModelDrafterConfig, RemoteDrafterConfig)
-    return np.array([priors[d.sampling] if isinstance(d, has_weights) else LEVEL_PRIORS for d in config.drafters])
+    priors_DE = [priors[d.sampling] if isinstance(d, has_weights) else LEVEL_PRIORS for d in drafters]
+    edges = context_edges(longest, head_context(config.head_folder, longest)).tolist()
+    shape = BoardShape(runner.max_num_reqs, runner.num_speculative_steps, edges)
+    witness = remote if model is None else model
+    return DraftBoard(types, np.array(priors_DE), shape, runner.device, model, witness=witness)
 
 
-def _context_edges(config: SpecrolloutConfig, longest: int) -> list[int]:
-    return context_edges(longest, head_context(config.head_folder, longest)).tolist()
+def _replace_speculator(runner: Any, drafting: Drafting) -> None:
+    speculator = runner.speculator
+    speculator.propose = drafting.propose
+    speculator.draft_token_confidence_probs = drafting.board.tables.rates_BK
+    # The board estimates acceptance here, instead of vLLM's estimator and DSpark's confidence head.
+    speculator.acceptance_estimator = None
+    speculator.use_confidence_head = False
+    # vLLM asks the speculator whether graphs must hold any number of drafts. Its text speculator has no such attribute.
+    adapts = getattr(runner.speculative_config, "enable_adaptive_verification", False)
+    speculator.enable_adaptive_verification = bool(adapts)
+
+
+def _remote_drafter(config: RemoteDrafterConfig, runner: Any) -> RemoteDrafter:
+    """Builds the verifier's half of the drafters at the addresses of `config`.
+
+    Drafters that another process starts have no address until it is told. Only one rank of an engine may call this: what
+    arrives by network differs from rank to rank.
+    """
+    folder = Path(runner.model_config.model)
+    model = PolicyModel(runner.vocab_size, tokenizer_fingerprint(folder), tuple(stop_token_ids(folder)))
+    buffer_class = buffer_utils.UvaBuffer if is_uva_available() else buffer_utils.NonUvaBuffer
+    table = buffer_class((runner.max_num_reqs, DraftStream.columns(config.most_ahead)), torch.int32)
+    stream = DraftStream(table.cpu.numpy(), table.uva)
+    addresses = config.addresses or (NOWHERE,) * config.workers
+    return RemoteDrafter(addresses, shared_secret(config.addresses), runner.max_model_len, model, stream)
+
+
+def _stream_request(request: NewRequest, limit: int) -> StreamRequest:
+    """Returns a request of vLLM's for remote drafters, which may draft up to `limit` tokens of text."""
+    params = request.sampling_params
+    top_k = max(0, params.top_k)  # vLLM also writes -1 for no top-k
+    seed, text = request.identity.seed, request.token_ids
+    return StreamRequest(request.slot, seed, params.temperature, top_k, params.top_p, limit, text)

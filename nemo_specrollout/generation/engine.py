@@ -16,7 +16,6 @@ from nemo_specrollout.config.run_sections import DEFAULT_MAX_NUM_SEQS, PROCESSED
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation.arguments import QUIET_START, set_process_environment, with_specrollout
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest, rollout_extra_args
-from nemo_specrollout.generation.worker_client import HeadInService, WorkerClient
 from nemo_specrollout.sampling.seeds import request_seed
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 
@@ -24,14 +23,57 @@ if TYPE_CHECKING:
     from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
     from nemo_specrollout.training.features.features import SequenceFeatures
 
-
-_DEFAULTS = {
-    "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
-    "logprobs_mode": PROCESSED_LOGPROBS,
-}
+_DEFAULTS = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "logprobs_mode": PROCESSED_LOGPROBS}
 
 
-class RolloutEngine:
+class HostedEngine:
+    """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
+
+    Its requests are `ShardRequest`s, which carry their own sampling parameters.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.max_num_seqs = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        self.num_steps = self._num_requests = 0
+
+    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]:
+        """Queues requests and returns their ids. `sampling` overrides their sampling parameters."""
+        ids = [f"{type(self).__name__}-{self._num_requests + i}" for i in range(len(requests))]
+        self._num_requests += len(requests)
+        for request_id, request in zip(ids, requests, strict=True):
+            text, params = self._text_and_params(request, sampling)
+            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": text}, params)
+        return ids
+
+    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
+        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
+        from nemo_specrollout.generation.vllm_requests import tokens_so_far
+
+        return tokens_so_far(self._llm.llm_engine, request_id, start)
+
+    def step(self) -> dict[str, Rollout]:
+        """Runs one engine step. Returns the responses that it finished, by request id."""
+        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
+        self.num_steps += 1
+        return finished
+
+    def abort(self, ids: list[str]) -> None:
+        """Removes unfinished requests."""
+        self._llm.llm_engine.abort_request(ids)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises NotImplementedError: NeMo-RL updates the weights of its engines."""
+        raise NotImplementedError
+
+    def _text_and_params(self, request: Any, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
+        from nemo_specrollout.generation.vllm_requests import text_and_params
+
+        assert not sampling
+        return text_and_params(request, streams=False)
+
+
+class RolloutEngine(HostedEngine):
     """vLLM in this process. Owns the engine and its weights.
 
     States: running, then closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
@@ -47,56 +89,57 @@ class RolloutEngine:
 
         compat.check_version()
         compat.check_drafters(generation.specrollout)
-        self.num_steps = 0
-        self._num_requests = 0
-        self._generation = generation
-        self._seed = seed
-        self._model = model
+        self._model, self._generation, self._seed = model, generation, seed
         self._stop_token_ids = stop_token_ids(model)
-        self.drafters = self._start_drafters(generation)
+        self._has_our_worker = generation.specrollout.enabled
+        self.drafters = self._start_drafters()
         try:
-            self._start(model, generation, seed, overrides)
+            super().__init__(self._start(overrides))
             if self.drafters is not None:
                 self.drafters.wait_until_up()
         except BaseException:
             self.close()
             raise
 
-    def _start_drafters(self, generation: GenerationConfig) -> "DrafterPool | None":
+    def _start_drafters(self) -> "DrafterPool | None":
         """Starts the drafter processes that the block asks for. They load while this engine does."""
-        block = generation.specrollout
+        block = self._generation.specrollout
         if not block.enabled or block.remote is None or not block.remote.workers:
             return None
         from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
 
-        return DrafterPool([drafter_spec(block.remote, generation.vllm_cfg)] * block.remote.workers)
+        return DrafterPool([drafter_spec(block.remote, self._generation.vllm_cfg)] * block.remote.workers)
 
-    def _start(self, model: Path, generation: GenerationConfig, seed: int, overrides: Mapping[str, Any]) -> None:
+    def _start(self, overrides: Mapping[str, Any]) -> Any:
+        """Returns vLLM, started. Raises ConfigError."""
         from vllm import LLM
 
         from nemo_specrollout.generation import compat
-        from nemo_specrollout.generation.older_runners import allow_text_drafters
 
-        block = generation.specrollout
-        if self.drafters is not None:
-            from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
-
-            block = with_addresses(block, self.drafters.addresses())
-        arguments = {**_DEFAULTS, **generation.vllm_kwargs, **overrides}
-        self.max_num_seqs = int(arguments["max_num_seqs"])
-        arguments |= {
-            "model": str(model),
+        generation = self._generation
+        arguments = {
+            **_DEFAULTS,
+            **generation.vllm_kwargs,
+            **overrides,
+            "model": str(self._model),
             "dtype": generation.vllm_cfg.precision,
             "max_model_len": generation.vllm_cfg.max_model_len,
             "enforce_eager": generation.vllm_cfg.enforce_eager,
-            "seed": seed,
+            "seed": self._seed,
         }
-        arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities())
-        compat.check_arguments(arguments)
-        if has_our_worker := "worker_cls" in arguments:
+        if self._has_our_worker:
+            from nemo_specrollout.generation.older_runners import allow_text_drafters
+
             allow_text_drafters()
+            block = generation.specrollout
+            if self.drafters is not None:
+                from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
+
+                block = with_addresses(block, self.drafters.addresses())
+            arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities())
+        compat.check_arguments(arguments)
         try:
-            self._llm = LLM(**{**QUIET_START, **arguments})
+            return LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
         except (MemoryError, RuntimeError) as error:
@@ -106,7 +149,6 @@ class RolloutEngine:
                 "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
                 "kv_cache_memory_bytes"
             ) from error
-        self._worker = WorkerClient(self._call_worker) if has_our_worker else None
 
     def generate(
         self,
@@ -127,47 +169,13 @@ class RolloutEngine:
 
     def stood_still(self, seconds: float) -> None:
         """Leaves `seconds` of a rollout, in which the engine waited for its caller, out of the next step's time."""
-        if self._worker is not None:
-            self._worker.stood_still(seconds)
-
-    def submit(self, requests: Sequence[RolloutRequest], sampling: Mapping[str, Any]) -> list[str]:
-        """Queues `requests`. Returns their ids."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
-
-        params_class = SamplingParams if self._worker is None else RolloutSamplingParams
-        ids = []
-        for request in requests:
-            params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
-            ids.append(str(self._num_requests))
-            self._num_requests += 1
-            text = [*request.prompt_token_ids, *request.prefix_token_ids]
-            self._llm.llm_engine.add_request(ids[-1], {"prompt_token_ids": text}, params)
-        return ids
-
-    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
-        """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
-        from nemo_specrollout.generation.vllm_requests import tokens_so_far
-
-        return tokens_so_far(self._llm.llm_engine, request_id, start)
-
-    def step(self) -> dict[str, Rollout]:
-        """Runs one engine step. Returns the responses that it finished, by request id."""
-        finished = {o.request_id: Rollout.from_vllm(o) for o in self._llm.llm_engine.step() if o.finished}
-        self.num_steps += 1
-        return finished
-
-    def abort(self, ids: list[str]) -> None:
-        """Removes unfinished requests."""
-        self._llm.llm_engine.abort_request(ids)
+        self._ask("stood_still", seconds)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces the weights, by Hugging Face names, and clears the prefix cache."""
         tensors = with_tied_lm_head(self._model, tensors)
-        if self._worker is not None:
-            self._worker.reload(tensors)
+        if self._has_our_worker:
+            self._ask("reload", tensors)
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         self._llm.reset_prefix_cache()
@@ -179,27 +187,26 @@ class RolloutEngine:
 
         Raises ValueError if `folder` does not hold a head like the one that the engine was started with.
         """
-        if self._worker is None:
+        if not self._has_our_worker:
             raise ValueError("the block is disabled: this engine has no head")
-        self._worker.load_head(HeadInService(folder, None, expected_length, num_positions))
+        self._ask("load_head", str(folder), None, expected_length, num_positions)
 
     def take_sample_stats(self, requests: Sequence[RolloutRequest]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each finished request; None for a request that no drafter saw."""
-        if self._worker is None:
-            return [None] * len(requests)
-        return self._worker.take_sample_stats([self._seed_of(r) for r in requests])[0]
+        return self._ask("take_sample_stats", [self._seed_of(r) for r in requests]) or [None] * len(requests)
 
     def take_features(self) -> list["SequenceFeatures"]:
         """Returns the features that were captured since the last call, for the training of a head."""
-        return [] if self._worker is None else self._worker.take_features()[0]
+        return self._ask("take_features") or []
 
     def capture_seconds(self) -> float:
         """Returns the seconds of engine time that the capture of features has taken in all."""
-        return 0.0 if self._worker is None else self._worker.capture_seconds()[0]
+        stats = self.stats(1 << 60)
+        return 0.0 if stats is None else stats.capture_s
 
     def take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the canary of a drafter with weights raised since the last call."""
-        return [] if self._worker is None else self._worker.take_alarms()[0]
+        return self._ask("take_alarms") or []
 
     def take_deaths(self) -> list[str]:
         """Returns a sentence for each drafter process that died since the last call."""
@@ -207,9 +214,15 @@ class RolloutEngine:
 
     def facts(self) -> dict[str, str | bool]:
         """Returns the settings in force: vLLM's version, model runner, scheduling, CUDA graph mode."""
-        from nemo_specrollout.generation.compat import engine_facts
+        from nemo_specrollout.generation.compat import VLLM_VERSION
 
-        return engine_facts(self._llm.llm_engine.vllm_config)
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "vllm": VLLM_VERSION,
+            "model_runner": "V2",
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": getattr(config.compilation_config.cudagraph_mode, "name", "NONE"),
+        }
 
     def device_facts(self) -> dict[str, Any]:
         """Returns the names of the attention backends, vLLM's platform class, and its device."""
@@ -223,7 +236,7 @@ class RolloutEngine:
 
     def stats(self, first_step: int = 0) -> EngineStats | None:
         """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
-        return None if self._worker is None else self._worker.stats(first_step)[0]
+        return self._ask("stats", first_step)
 
     def stock_acceptance(self) -> tuple[int, list[int]]:
         """Returns how often an engine with vLLM's own speculation drafted, and how often its first j + 1 drafts were accepted.
@@ -248,13 +261,18 @@ class RolloutEngine:
             del engine
             gc.collect()
 
-    def _call_worker(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-        return self._llm.collective_rpc(method, args=tuple(arguments[0] or ()))[:1]
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Returns our worker's reply to a method `specrollout_*`; None if the worker is vLLM's own."""
+        return self._llm.collective_rpc(f"specrollout_{method}", args=arguments)[0] if self._has_our_worker else None
 
-    def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
-        generation, length = self._generation, request.exact_length
-        has_our_worker = self._worker is not None
-        return {
+    def _text_and_params(self, request: RolloutRequest, sampling: Mapping[str, Any]) -> tuple[list[int], Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
+
+        generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
+        params = {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
@@ -263,9 +281,13 @@ class RolloutEngine:
             "stop_token_ids": [] if length else self._stop_token_ids,
             "logprobs": 0,
             "detokenize": False,
-            "extra_args": rollout_extra_args(request) if has_our_worker else None,
-            "seed": None if has_our_worker else self._seed_of(request),
+            "extra_args": rollout_extra_args(request) if is_ours else None,
+            "seed": None if is_ours else self._seed_of(request),
+            **sampling,
         }
+        params_class = RolloutSamplingParams if is_ours else SamplingParams
+        text = [*request.prompt_token_ids, *request.prefix_token_ids]
+        return text, params_class(**params, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def _seed_of(self, request: RolloutRequest) -> int:
         return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)

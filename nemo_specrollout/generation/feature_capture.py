@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_specrollout.generation.compat import to_device
 from nemo_specrollout.generation.head_loading import aux_layer_ids
-from nemo_specrollout.generation.runner_binding import NewRequest
+from nemo_specrollout.generation.requests import NewRequest
+from nemo_specrollout.generation.transfers import to_device
 from nemo_specrollout.sampling.seeds import combine
 from nemo_specrollout.training.features.feature_store import FeatureSource, FeatureStore
 from nemo_specrollout.training.features.features import SequenceFeatures

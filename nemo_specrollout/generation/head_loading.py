@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of draft weights into a running engine, and the policy's weights that a head's training needs."""
+"""Weights of a draft head: loading them into a running engine, what the head shares with the policy, and its RoPE.
 
+vLLM lets a drafter use the policy's embedding and LM head where its own are missing from the checkpoint or equal. Loading
+draft weights into a shared module overwrites the policy (docs/upstream/nemo-rl-draft-refit.md).
+"""
+
+import copy
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +19,54 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 
-from nemo_specrollout.generation.head_rope import layer_config, rope_difference
-from nemo_specrollout.generation.shared_modules import EMBEDDING, LM_HEAD, shared_modules
 from nemo_specrollout.training.head.head_facts import check_values, read_head_facts, read_head_tensors
 
+LM_HEAD = "lm_head"
+EMBEDDING = "embed_tokens"
 GATHERED_ROWS = 8192
 """Rows of a vocabulary that are gathered from all ranks at a time."""
+_ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}
+
+
+def shared_modules(policy: nn.Module, draft: nn.Module) -> list[str]:
+    """Returns the paths in `draft` of the leaf modules whose parameters are the policy's own, sorted."""
+    owned = {id(p) for p in policy.parameters()}
+    return sorted(
+        name
+        for name, module in draft.named_modules(remove_duplicate=False)
+        if any(id(p) in owned for p in module.parameters(recurse=False))
+    )
+
+
+def part_from_policy(policy: nn.Module, draft: nn.Module, weight_names: Iterable[str]) -> list[str]:
+    """Copies each shared module that weights of these names would be loaded into. Returns the paths of the copies in `draft`.
+
+    Loaders rename the modules above a leaf, so the leaf's name decides: `lm_head.weight` goes into any `lm_head`.
+    """
+    leaves = {parts[-2] for name in weight_names if len(parts := name.split(".")) > 1}
+    paths = [path for path in shared_modules(policy, draft) if path.rpartition(".")[2] in leaves]
+    for path in paths:
+        parent_path, _, name = path.rpartition(".")
+        parent = draft.get_submodule(parent_path)
+        setattr(parent, name, copy.deepcopy(getattr(parent, name)))
+    return paths
+
+
+def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
+    """Gives a head an LM head of its own where vLLM let it share the policy's.
+
+    vLLM shares the two if they are equal at start, as they are in a head that was never trained. Loading a head later would
+    then overwrite the policy's. The embedding stays shared: no head learns one.
+    """
+    originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
+    for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
+        _copy_reload_record(originals[path], draft.get_submodule(path))
+
+
+def _copy_reload_record(original: nn.Module, copied: nn.Module) -> None:
+    """Tells vLLM's weight reloading that `copied` is made like `original`."""
+    known, new = layerwise.get_layerwise_info(original), layerwise.get_layerwise_info(copied)
+    new.restore_metadata, new.restore_device = known.restore_metadata, known.restore_device
 
 
 def load_published_head(runner: Any, folder: Path) -> None:
@@ -125,3 +173,41 @@ def _all_rows(layer: VocabParallelEmbedding) -> torch.Tensor:
         gathered = get_tp_group().all_gather(part.contiguous(), dim=0)
         rows[:, start : start + GATHERED_ROWS] = gathered.view(layer.tp_size, *part.shape).cpu()
     return rows.flatten(0, 1)[: layer.org_vocab_size].clone()
+
+
+def layer_config(folder: Path) -> Mapping[str, Any]:
+    """Returns the part of a head's config.json that describes its decoder layer; empty if there is no readable file."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config.get("transformer_layer_config") or config
+
+
+def head_context(folder: Path | None, longest: int) -> int | None:
+    """Returns the longest context of the head in `folder`, in tokens; None if it is at least `longest`."""
+    context = None if folder is None else layer_config(folder).get("max_position_embeddings")
+    return context if context is not None and context < longest else None
+
+
+def rope_difference(head: Mapping[str, Any], other: Mapping[str, Any], whose: str = "the policy's") -> str:
+    """Returns the RoPE parameters of two configs that differ, such as "its rope_theta is 5000.0, the policy's 10000.0".
+
+    The result is empty if none differ, or if the layers of one config differ among themselves.
+    """
+    mine, theirs = rope_parameters(head), rope_parameters(other)
+    if mine is None or theirs is None:
+        return ""
+    names = [n for n in sorted(mine.keys() | theirs.keys()) if mine.get(n) != theirs.get(n)]
+    return ", ".join(f"its {n} is {mine.get(n)}, {whose} {theirs.get(n)}" for n in names)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns RoPE parameters by the names of transformers 5, in whichever layout the config has; None if layers differ."""
+    named = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in named.values()):
+        return None
+    if "type" in named:
+        named["rope_type"] = named.pop("type")
+    flat = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    return {**_ROPE_DEFAULTS, **flat, **named}

@@ -2,36 +2,49 @@
 """A drafter with weights: vLLM's own speculator (EAGLE-3, draft model, MTP, DFlash, DSpark), asked only where that pays.
 
 Networks, weights and KV cache are vLLM's. This module decides which noise they sample with, how deep they draft, and in which
-steps they run at all.
+steps they run at all. EAGLE-3, draft models and MTP draft one position after another. DFlash and DSpark draft a block of
+positions in one pass: DFlash samples all of them at once, DSpark one after another, because each depends on the token before.
 
-Shapes: B requests of the batch, K draft positions, N new requests, S request slots.
+Shapes: B requests of the batch, K draft positions, N new requests, R rows of logits, S request slots, V vocabulary of the
+drafter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import BlockDrafterConfig
 from nemo_specrollout.drafters.base import NUM_LEVELS
 from nemo_specrollout.drafters.board import DraftBoard
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.compat import to_device
-from nemo_specrollout.generation.device_reads import HostCopy, StageTimer
-from nemo_specrollout.generation.ranks import agreed
-from nemo_specrollout.generation.speculator_patches import (
-    draft_only_on_demand,
-    norm_context_by_layer,
-    share_noise,
-    share_noise_of_block,
-    verify_block_speculator,
-)
+from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
+from nemo_specrollout.generation.transfers import HostCopy, StageTimer, agreed, to_device
 from nemo_specrollout.scheduling.speculation.best_depth import SurvivalSpread
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, PlanObservation, build_planner
 from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts, DraftTimes
 from nemo_specrollout.scheduling.speculation.step_time import StepCosts
+
+_POSITION_OFFSET = 0 if compat.takes(DraftModelSpeculator.sample_draft, "sample_src_positions") else 1
+"""Distance from the position that vLLM passes to `sample_draft` to the position that keys the target's noise."""
+
+
+@dataclass(frozen=True)
+class AgreedCosts:
+    """Measurements that all tensor-parallel ranks share, so that they decide alike."""
+
+    verifying: StepCosts | None = None
+    """Costs of verifying; None while unknown."""
+    drafting: DraftCosts | None = None
+    """Costs of drafting with weights; None while unknown."""
+    worked_s: float = 0.0
+    """Seconds that the engine has worked."""
 
 
 class ModelDrafter:
@@ -43,13 +56,14 @@ class ModelDrafter:
 
     def __init__(self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, index: int) -> None:
         """`index`: the drafter's place on the board."""
-        self._board, self._index, self._speculator = board, index, runner.speculator
+        self.board, self._index, self._speculator = board, index, runner.speculator
         self._propose = runner.speculator.propose
         drafter = config.model_drafter
         assert drafter is not None
+        shares_noise = drafter.sampling == "shared_noise"
         self._only_reads = False
-        self._patch_sampling(isinstance(drafter, BlockDrafterConfig), shares_noise=drafter.sampling == "shared_noise")
-        self._has_score_gaps = drafter.sampling == "shared_noise" and compat.HAS_SCORE_GAPS
+        self._patch_speculator(isinstance(drafter, BlockDrafterConfig), shares_noise)
+        self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
         num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
@@ -64,8 +78,8 @@ class ModelDrafter:
         self.seconds = 0.0
         """Seconds of the latest drafting whose time is known."""
 
-    def _patch_sampling(self, drafts_blocks: bool, *, shares_noise: bool) -> None:
-        levels_BK = self._board.tables.levels_DBK[self._index]
+    def _patch_speculator(self, drafts_blocks: bool, shares_noise: bool) -> None:
+        levels_BK = self.board.tables.levels_DBK[self._index]
         if drafts_blocks:
             verify_block_speculator(self._speculator)
             norm_context_by_layer(self._speculator)
@@ -114,27 +128,13 @@ class ModelDrafter:
         self._planner.model_changed()
         self.is_allowed = True
 
-    def decide(
-        self,
-        slots_B: np.ndarray,
-        costs: StepCosts | None,
-        draft_costs: DraftCosts | None,
-        row_price: float,
-        now_s: float,
-    ) -> None:
-        """Plans for the batch's requests, if the previous plan has expired.
+    def decide(self, slots_B: np.ndarray, costs: AgreedCosts, row_price: float) -> None:
+        """Plans for the batch's requests in `slots_B`, if the previous plan has expired.
 
-        All tensor-parallel ranks must be given the same costs and the same clock.
-
-        Args:
-            slots_B: Slots of the batch's requests.
-            costs: Measured costs of verifying; None while unknown.
-            draft_costs: Measured costs of drafting; None while unknown.
-            row_price: Tokens that the engine makes in the time of one more row.
-            now_s: Seconds that the engine has worked.
+        `row_price`: tokens that the engine makes in the time of one more row.
         """
         was_dormant = self.is_dormant
-        self._planner.observe_step(self.plan, len(slots_B), now_s)
+        self._planner.observe_step(self.plan, len(slots_B), costs.worked_s)
         if was_dormant and not self.is_dormant:
             self._forget()  # the tasks may have changed meanwhile
         if self._planner.gives_up:
@@ -147,13 +147,14 @@ class ModelDrafter:
         if not self._planner.should_plan(len(slots_B)):
             return
         found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
-        observed = PlanObservation(found_BK, forecast_BK, costs, draft_costs, row_price, self._spread.share_PKQ)
+        share_PKQ = self._spread.share_PKQ
+        observed = PlanObservation(found_BK, forecast_BK, costs.verifying, costs.drafting, row_price, share_PKQ)
         self.plan = agreed(self._planner.plan(observed))
 
     def propose(self, *inputs: Any, **options: Any) -> None:
         """Drafts as deep as planned, or only reads. Takes the arguments of vLLM's `propose`."""
         batch, _, _, _, _, num_sampled_B, *_ = inputs
-        found_B = self._board.tables.found_DB[self._index]
+        found_B = self.board.tables.found_DB[self._index]
         num_requests, depth = batch.num_reqs, self.plan.depth
         self.seconds = 0.0
         if not self.follows(batch.idx_mapping_np):
@@ -162,16 +163,16 @@ class ModelDrafter:
         if compat.CHOOSES_ON_DEVICE:
             options["num_speculative_tokens"] = depth
         elif depth:
-            depth = self._board.num_positions  # older versions draft all positions or none
+            depth = self.board.num_positions  # older versions draft all positions or none
         self._timer.start()
         self._only_reads = depth == 0  # false between steps, because CUDA graphs are captured with sampling
         drafts_BK = self._propose(*inputs, **options)
         self._only_reads = False
         self._timer.stop((batch.num_tokens, num_requests, depth))
         self._learn_times()
-        self._board.tables.tokens_DBK[self._index, :num_requests] = drafts_BK
+        self.board.tables.tokens_DBK[self._index, :num_requests] = drafts_BK
         if not self._has_score_gaps:
-            self._board.tables.levels_DBK[self._index, :num_requests] = self._positions_K
+            self.board.tables.levels_DBK[self._index, :num_requests] = self._positions_K
         found_B[:num_requests] = ((num_sampled_B > 0) & self._follows_S[batch.idx_mapping]) * depth
 
     def refresh(self) -> None:
@@ -193,5 +194,122 @@ class ModelDrafter:
 
     def _forget(self) -> None:
         """Forgets which of the speculator's drafts were right."""
-        self._board.forget_drafter(self._index)
+        self.board.forget_drafter(self._index)
         self._spread.forget(1)
+
+
+# Patch points of vLLM's speculators: their drafts get the target's noise, and they draft only on demand.
+
+
+def share_noise(
+    speculator: Any, levels_RK: torch.Tensor, only_reads: Callable[[], bool], column: torch.Tensor | None = None
+) -> None:
+    """Makes a speculator sample drafts with the noise that the target will draw at each position.
+
+    Writes the evidence levels of the drafts to `levels_RK` if this vLLM's noise allows score gaps. They go to `column`, or to
+    the column of the draft step. Nothing is sampled while `only_reads()` is true.
+    """
+
+    def sample_draft(
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+        **_: Any,
+    ) -> torch.Tensor:
+        if only_reads():
+            return torch.zeros(len(hidden_states), dtype=torch.int64, device=hidden_states.device)
+        logits, token_ids = _draft_logits(speculator, hidden_states, spec_step_idx)
+        noise_positions = positions + _POSITION_OFFSET if _POSITION_OFFSET else positions
+        rows = (logits, idx_mapping, temperature, seeds, noise_positions)
+        if compat.HAS_SCORE_GAPS:
+            return sample_with_score_gap(*rows, levels_RK, draft_step if column is None else column, token_ids)
+        return compat.draw(*rows, apply_temperature=True)
+
+    speculator.sample_draft = sample_draft
+
+
+def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
+    """Makes a DFlash or DSpark sample with the target's noise, and write the evidence levels of its drafts to `levels_BK`."""
+    if hasattr(speculator, "_sample_logits"):
+        _share_noise_of_dspark(speculator, levels_BK)
+        return
+    # Row b * K + k of what DFlash samples is draft k of request b.
+    first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
+    share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
+
+
+def draft_only_on_demand(dflash: Any, only_reads: Callable[[], bool]) -> None:
+    """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
+
+    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out.
+    """
+    generate = dflash._generate_draft
+
+    def generate_on_demand(*args: Any, **kwargs: Any) -> None:
+        if not only_reads():
+            generate(*args, **kwargs)
+
+    dflash._generate_draft = generate_on_demand
+
+
+def verify_block_speculator(speculator: Any) -> None:
+    """Raises ValueError unless the speculator is a plain DFlash or DSpark. Variants of DFlash sample in their own kernels."""
+    generates = type(speculator)._generate_draft
+    if generates not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
+        raise ValueError(
+            f"specrollout.drafters: vLLM {compat.VLLM_VERSION} drafts with {type(speculator).__name__} for this checkpoint, "
+            "which samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
+        )
+
+
+def norm_context_by_layer(speculator: Any) -> None:
+    """Makes a DFlash or DSpark on a CPU norm the context's keys of each layer by that layer's weights.
+
+    vLLM's kernel for CPUs uses the first layer's weights for all layers (0.32).
+    """
+    model = speculator.model.model
+    if compat.device_type() != "cpu" or not hasattr(model, "_normalize_context_k"):
+        return
+
+    def normalize(keys_L: torch.Tensor) -> torch.Tensor:
+        norms = [layer.self_attn.k_norm for layer in model.layers]
+        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
+
+    model._normalize_context_k = normalize
+
+
+def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:
+    # DSpark passes the position of the token to be drafted; the noise is keyed by the position before it.
+    def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
+        return sample_with_score_gap(
+            logits, idx_map, dspark.temperature, dspark.seeds, sample_pos - 1, levels_BK, dspark._step_cols[step],
+            _reduced_vocabulary(dspark.model),
+        )  # fmt: skip
+
+    dspark._sample_logits = sample_logits
+    dspark.model.sample_sequential = None  # vLLM 0.33 lets a model sample in kernels of its own, with other noise
+
+
+def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the logits of drafts, and the target's token of each column; None if the columns are the whole vocabulary.
+
+    They always are where vLLM's own kernel samples.
+    """
+    model: Any = getattr(speculator, "model", None)
+    token_ids = _reduced_vocabulary(model) if compat.HAS_SCORE_GAPS else None
+    if token_ids is not None:
+        return model.logits_processor(model.lm_head, hidden_states), token_ids
+    if hasattr(speculator, "compute_draft_logits"):
+        return speculator.compute_draft_logits(hidden_states, step), None
+    return speculator.model.compute_logits(hidden_states), None
+
+
+def _reduced_vocabulary(model: Any) -> torch.Tensor | None:
+    """Returns the target's token of each token of the drafter, int64 [V], ascending; None if the vocabularies are equal."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets

@@ -76,6 +76,37 @@ class RequestIdentity:
     """False for a request that must be decoded without drafts."""
 
 
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that has just taken a slot of vLLM's model runner."""
+
+    slot: int
+    identity: RequestIdentity
+    prompt_length: int
+    """Tokens of the prompt."""
+    token_ids: Sequence[int]
+    """Known text: the prompt, and what a preempted request had sampled before."""
+    limit: int
+    """Most tokens that the text may have."""
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling_params: Any = None
+    """vLLM's sampling parameters."""
+
+    @classmethod
+    def from_vllm(cls, new: Any, identity: RequestIdentity, slot: int, max_model_len: int) -> "NewRequest":
+        """Builds the record from vLLM's `NewRequestData`."""
+        params, prompt_length = new.sampling_params, len(new.prompt_token_ids)
+        limit = min(max_model_len, prompt_length + params.max_tokens)
+        eos = set() if params.ignore_eos or params.eos_token_id is None else {params.eos_token_id}
+        stop_token_ids = frozenset(params.stop_token_ids or ()) | eos
+        return cls(slot, identity, prompt_length, new.prefill_token_ids, limit, stop_token_ids, params)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the known text."""
+        return len(self.token_ids)
+
+
 def rollout_extra_args(request: RolloutRequest) -> dict[str, dict[str, int | bool]]:
     """Returns `extra_args` for a rollout request; the vLLM worker derives the seed from them and the engine's seed."""
     identity: dict[str, int | bool] = {

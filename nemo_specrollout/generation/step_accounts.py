@@ -6,92 +6,85 @@ Times are measured on the host. Draft counts come from the device when somebody 
 Shapes: D drafters, C lengths of context, K draft positions, T steps that are kept.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from nemo_specrollout.drafters.base import TRACED_STEPS
 from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.generation.ranks import agreed
-from nemo_specrollout.scheduling.speculation.draft_time import DraftCosts
-from nemo_specrollout.scheduling.speculation.step_time import StepCosts, StepTimeTable
-from nemo_specrollout.telemetry.engine_stats import EngineStats
-from nemo_specrollout.telemetry.engine_totals import EngineAccount, EngineTotals
-from nemo_specrollout.telemetry.step_trace import StepTrace
+from nemo_specrollout.generation.model_drafter import AgreedCosts
+from nemo_specrollout.generation.transfers import agreed
+from nemo_specrollout.scheduling.speculation.step_time import StepTimeTable
+from nemo_specrollout.telemetry.engine_stats import EngineStats, EngineTotals, StepTrace
 
 AGREED_STEPS = 32
 """Steps between two agreements of the tensor-parallel ranks on costs and time."""
 
 
 class StepAccounts:
-    """Owns an engine's trace, its step-time table, and the costs and the clock that all ranks share."""
+    """Owns an engine's trace and its step-time table, and gives drafting the costs that all ranks share."""
 
     def __init__(self, runner: Any, drafting: Drafting | None) -> None:
         self._drafting = drafting
         self._table = StepTimeTable(runner.max_num_tokens)
-        self._worked_s = self._agreed_worked_s = 0.0
+        self._worked_s = 0.0
         names = [] if drafting is None else drafting.board.names
         self.trace = StepTrace(names, self._draft_counts, TRACED_STEPS)
-        self._account = EngineAccount(self.trace)
         self.num_weight_updates = 0
-        self.costs: StepCosts | None = None
-        """Measured costs of verifying; None while unknown."""
-        self._draft_costs: DraftCosts | None = None
 
-    def step_begins(self, batch: Any) -> None:
+    def begin_step(self, batch: Any) -> None:
         """Records a step whose tokens are sampled now, and lets a drafter with weights plan its drafts."""
         self.trace.begin_step(batch.num_reqs, len(batch.logits_indices), batch.num_tokens)
-        if self._drafting is None:
-            return
-        self._drafting.step = self.trace.num_steps - 1
-        if self._drafting.model is not None:
-            self._drafting.model.decide(
-                batch.idx_mapping_np, self.costs, self._draft_costs, self._drafting.row_price, self._agreed_worked_s
-            )
+        if self._drafting is not None:
+            self._drafting.begin_step(self.trace.num_steps - 1, batch)
 
-    def step_ended(self) -> None:
+    def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one."""
         drafting = self._drafting
         ended = self.trace.end_step() if drafting is None else self.trace.end_step(drafting.host_s, drafting.draft_s)
         if ended is not None:
             self._table.observe(*ended)
             self._worked_s += ended[2]
-        if drafting is not None and (self.costs is None or self.trace.num_steps % AGREED_STEPS == 0):
+        if drafting is not None and (drafting.costs.verifying is None or self.trace.num_steps % AGREED_STEPS == 0):
             draft_costs = None if drafting.model is None else drafting.model.times.costs()
-            known = self._table.costs(), draft_costs, self._worked_s
-            self.costs, self._draft_costs, self._agreed_worked_s = agreed(known)
+            drafting.costs = agreed(AgreedCosts(self._table.costs(), draft_costs, self._worked_s))
 
-    def stats(self, first_step: int, **known: Any) -> EngineStats:
-        """Returns the engine's counters, and its steps from `first_step` on; `known` are fields that the caller counts."""
-        trace = self.trace.since(first_step)
-        if self._drafting is None:
-            return EngineStats(self.trace.num_steps, trace, **known)
-        costs, counts_DK2 = self._table.costs(), self._verified_DK2()
+    def stats(self, first_step: int) -> EngineStats:
+        """Returns the engine's counters, and its steps from `first_step` on."""
+        num_steps, trace, drafting = self.trace.num_steps, self.trace.since(first_step), self._drafting
+        if drafting is None:
+            return EngineStats(num_steps, trace)
+        costs, has_weights = self._table.costs(), drafting.model is not None
         return EngineStats(
-            self.trace.num_steps,
+            num_steps,
             trace,
-            self._drafting.board.names,
-            proposed=counts_DK2[..., 0].tolist(),
-            accepted=counts_DK2[..., 1].tolist(),
+            drafting.board.names,
+            *self._verified(drafting),
             plain_step_s=None if costs is None else costs.plain_s.tolist(),
             draft_overhead_s=None if costs is None else costs.overhead_s,
             draft_discount_s=None if costs is None else costs.discount_s,
-            **known,
+            head_is_dormant=drafting.model.is_dormant if drafting.model is not None else None,
+            policy_version=drafting.samples.policy_version if has_weights else None,
+            head_version=drafting.samples.head_version if has_weights else None,
+            capture_s=0.0 if drafting.capture is None else drafting.capture.seconds,
+            drafter_stats=None if drafting.remote is None else asdict(drafting.remote.stats()),
         )
 
     def totals(self) -> EngineTotals:
         """Returns sums since the engine's start."""
         known: dict[str, Any] = {"num_weight_updates": self.num_weight_updates}
-        if self._drafting is None:
-            return self._account.read(None, **known)
-        costs, counts_DK2, names = self._table.costs(), self._verified_DK2(), self._drafting.board.names
-        for kind, counts_DK in zip(("proposed", "accepted"), np.moveaxis(counts_DK2, -1, 0), strict=True):
-            known[kind] = list(zip(names, counts_DK.tolist(), strict=True))
-        return self._account.read(None if costs is None else costs.plain_s, **known)
+        costs, drafting = None, self._drafting
+        if drafting is not None:
+            costs = self._table.costs()
+            for kind, counts_DK in zip(("proposed", "accepted"), self._verified(drafting), strict=True):
+                known[kind] = list(zip(drafting.board.names, counts_DK, strict=True))
+        return self.trace.totals(None if costs is None else costs.plain_s, **known)
 
-    def _verified_DK2(self) -> np.ndarray:
-        assert self._drafting is not None
-        return self._drafting.board.tables.verified_DCK2.sum(dim=1).cpu().numpy()
+    def _verified(self, drafting: Drafting) -> tuple[list[list[int]], list[list[int]]]:
+        """Returns draft tokens verified and accepted, [D, K] each."""
+        counts_DK2 = drafting.board.tables.verified_DCK2.sum(dim=1).cpu()
+        return counts_DK2[..., 0].tolist(), counts_DK2[..., 1].tolist()
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
         """Returns draft tokens verified and accepted by drafter, of steps from `first_step` on, int64 [steps, D * 2]."""

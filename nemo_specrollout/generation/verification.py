@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification by equality in vLLM's V2 model runner: sampling that no drafter can change.
+"""Verification in vLLM's V2 model runner: which drafts a step verifies, and which of them are accepted.
 
 vLLM's V2 runner samples by Gumbel-max with noise that is a function of (seed, position, token). So a draft is right if and
 only if it is the token that the runner would have sampled without it. Source: Daliri, Musco, Suresh, arXiv 2408.07978.
@@ -8,14 +8,21 @@ Shapes: B requests of the batch, K draft positions.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from nemo_specrollout.generation import compat
+from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.transfers import HostCopy
 from nemo_specrollout.sampling.equality import accept_by_equality
+
+if compat.CHOOSES_ON_DEVICE:
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+else:  # `older_runners.HostBudget` takes the place of this module's budget
+    AdaptiveVerificationManager = object  # type: ignore[assignment, misc]
 
 
 class EqualityVerifier(rejection_sampler.RejectionSampler):
@@ -25,23 +32,16 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Verifies a batch with vLLM's code and our rule."""
-        with _rule_of_equality():
+        """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
+
+        The oldest supported version has no other patch point.
+        """
+        vllm_rule = rejection_sampler.rejection_sample
+        rejection_sampler.rejection_sample = sample_and_compare
+        try:
             return super().__call__(*args, **kwargs)
-
-
-@contextmanager
-def _rule_of_equality() -> Iterator[None]:
-    """Replaces vLLM's rule by `sample_and_compare`. The oldest supported version has no other patch point.
-
-    Other engines of this process keep vLLM's rule.
-    """
-    vllm_rule = rejection_sampler.rejection_sample
-    rejection_sampler.rejection_sample = sample_and_compare
-    try:
-        yield
-    finally:
-        rejection_sampler.rejection_sample = vllm_rule
+        finally:
+            rejection_sampler.rejection_sample = vllm_rule
 
 
 def sample_and_compare(
@@ -70,3 +70,55 @@ def sample_and_compare(
         target_logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, use_fp64=use_fp64
     )
     return accept_by_equality(sampled, draft_sampled, cu_num_logits, num_speculative_steps)
+
+
+class VerificationBudget(AdaptiveVerificationManager):
+    """vLLM's adaptive verification with our budget policy, and with step costs that are measured while the engine runs.
+
+    vLLM schedules all draft rows of each request, then keeps the best drafts of the batch. The host chooses how many, from
+    rates that are a step old. The device chooses which ones, from the latest rates. So nothing waits for the device.
+    """
+
+    def __init__(self, runner: Any, drafting: Drafting) -> None:
+        super().__init__(
+            runner.req_states,
+            runner.input_buffers.query_start_loc,
+            runner.model_state.num_new_sampled_tokens_per_step,
+            rejection_sampler.get_max_chunk_logits(runner.vocab_size),
+        )
+        self._drafting = drafting
+        self._confidence_probs.zero_()
+        self._known_rates = HostCopy(self._confidence_probs)
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """Yields nothing: costs are measured while the engine runs."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """Ignores vLLM's cost curves, which our policy does not read."""
+
+    def add_request(self, req_idx: int) -> None:
+        """Sets the rates of a new request to zero, until drafts are proposed for it."""
+        self._confidence_probs[req_idx].fill_(0.0)
+        self._known_rates.forget(req_idx)
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """Records the acceptance rates of the drafts that were just proposed. The host reads them a step later.
+
+        The rates stay zero while drafting is idle.
+        """
+        if self._drafting.num_idle <= 1:
+            self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
+            self._known_rates.refresh()
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Returns the tokens of the step's forward pass, including drafts within the budget. Sets the step's budget."""
+        num_drafts = {name: len(draft_tokens.get(name, ())) for name in num_tokens_per_req}
+        num_others = {name: num_tokens_per_req[name] - count for name, count in num_drafts.items()}
+        slots_B = [self.req_states.req_id_to_index[name] for name in num_tokens_per_req]
+        caps_B = np.fromiter(num_drafts.values(), np.int64, len(num_drafts))
+        counts_B = self._drafting.allocate(self._known_rates.values[slots_B], caps_B)
+        most = min(int(caps_B.sum()), self._max_total_logits - len(slots_B) * self.num_bonus_tokens)
+        budget = max(min(int(counts_B.sum()), most), 0)
+        self._batch_budget = (num_drafts, num_others, budget)
+        return sum(num_others.values()) + budget

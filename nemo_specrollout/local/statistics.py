@@ -10,8 +10,7 @@ import numpy as np
 from nemo_specrollout.generation.requests import Rollout
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
-from nemo_specrollout.telemetry.engine_stats import EngineStats
-from nemo_specrollout.telemetry.engine_totals import totals_of
+from nemo_specrollout.telemetry.engine_stats import EngineStats, EngineTotals
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
     """
     stats = fleet_stats(before, after, [], np.zeros(0), 0.0, max_num_seqs)
     tables = [None if now.plain_step_s is None else np.array(now.plain_step_s) for now in after.values()]
-    totals = [totals_of(now.trace, table) for now, table in zip(after.values(), tables, strict=True)]
+    totals = [EngineTotals.of(now.trace, table) for now, table in zip(after.values(), tables, strict=True)]
     busy_s = sum(t.decode_s + t.other_s for t in totals) / max(len(totals), 1)
     plain_s = sum(t.plain_s + t.decode_s - t.estimated_s + t.other_s for t in totals) / max(len(totals), 1)
     is_known = totals and all(table is not None for table in tables)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from nemo_specrollout.generation.hosted_engine import HostedEngine
+from nemo_specrollout.generation.engine import HostedEngine
 from nemo_specrollout.generation.requests import ShardRequest
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.ray_calls import PATIENCE_S, answer_of, ray_errors_as_exchange_failed

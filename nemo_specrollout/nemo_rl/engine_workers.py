@@ -17,7 +17,7 @@ from nemo_rl.models.generation.vllm.vllm_backend import (
 )
 
 from nemo_specrollout.generation import compat
-from nemo_specrollout.generation.shared_modules import part_from_policy
+from nemo_specrollout.generation.head_loading import part_from_policy
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
 from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_patch_points
 
@@ -43,7 +43,7 @@ class ExtensionOverrides:
 
     model_runner: Any
     vllm_config: Any
-    specrollout_sample_stats: Any
+    specrollout_drafting: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the models, and gives a drafter whose weights come by refit its own lm_head.
@@ -62,8 +62,8 @@ class ExtensionOverrides:
     def specrollout_policy_is(self, version: int) -> None:
         """Notes the policy's version, also as the version of native heads that are trained with the policy."""
         super().specrollout_policy_is(version)  # type: ignore[misc]
-        if self.specrollout_sample_stats is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
-            self.specrollout_sample_stats.head_version = version
+        if self.specrollout_drafting is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
+            self.specrollout_drafting.samples.head_version = version
 
     def _get_drafter_model(self) -> Any:
         """Returns the drafter's model. NeMo-RL looks for `model_runner.drafter`, which the V2 model runner lacks."""

@@ -159,7 +159,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._kind = SeedKind.ROLLOUT
-        worker_client(self.worker_group).take_sample_stats(self._validated)
+        worker_client(self.worker_group).forget_samples(self._validated)
 
     def snapshot_step_metrics(self) -> None:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""

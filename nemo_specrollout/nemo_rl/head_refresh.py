@@ -13,9 +13,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.generation.worker_client import HeadInService, WorkerClient
 from nemo_specrollout.nemo_rl.logger import StepLog
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_text
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
 from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureReader
@@ -119,8 +118,7 @@ class HeadRefresh:
         head, self._to_load = self._to_load, None
         if head is not None:
             self._in_service = head
-            new = HeadInService(head.folder, head.policy_version, head.expected_length, self._num_drafts)
-            self._tell("load_head", lambda: self._workers.load_head(new, self._has_head))
+            self._tell("load_head", lambda: self._workers.load_head(head, self._num_drafts, self._has_head))
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.

@@ -2,13 +2,13 @@
 """Metrics of a step from the summed counters of all engines. Ratios are computed last."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, HeadUse, StepFacts
-from nemo_specrollout.telemetry.engine_stats import StepEnd
-from nemo_specrollout.telemetry.engine_totals import EngineTotals
-from nemo_specrollout.telemetry.sample_stats import SampleStats
+from nemo_specrollout.telemetry.engine_stats import EngineTotals
+from nemo_specrollout.telemetry.sample_stats import SampleStats, StepEnd
 
 
 def step_metrics(done: EngineTotals, num_engines: int) -> dict[str, float]:
@@ -108,4 +108,4 @@ def sample_lines(ends: Sequence[StepEnd], seeds: Sequence[int] | None) -> list[d
     for seed, stats in (pair for end in ends for pair in end.sample_stats):
         found[seed] = found[seed].merged(stats) if seed in found else stats
     order = found if seeds is None else (seed for seed in seeds if seed in found)
-    return [{"seed": seed, **found[seed].wire()} for seed in order]
+    return [{"seed": seed, **asdict(found[seed])} for seed in order]

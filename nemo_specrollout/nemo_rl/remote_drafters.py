@@ -13,9 +13,8 @@ from typing import Any
 import ray
 
 from nemo_specrollout.config.drafter_configs import SECRET_VARIABLE, RemoteDrafterConfig, any_port, secret_of_run
-from nemo_specrollout.generation.worker_client import WorkerClient
 from nemo_specrollout.nemo_rl.logger import StepLog
-from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, failure_text
+from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, DrafterSpec, drafter_spec, shared_vllm_config
 from nemo_specrollout.reports.records import PREFIX

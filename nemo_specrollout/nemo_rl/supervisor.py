@@ -33,7 +33,7 @@ from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
-from nemo_specrollout.telemetry.engine_totals import EngineTotals
+from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 THREADS_OF_ENGINE = 4
 """Threads of the exchange's actor for each engine: one waits for orders, the others bring requests."""

@@ -1,23 +1,225 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and state of an engine, as its vLLM worker reports them."""
+"""Records of what an engine did: a trace of its latest steps, sums over all steps, and its counters.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Sums add up over engines and subtract over time; ratios are computed last. Recording a step takes a microsecond.
+
+Shapes: S steps, T steps that are kept, C columns, D drafters, K draft positions.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
-from nemo_specrollout.telemetry.sample_stats import SampleStats
-from nemo_specrollout.telemetry.step_trace import StepRows
+import numpy as np
+
+MOST_STEPS = 1 << 16
+"""Steps that a trace keeps."""
+COLUMNS = ("time_s", "seconds", "num_requests", "num_rows", "is_decode", "host_s", "draft_s")
+"""Columns of every trace. `drafted_<name>` and `accepted_<name>` of each drafter follow."""
+DraftCounts = tuple[tuple[str, tuple[int, ...]], ...]
+"""Draft tokens by drafter and position."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Consecutive steps of an engine."""
+
+    columns: list[str]
+    rows: list[list[float]]
+
+    @cached_property
+    def _values_SC(self) -> np.ndarray:
+        return np.array(self.rows, float).reshape(-1, len(self.columns))
+
+    def column(self, name: str) -> np.ndarray:
+        """Returns the values of a column, float64 [S]."""
+        return self._values_SC[:, self.columns.index(name)]
+
+    def wire(self) -> dict[str, Any]:
+        """Returns the steps as the content of `trace.jsonl`."""
+        return {"columns": self.columns, "rows": self.rows}
+
+
+@dataclass(frozen=True)
+class EngineTotals:
+    """Sums over an engine's steps. Seconds are the engine's own; several engines spend them at the same time."""
+
+    num_steps: int = 0
+    num_steps_with_drafts: int = 0
+    num_request_steps: int = 0
+    """Requests, summed over steps: the tokens that plain decoding would emit in as many steps."""
+    num_rows: int = 0
+    """Rows sampled from: one for each request and one for each draft token."""
+    host_s: float = 0.0
+    """Seconds of our own host work within steps, without a drafter with weights."""
+    draft_s: float = 0.0
+    """Seconds of a drafter with weights."""
+    other_s: float = 0.0
+    """Seconds of steps that also computed prompts, which speculation does not change."""
+    decode_s: float = 0.0
+    """Seconds of pure decode steps."""
+    estimated_s: float = 0.0
+    """Seconds of those pure decode steps whose time without drafts is known."""
+    plain_s: float = 0.0
+    """Seconds that the tokens of those steps would have taken without drafts."""
+    num_weight_updates: int = 0
+    num_derived_seeds: int = 0
+    """Requests without a seed of their own, see `nemo_rl/engine_inputs.py`."""
+    proposed: DraftCounts = ()
+    """Draft tokens that were verified."""
+    accepted: DraftCounts = ()
+    """Draft tokens that were accepted."""
+
+    @classmethod
+    def of(cls, steps: StepRows, plain_step_s: np.ndarray | None) -> "EngineTotals":
+        """Sums steps of a trace; `plain_step_s` are the seconds of a step without drafts by number of requests, if known."""
+        requests_S, rows_S, seconds_S = map(steps.column, ("num_requests", "num_rows", "seconds"))
+        is_decode_S = steps.column("is_decode") > 0
+        decode_s = float(seconds_S[is_decode_S].sum())
+        plain_s = 0.0
+        if plain_step_s is not None:
+            accepted = [steps.column(name) for name in steps.columns if name.startswith("accepted_")]
+            tokens_S = 1 + np.sum(accepted, axis=0) / np.maximum(requests_S, 1)
+            plain_s = float((tokens_S * plain_step_s[requests_S.astype(np.int64)])[is_decode_S].sum())
+        return cls(
+            num_steps=len(requests_S),
+            num_steps_with_drafts=int((rows_S > requests_S).sum()),
+            num_request_steps=int(requests_S.sum()),
+            num_rows=int(rows_S.sum()),
+            host_s=float(steps.column("host_s").sum()),
+            draft_s=float(steps.column("draft_s").sum()),
+            other_s=float(seconds_S[~is_decode_S].sum()),
+            decode_s=decode_s,
+            estimated_s=0.0 if plain_step_s is None else decode_s,
+            plain_s=plain_s,
+        )
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> "EngineTotals":
+        """Builds the record from its fields, whose tuples may have become lists."""
+        counts = {k: tuple((name, tuple(row)) for name, row in wire[k]) for k in ("proposed", "accepted")}
+        return cls(**{**wire, **counts})
+
+    def __add__(self, other: "EngineTotals") -> "EngineTotals":
+        return self._combine(other, 1)
+
+    def __sub__(self, other: "EngineTotals") -> "EngineTotals":
+        return self._combine(other, -1)
+
+    def _combine(self, other: "EngineTotals", sign: int) -> "EngineTotals":
+        numbers = {f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)[:-2]}
+        proposed = _combine_counts(self.proposed, other.proposed, sign)
+        return EngineTotals(**numbers, proposed=proposed, accepted=_combine_counts(self.accepted, other.accepted, sign))
+
+
+def _combine_counts(left: DraftCounts, right: DraftCounts, sign: int) -> DraftCounts:
+    """Adds by name and position. A count that one side lacks is zero."""
+    rows, others = dict(left), dict(right)
+    return tuple(
+        (name, tuple(a + sign * b for a, b in zip_longest(rows.get(name, ()), others.get(name, ()), fillvalue=0)))
+        for name in {**rows, **others}
+    )
+
+
+class StepTrace:
+    """The latest steps of an engine. Owns the clock: a step lasts from the end of the previous step to its own end.
+
+    A step ends when the drafts for the next step are chosen. So the cost of sampling with drafts counts for the step that had
+    them. `seconds` is meaningful only for pure decode steps: every row of the forward pass was sampled from, and the engine
+    was not idle before.
+    """
+
+    def __init__(
+        self,
+        drafter_names: Sequence[str],
+        draft_counts: Callable[[int, int], np.ndarray] | None = None,
+        capacity: int = MOST_STEPS,
+    ) -> None:
+        """`draft_counts(first, n)` returns the drafters' columns of n steps from number `first` on, [n, columns]."""
+        self.columns = [*COLUMNS, *(f"{kind}_{name}" for name in drafter_names for kind in ("drafted", "accepted"))]
+        self._draft_counts = draft_counts if drafter_names else None
+        # Written once, so that the memory is committed now and not while the engine runs.
+        self._steps_TC = np.full((capacity, len(COLUMNS)), 0.0)
+        self._ended = self._still_s = 0.0
+        self._is_open, self._was_idle = False, True
+        self._totals, self._num_counted = EngineTotals(), 0
+        self.num_steps = 0
+
+    def stood_still(self, seconds: float) -> None:
+        """Leaves `seconds`, in which the engine was not asked for a step, out of the next step's time."""
+        self._still_s += seconds
+
+    def begin_after_idle(self) -> None:
+        """Notes that the engine was idle before the step that begins now."""
+        self._ended, self._still_s, self._was_idle = time.perf_counter(), 0.0, True
+
+    def begin_step(self, num_requests: int, num_rows: int, num_scheduled: int) -> None:
+        """Records a step whose tokens are sampled now: its requests, the rows to sample from, and all rows."""
+        now = time.perf_counter()
+        is_decode = num_rows == num_scheduled and not self._was_idle and not self._is_open
+        if self._is_open:  # near the context's end vLLM asks for no drafts, so the previous step did not end here
+            self._close(now)
+        self.num_steps += 1
+        self._row(0)[:] = now, 0.0, num_requests, num_rows, is_decode, 0.0, 0.0
+        self._is_open, self._was_idle = True, False
+
+    def end_step(self, host_s: float = 0.0, draft_s: float = 0.0) -> tuple[int, int, float, int] | None:
+        """Ends the step, of which our host work took `host_s` and a drafter with weights `draft_s`.
+
+        Returns (requests, rows, seconds, rows of the previous step) of a pure decode step; None for any other step. The rows
+        of the previous step are 0 if it was no decode step. The seconds are the cost of verifying. They exclude
+        drafting, and host time of a step without drafts, which plain decoding would not spend.
+        """
+        self._close(time.perf_counter())
+        step_C = self._row(0)
+        step_C[5:7] = host_s, draft_s
+        _, seconds, num_requests, num_rows, is_decode, *_ = step_C.tolist()
+        if not is_decode:
+            return None
+        *_, previous_rows, previous_is_decode, _, _ = self._row(1).tolist()
+        spent_s = seconds - draft_s - (host_s if num_rows == num_requests else 0.0)
+        return int(num_requests), int(num_rows), spent_s, int(previous_rows * previous_is_decode)
+
+    def since(self, first_step: int) -> StepRows:
+        """Returns the steps from number `first_step` on, as far as the trace still has them."""
+        count = min(max(self.num_steps - first_step, 0), len(self._steps_TC))
+        index = np.arange(self.num_steps - count, self.num_steps) % len(self._steps_TC)
+        rows = self._steps_TC[index].tolist()
+        if self._draft_counts is not None and rows:
+            counts = self._draft_counts(self.num_steps - count, count).tolist()
+            rows = [row + more for row, more in zip(rows, counts, strict=True)]
+        return StepRows(self.columns, rows)
+
+    def totals(self, plain_step_s: np.ndarray | None, **known: Any) -> EngineTotals:
+        """Returns sums over all steps, each of which is counted once; `known` are fields that the caller counts.
+
+        For `plain_step_s` see `EngineTotals.of`.
+        """
+        self._totals += EngineTotals.of(self.since(self._num_counted), plain_step_s)
+        self._num_counted = self.num_steps
+        return EngineTotals(**{**asdict(self._totals), **known})
+
+    def _row(self, age: int) -> np.ndarray:
+        """Returns the newest step, or the one `age` steps before it, float64 [C]."""
+        return self._steps_TC[(self.num_steps - 1 - age) % len(self._steps_TC)]
+
+    def _close(self, now: float) -> None:
+        self._row(0)[1] = now - self._ended - self._still_s if self.num_steps > 1 else 0.0
+        self._ended, self._still_s, self._is_open = now, 0.0, False
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters of an engine since its start, and its latest steps. Counts by drafter are [D, K] for K draft positions."""
+    """Counters of an engine since its start, and its latest steps. Counts by drafter are [D, K]."""
 
     num_steps: int
     trace: StepRows
     """The steps that were asked for."""
     drafters: list[str] = field(default_factory=list)
-    """Types of the drafters; empty without drafters."""
+    """Types of the drafters."""
     proposed: list[list[int]] = field(default_factory=list)
     """Draft tokens that were verified."""
     accepted: list[list[int]] = field(default_factory=list)
@@ -48,24 +250,3 @@ class EngineStats:
     def num_accepted(self) -> int:
         """Draft tokens that were accepted, of all drafters and positions."""
         return sum(map(sum, self.accepted))
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    """Reply of an engine at the end of a training step."""
-
-    alarms: list[dict[str, Any]]
-    """Alarms of the head's canary since the last step."""
-    sample_stats: list[tuple[int, SampleStats]]
-    """Seed and statistics of each sample."""
-    policy_version: int
-    head_version: int | None
-    """None without a drafter with weights."""
-    head_is_dormant: bool | None
-    """None without a drafter with weights."""
-
-    @classmethod
-    def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
-        """Builds the record from the vLLM worker's reply."""
-        samples = [(seed, SampleStats.from_wire(stats)) for seed, stats in reply["sample_stats"]]
-        return cls(**{**reply, "sample_stats": samples})

@@ -4,22 +4,22 @@
 Shapes: S request slots; a slot is vLLM's own number for a request.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 MOST_KEPT = 1 << 16
 """Ended requests whose statistics are kept until they are taken; the oldest are dropped."""
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class SampleStats:
     """Statistics of one sample."""
 
-    policy_spans: tuple[tuple[int, int], ...]
+    policy_spans: Spans
     """Version of each policy that sampled, and the first position that it sampled.
 
     Positions count from the start of the prompt. There is one span, unless weights were updated while the request ran.
@@ -31,16 +31,11 @@ class SampleStats:
     num_accepted: int
     """Draft tokens that were accepted."""
 
-    def wire(self) -> dict[str, Any]:
-        """Returns the fields as plain numbers and tuples, for any transport."""
-        return asdict(self)
-
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "SampleStats":
-        """Builds the record from `wire`, whose tuples may have become lists."""
-        spans = tuple((version, first) for version, first in wire["policy_spans"])
-        began, ended = wire["head_versions"]
-        return cls(spans, (began, ended), wire["num_drafted"], wire["num_accepted"])
+        """Builds the record from its fields, whose tuples may have become lists."""
+        spans, heads = tuple(map(tuple, wire["policy_spans"])), tuple(wire["head_versions"])
+        return cls(**{**wire, "policy_spans": spans, "head_versions": heads})
 
     def merged(self, other: "SampleStats") -> "SampleStats":
         """Returns the statistics of a sample that moved or was raced, from the two engines that decoded it."""
@@ -53,11 +48,32 @@ class SampleStats:
 
 
 @dataclass(frozen=True)
+class StepEnd:
+    """Reply of an engine at the end of a training step."""
+
+    alarms: list[dict[str, Any]]
+    """Alarms of the head's canary since the last step."""
+    sample_stats: list[tuple[int, SampleStats]]
+    """Seed and statistics of each sample."""
+    policy_version: int
+    head_version: int | None
+    """None without a drafter with weights."""
+    head_is_dormant: bool | None
+    """None without a drafter with weights."""
+
+    @classmethod
+    def from_wire(cls, reply: Mapping[str, Any]) -> "StepEnd":
+        """Builds the record from the vLLM worker's reply."""
+        samples = [(seed, SampleStats.from_wire(stats)) for seed, stats in reply["sample_stats"]]
+        return cls(**{**reply, "sample_stats": samples})
+
+
+@dataclass
 class _Record:
     """A request as the log knows it."""
 
     seed: int
-    policy_spans: tuple[tuple[int, int], ...]
+    policy_spans: Spans
     head_at_start: int
     row: int = -1
     """Row of the archive with the counts of a request that has left its slot."""
@@ -81,43 +97,41 @@ class SampleStatsLog:
         self._archive = torch.zeros(MOST_KEPT, 2, dtype=torch.int32, device=counts_S2.device)
         self._num_archived = 0
         self._running: dict[int, _Record] = {}
-        self._ended: OrderedDict[int, _Record] = OrderedDict()
+        self._ended: dict[int, _Record] = {}
 
     def open(self, slot: int, seed: int, prompt_length: int, num_tokens: int) -> None:
         """Starts the record of a request of `num_tokens` in `slot`. A preempted request continues its record.
 
         The slot's counts must be zero. The counts of a preempted request are restored.
         """
-        earlier = self._ended.pop(seed, None)
-        spans = ((self.policy_version, prompt_length),) if earlier is None else earlier.policy_spans
-        if spans[-1][0] != self.policy_version:
-            spans = (*spans, (self.policy_version, num_tokens))
-        if earlier is None:
-            self._running[slot] = _Record(seed, spans, self.head_version)
+        record = self._ended.pop(seed, None)
+        if record is None:
+            record = _Record(seed, ((self.policy_version, prompt_length),), self.head_version)
         else:
-            self._counts_S2[slot] = self._archive[earlier.row]
-            self._running[slot] = replace(earlier, policy_spans=spans, row=-1)
+            self._counts_S2[slot] = self._archive[record.row]
+            if record.policy_spans[-1][0] != self.policy_version:
+                record.policy_spans += ((self.policy_version, num_tokens),)
+        self._running[slot] = record
 
     def close(self, slots: list[int]) -> None:
         """Archives the requests in `slots`, which have ended or are preempted."""
-        for slot in [slot for slot in slots if slot in self._running]:
-            record = self._running.pop(slot)
-            if record.is_taken:
+        for slot in slots:
+            record = self._running.pop(slot, None)
+            if record is None or record.is_taken:
                 continue
-            row = self._num_archived % MOST_KEPT
-            self._archive[row] = self._counts_S2[slot]
-            self._ended[record.seed] = replace(record, row=row)
+            record.row = self._num_archived % MOST_KEPT
+            self._archive[record.row] = self._counts_S2[slot]
+            self._ended[record.seed] = record
             self._num_archived += 1
         while len(self._ended) > MOST_KEPT:
-            self._ended.popitem(last=False)
+            del self._ended[next(iter(self._ended))]
 
     def policy_updated(self, version: int, total_len_S: torch.Tensor) -> None:
         """Begins a span of the policy `version` in each running request, which has `total_len_S` tokens."""
         self.policy_version = version
-        lengths_S = total_len_S.cpu()
+        lengths_S = total_len_S.tolist()
         for slot, record in self._running.items():
-            spans = (*record.policy_spans, (version, int(lengths_S[slot])))
-            self._running[slot] = replace(record, policy_spans=spans)
+            record.policy_spans += ((version, lengths_S[slot]),)
 
     def take(self, seeds: list[int]) -> list[SampleStats | None]:
         """Returns the statistics of requests, running or ended, by seed; None for an unknown seed.
@@ -129,11 +143,10 @@ class SampleStatsLog:
         slot_of = {record.seed: slot for slot, record in self._running.items()}
         found: list[SampleStats | None] = []
         for seed in seeds:
-            slot = slot_of.get(seed)
-            if slot is not None:
-                record = self._running[slot]
-                self._running[slot] = replace(record, is_taken=True)
-                found.append(self._stats(record, counts_S2[slot]))
+            if seed in slot_of:
+                record = self._running[slot_of[seed]]
+                record.is_taken = True
+                found.append(self._stats(record, counts_S2[slot_of[seed]]))
             else:
                 ended = self._ended.pop(seed, None)
                 found.append(None if ended is None else self._stats(ended, archive[ended.row]))
@@ -141,7 +154,7 @@ class SampleStatsLog:
 
     def take_ended(self) -> list[tuple[int, SampleStats]]:
         """Returns seed and statistics of each request that ended since the last call."""
-        ended, self._ended = self._ended, OrderedDict()
+        ended, self._ended = self._ended, {}
         archive = self._archive.cpu()
         return [(seed, self._stats(record, archive[record.row])) for seed, record in ended.items()]
 

@@ -19,11 +19,8 @@ from nemo_specrollout.config.drafter_configs import (
     SuffixDrafterConfig,
 )
 from nemo_specrollout.generation.drafting import Drafting
-from nemo_specrollout.generation.requests import RequestIdentity
-from nemo_specrollout.generation.runner_binding import NewRequest
-from nemo_specrollout.generation.verification import sample_and_compare
-from nemo_specrollout.generation.verification_budget import VerificationBudget
-from nemo_specrollout.scheduling.speculation.budget import build_budget
+from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
+from nemo_specrollout.generation.verification import VerificationBudget, sample_and_compare
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
@@ -62,7 +59,7 @@ class DecodeStep:
             speculative_config=SimpleNamespace(enable_adaptive_verification=True),
         )  # fmt: skip
         self.drafting = Drafting(self.config, self.runner)
-        self.budget = VerificationBudget(self.runner, build_budget(self.config.budget), lambda: None, self.drafting)
+        self.budget = VerificationBudget(self.runner, self.drafting)
         self.budget._known_rates._buffers = [torch.ones(S, K) for _ in range(2)]
         sampling = SimpleNamespace(
             temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),

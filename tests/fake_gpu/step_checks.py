@@ -87,7 +87,7 @@ def test_cuda_graphs_are_captured_with_sampling(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("budget", [0, B, B * K])
 def test_the_budget_never_waits(gpu: FakeGpu, budget: int) -> None:
     step = DecodeStep(TEXT)
-    step.budget._policy = Fixed(budget)
+    step.drafting._policy = Fixed(budget)
     with gpu.step():
         step.plan_tokens()
     assert ("topk" in gpu.done) == (0 < budget < B * K)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with drafting pauses. A step of a pause is exactly a step of an engine without speculation.
+"""Additions to the output of an engine's step: drafting pauses, and a call when its tokens reach the host.
 
-The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. vLLM
-finds the scheduler by its argument `scheduler_cls`.
+The vLLM worker decides on a pause, because it measures. It marks each step's output, and the scheduler reads the mark. A step
+of a pause is exactly a step of an engine without speculation. vLLM finds the scheduler by its argument `scheduler_cls`.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 _PAUSED = "specrollout_paused"
 """Attribute of a step's output that says whether drafting is paused."""
@@ -17,6 +19,19 @@ _PAUSED = "specrollout_paused"
 def mark_paused(output: Any) -> None:
     """Tells the scheduler, in a step's output, to schedule no drafts for the next steps."""
     setattr(getattr(output, "model_runner_output", output), _PAUSED, True)
+
+
+class WatchedOutput(AsyncModelRunnerOutput):
+    """A step's output that passes its tokens on as soon as they are on the host, in the thread that waits for them."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
+        self._output, self._tell = output, tell
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Waits for the step's output, and tells the tokens."""
+        output = self._output.get_output()
+        self._tell(output.sampled_token_ids)
+        return output
 
 
 class _PausingMixin:

@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and times that the host reads from the device one step later, without waiting for the device."""
+"""Values that travel between host and device, and between the ranks of an engine. The host never waits for the device."""
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.utils import torch_utils
 
 _MOST_UNDER_WAY = 8
 """Measurements that a `StageTimer` keeps; the oldest are dropped."""
+
+
+def is_output_rank() -> bool:
+    """Returns whether vLLM takes this rank's outputs: the first tensor-parallel rank of the last pipeline stage."""
+    return get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
+
+
+def agreed(decision: Any) -> Any:
+    """Returns the decision of the first tensor-parallel rank. All ranks must act alike, but each has its own clock."""
+    group = get_tp_group()
+    return decision if group.world_size == 1 else group.broadcast_object(decision, src=0)
+
+
+def copy_first_rank(*tensors: torch.Tensor) -> None:
+    """Gives tensors on the device, in place, the values of the first tensor-parallel rank.
+
+    All ranks must verify the same drafts, but their drafts may differ: kernels race for hash tables, and messages from remote
+    drafters arrive at different times.
+    """
+    group = get_tp_group()
+    for tensor in tensors if group.world_size > 1 else ():
+        group.broadcast(tensor, src=0)
+
+
+def to_device(values: Sequence[int], dtype: Any, device: torch.device) -> torch.Tensor:
+    """Returns a few numbers as a tensor on the device. The host does not wait for the copy."""
+    return torch_utils.async_tensor_h2d(np.array(values, dtype), device=device)
 
 
 class HostCopy:
