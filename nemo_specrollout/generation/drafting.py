@@ -67,8 +67,8 @@ class Drafting:
         """None unless features are captured for a head's training, and on a rank whose drafts are not used."""
         if config.remote is not None and is_output_rank():
             self.remote = _remote_drafter(config.remote, runner)
-        if self.board.model is not None:
-            self.model = ModelDrafter(config, runner, self.board, self.board.model)
+        if config.model_drafter is not None:
+            self.model = ModelDrafter(config, runner, self.board)
             self.head = HeadWatch(runner, self.model, self.samples, config)
             if config.draft_refresh is not None and is_output_rank():
                 self.capture = FeatureCapture.for_runner(runner, config.draft_refresh.rollout_capture_share)

@@ -60,7 +60,7 @@ class HeadWatch:
         """Folder of the head in service; None if it is not known."""
         self._previous: Path | None = None
         self._counts = HostCopy(model.board.tables.verified_DCK2[model.board.model])
-        self._seen_CK2 = self._counts.values.copy()
+        self._seen_CK2: Any = 0
         self._num_steps = 0
         self._alarms: list[dict[str, Any]] = []
 

@@ -54,9 +54,8 @@ class ModelDrafter:
     cache. It does not run in steps in which it follows no request.
     """
 
-    def __init__(self, config: SpecrolloutConfig, runner: Any, board: DraftBoard, index: int) -> None:
-        """`index`: the drafter's place on the board."""
-        self.board, self._index, self._speculator = board, index, runner.speculator
+    def __init__(self, config: SpecrolloutConfig, runner: Any, board: DraftBoard) -> None:
+        self.board, self._index, self._speculator = board, board.model, runner.speculator
         self._propose = runner.speculator.propose
         drafter = config.model_drafter
         assert drafter is not None

@@ -59,7 +59,7 @@ def trace(max_num_seqs: int, num_drafts: int) -> Iterator[Step]:
     for num_requests in range(max_num_seqs, 0, -1):
         names = [str(i) for i in range(num_requests)]
         kept_B = rng.integers(0, num_drafts + 1, num_requests)
-        step.budget._policy = SimpleNamespace(allocate=lambda _, kept_B=kept_B: BudgetDecision(kept_B))
+        step.drafting._policy = SimpleNamespace(allocate=lambda *_, kept_B=kept_B: BudgetDecision(kept_B))
         rows = step.budget.get_num_tokens(dict.fromkeys(names, num_drafts + 1), dict.fromkeys(names, [-1] * num_drafts))
         assert rows == num_requests + kept_B.sum()
         yield num_requests, rows
