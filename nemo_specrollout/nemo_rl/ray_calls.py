@@ -143,11 +143,6 @@ def failure_text(error: Exception) -> str:
     return lines[-1].partition(" Worker exit type")[0]
 
 
-def worker_client(worker_group: Any) -> WorkerClient:
-    """Returns a client of our vLLM workers in the engines of NeMo-RL's `worker_group`."""
-    return WorkerClient(partial(_call_engines, worker_group), worker_group.dp_size)
-
-
 def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
     call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
     called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
