@@ -407,7 +407,8 @@ def test_a_head_drafts_the_same_for_a_deeper_policy(deep: Path) -> None:
     assert deep_ids == tuple(deep_index(i, 3) for i in ids) == (5, 8, 11)
     for a, b in zip(shallow, deeper, strict=True):
         assert torch.equal(a.aux_TF, b.aux_TF) and torch.equal(a.final_TH, b.final_TH)
-    assert acceptance == deep_acceptance
+    for name in ("count_NK", "accepted_NK", "survived_NK"):
+        assert (getattr(acceptance, name) == getattr(deep_acceptance, name)).all()
 
 
 @pytest.mark.unit
