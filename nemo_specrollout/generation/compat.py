@@ -6,7 +6,7 @@ Tested on vLLM 0.25.1, 0.28.0 and 0.32.0. To support another version, change thi
 
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -71,7 +71,7 @@ def check_version() -> None:
 
 def check_drafters(block: SpecrolloutConfig) -> None:
     """Raises ConfigError for a drafter that the V2 model runner of the installed vLLM cannot run."""
-    lacking = set(MODEL_DRAFTERS).difference(_names(speculative.SpeculativeMethod))
+    lacking = set(MODEL_DRAFTERS).difference(get_args(speculative.SpeculativeMethod))
     if not CHOOSES_ON_DEVICE:
         lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
     if not HAS_DRAFT_MODEL:
@@ -159,9 +159,3 @@ def vllm_abilities() -> VllmAbilities:
     if multiplies_bfloat16:
         from nemo_specrollout.generation import cpu_worker  # noqa: F401 - registers the quantization method
     return VllmAbilities(CHOOSES_ON_DEVICE, KEEPS_LAST_BLOCK, multiplies_bfloat16)
-
-
-def _names(literal: Any) -> Iterator[str]:
-    """Yields the strings of a Literal and of the Literals nested in it."""
-    for value in get_args(literal):
-        yield from [value] if isinstance(value, str) else _names(value)

@@ -9,7 +9,7 @@ import ast
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,17 +20,17 @@ PACKAGE = Path(__file__).parents[1]
 GPU = "vllm.v1.worker.gpu"
 ENOUGH = (0, 32, 0)
 """First version that has everything, so that none of `older_runners.py` is in force."""
-LATER = {
-    f"{GPU}.spec_decode.adaptive_verification": ENOUGH,
-    "vllm.triton_utils.dispatcher": ENOUGH,
-    f"{GPU}.sample.gumbel._log1p_neg_stable": ENOUGH,
-    f"{GPU}.sample.gumbel.murmur3_uniform32": ENOUGH,
-    f"{GPU}.spec_decode.rejection_sampler.get_max_chunk_logits": ENOUGH,
-    f"{GPU}.buffer_utils.NonUvaBuffer": ENOUGH,
-    f"{GPU}.model_runner.GPUModelRunner.adaptive_verification": ENOUGH,
-    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.compute_draft_logits": ENOUGH,
-}
-"""Names that are imported only where vLLM has them, and the version from which on they must exist."""
+LATER = (
+    f"{GPU}.spec_decode.adaptive_verification",
+    "vllm.triton_utils.dispatcher",
+    f"{GPU}.sample.gumbel._log1p_neg_stable",
+    f"{GPU}.sample.gumbel.murmur3_uniform32",
+    f"{GPU}.spec_decode.rejection_sampler.get_max_chunk_logits",
+    f"{GPU}.buffer_utils.NonUvaBuffer",
+    f"{GPU}.model_runner.GPUModelRunner.adaptive_verification",
+    f"{GPU}.spec_decode.speculator.DraftModelSpeculator.compute_draft_logits",
+)
+"""Names that are used only where vLLM has them. They must exist from version `ENOUGH` on."""
 OBJECTS = {
     "runner": f"{GPU}.model_runner.GPUModelRunner",
     "batch": f"{GPU}.input_batch.InputBatch",
@@ -42,14 +42,11 @@ OBJECTS = {
     "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled": "vllm.v1.core.sched.output.SchedulerOutput",
 }
-"""Classes of vLLM, by the variable names for their objects in `generation`, `remote.drafter` and `nemo_rl`."""
+"""Classes of vLLM, by the variable names for their objects in `FOLDERS`."""
+FOLDERS = ("generation", "remote/drafter", "nemo_rl")
 OURS = {"specrollout_changes", "temperature", "seeds"}
 """Attributes of such variables that are our own, or belong to another object of that name."""
-OPTIONAL = {"vllm.v1.sample.ops.topk_topp_triton._SPLIT_MAX_BATCH"}
-"""Names that are read only where a module has them."""
-MIXINS = {
-    "VllmWorkerMixin": "vllm.v1.worker.gpu_worker.Worker",
-}
+MIXINS = {"VllmWorkerMixin": "vllm.v1.worker.gpu_worker.Worker"}
 """Base classes of vLLM that our mixins are combined with."""
 ROWS = "logits expanded_idx_mapping temperature seed pos apply_temperature"
 SIGNATURES = {
@@ -75,8 +72,6 @@ ATTRIBUTES = {
     "skip_reading_prefix_cache _validate_spec_decode",
     f"{GPU}.model_runner.ExecuteModelState": "input_batch",
 }
-
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -158,14 +153,18 @@ class VllmSource:
             name = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(name, ast.Name):
                 merged |= self.members(f"{module}.{name.id}")
-        for inner in ast.walk(node):
-            if (
-                isinstance(inner, ast.Attribute)
-                and isinstance(inner.ctx, ast.Store)
-                and ast.unparse(inner.value) == "self"
-            ):
-                merged[inner.attr] = node
+        stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        merged |= {n.attr: node for n in stored if ast.unparse(n.value) == "self"}
         return merged | dict(names_of(node.body))
+
+    def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
+        """Returns whether a module or class defines a dotted name, and the definition, which a module lacks."""
+        found = self.find(name)
+        if found is not None:
+            return True, found[1]
+        owner, _, attribute = name.rpartition(".")
+        node = self.members(owner).get(attribute)
+        return node is not None, node
 
 
 class Use(StrEnum):
@@ -189,8 +188,16 @@ class VllmName:
 
 def vllm_names(source: VllmSource) -> list[VllmName]:
     """Returns all names that `source` must have, once for each use, with the difference found there."""
-    found = [*_imported(source), *_of_modules(source), *_of_objects(source), *_overridden(source), *_called(source)]
-    return sorted(set(found), key=lambda n: (n.use, n.name))
+    everywhere = [tree_of(f) for f in (*PACKAGE.rglob("*.py"), *PACKAGE.with_name("vllm_v2_cpu").rglob("*.py"))]
+    with_objects = [tree_of(f) for name in FOLDERS for f in (PACKAGE / name).rglob("*.py")]
+    uses = {(name, Use.IMPORTED) for tree in everywhere for name in imported_names(tree).values()}
+    uses |= {(name, Use.OF_MODULE) for tree in everywhere for name in _of_modules(tree, source)}
+    uses |= {(name, Use.OF_OBJECT) for tree in with_objects for name in _of_objects(tree)}
+    uses |= {(f"{owner}.{name}", Use.OF_OBJECT) for owner, names in ATTRIBUTES.items() for name in names.split()}
+    uses |= {(name, Use.OVERRIDDEN) for tree in with_objects for name in _overridden(tree)}
+    found = [VllmName(name, use, "" if _is_there(source, name) else "absent") for name, use in uses]
+    found += [VllmName(name, Use.CALLED, _misfit(source, name, p.split())) for name, p in SIGNATURES.items()]
+    return sorted(found, key=lambda n: (n.use, n.name))
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
@@ -199,78 +206,43 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
     return {a.asname or a.name: f"{n.module}.{a.name}" for n in nodes for a in n.names}
 
 
-def _is_later(name: str, source: VllmSource) -> bool:
-    return any(
-        name == later or name.startswith(f"{later}.") for later, since in LATER.items() if source.version < since
-    )
+def _is_there(source: VllmSource, name: str) -> bool:
+    is_later = any(name == later or name.startswith(f"{later}.") for later in LATER)
+    return source.definition(name)[0] or (is_later and source.version < ENOUGH)
 
 
-def _our_files(*folders: str) -> list[Path]:
-    return [f for folder in folders for f in sorted((PACKAGE / folder).rglob("*.py"))]
+def _read(tree: ast.Module, owners: Mapping[str, str]) -> Iterator[str]:
+    """Yields the attributes that a file reads of variables, with their `owners` by the variables' names."""
+    reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load))
+    for node in reads:
+        if isinstance(node.value, ast.Name) and node.value.id in owners:
+            yield f"{owners[node.value.id]}.{node.attr}"
 
 
-def _state(source: VllmSource, name: str, use: Use, is_there: bool) -> VllmName:
-    return VllmName(name, use, "" if is_there or _is_later(name, source) else "absent")
+def _of_modules(tree: ast.Module, source: VllmSource) -> Iterator[str]:
+    names = imported_names(tree)
+    return _read(tree, {as_: name for as_, name in names.items() if source.file_of(name) is not None})
 
 
-def _imported(source: VllmSource) -> Iterator[VllmName]:
-    for name in {name for file in _our_files(".", "../vllm_v2_cpu") for name in imported_names(tree_of(file)).values()}:
-        yield _state(source, name, Use.IMPORTED, source.find(name) is not None)
+def _of_objects(tree: ast.Module) -> Iterator[str]:
+    objects = {variable: name for variable, name in OBJECTS.items() if variable not in imported_names(tree)}
+    return (name for name in _read(tree, objects) if name.rpartition(".")[2] not in OURS)
 
 
-def _of_modules(source: VllmSource) -> Iterator[VllmName]:
-    """Yields names such as `gumbel.gumbel_sample`. A name that `hasattr` or `getattr` asks for may be missing."""
-    for file in _our_files(".", "../vllm_v2_cpu"):
-        names = imported_names(tree_of(file))
-        modules = {as_: n for as_, n in names.items() if source.file_of(n) is not None}
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-                name = f"{modules[node.value.id]}.{node.attr}"
-                is_there = name in OPTIONAL or source.find(name) is not None
-                yield _state(source, name, Use.OF_MODULE, is_there)
-
-
-def _of_objects(source: VllmSource) -> Iterator[VllmName]:
-    asked = {
-        (OBJECTS[node.value.id], node.attr)
-        for file in _our_files("generation", "remote/drafter", "nemo_rl")
-        for node in ast.walk(tree_of(file))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Load)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in OBJECTS
-        and not imported_names(tree_of(file)).get(node.value.id)
-    }
-    asked |= {(name, attribute) for name, attributes in ATTRIBUTES.items() for attribute in attributes.split()}
-    members = {class_name: source.members(class_name) for class_name, _ in asked}
-    for class_name, attribute in asked:
-        is_there = attribute in OURS or attribute in members[class_name]
-        yield _state(source, f"{class_name}.{attribute}", Use.OF_OBJECT, is_there)
-
-
-def _overridden(source: VllmSource) -> Iterator[VllmName]:
-    """Yields the methods that our classes call by `super()`, which a base class of vLLM must have."""
-    for file in _our_files("generation", "remote/drafter", "nemo_rl"):
-        names = imported_names(tree_of(file)) | MIXINS
-        for node in ast.walk(tree_of(file)):
-            bases = [ast.unparse(b) for b in node.bases] + [node.name] if isinstance(node, ast.ClassDef) else []
-            theirs = [names[b] for b in bases if b in names]
-            for call in ast.walk(node) if theirs else ():
-                if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()":
-                    is_there = any(call.attr in source.members(b) or _is_later(b, source) for b in theirs)
-                    yield _state(source, f"{theirs[0]}.{call.attr}", Use.OVERRIDDEN, is_there)
-
-
-def _called(source: VllmSource) -> Iterator[VllmName]:
-    for name, parameters in SIGNATURES.items():
-        yield VllmName(name, Use.CALLED, _misfit(source, name, parameters.split()))
+def _overridden(tree: ast.Module) -> Iterator[str]:
+    """Yields the methods that our classes call by `super()`, which their base class of vLLM must have."""
+    names = imported_names(tree) | MIXINS
+    for node in ast.walk(tree):
+        bases = [ast.unparse(b) for b in node.bases] + [node.name] if isinstance(node, ast.ClassDef) else []
+        theirs = [names[b] for b in bases if b in names]
+        for call in ast.walk(node) if theirs else ():
+            if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "super()":
+                yield f"{theirs[0]}.{call.attr}"
 
 
 def _misfit(source: VllmSource, name: str, wanted: list[str]) -> str:
     """Returns how a function differs from one that takes the parameters `wanted`, or an empty string."""
-    owner, _, attribute = name.rpartition(".")
-    found = source.find(name)
-    node = found[1] if found else source.members(owner).get(attribute)
+    _, node = source.definition(name)
     if not isinstance(node, Function):
         return "absent"
     parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
