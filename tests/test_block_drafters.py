@@ -204,7 +204,7 @@ def test_a_speculator_with_samplers_of_its_own_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"drafts with DFlash2Speculator for this checkpoint, which samples in kernels"
     ):
-        model_drafter.verify_block_speculator(object.__new__(DFlash2Speculator))
+        model_drafter.patch_block_speculator(object.__new__(DFlash2Speculator), lambda: False)
 
 
 @pytest.mark.parametrize(

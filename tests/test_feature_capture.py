@@ -4,6 +4,7 @@
 Shapes: S request slots, B requests of the batch, R rows of a forward pass, H hidden size.
 """
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
+from nemo_specrollout.generation import feature_capture
 from nemo_specrollout.generation.feature_capture import SHORTEST, FeatureCapture
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
 from nemo_specrollout.training.features.features import SequenceFeatures
@@ -24,9 +26,19 @@ NUM_SLOTS, HIDDEN, NUM_AUX, STOP = 4, 2, 3, 5
 RUNNER = SimpleNamespace(
     device=torch.device("cpu"), req_states=None, dtype=torch.float32, max_num_reqs=NUM_SLOTS,
     model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN),
+    get_model=lambda: SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layers=range(NUM_AUX))),
 )  # fmt: skip
 Pass = tuple[int, int, int, int]
 """A request in a step: slot, first position, rows, and number of rejected drafts among them."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def limits() -> Iterator[None]:
+    """Sets the smallest buffer, and no limit on the time of capturing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_capture, "CAPTURE_BYTES", 0)
+        patch.setattr(feature_capture, "CAPTURE_TIME_SHARE", 1e9)
+        yield
 
 
 class World:
@@ -36,9 +48,8 @@ class World:
     position. A rejected draft is token 999.
     """
 
-    def __init__(self, capacity: int = 64, share: float = 1.0, max_bytes: int = 1 << 20) -> None:
-        self.capture = FeatureCapture(RUNNER, capacity, (NUM_AUX + 1) * HIDDEN, share, max_bytes)
-        self.capture._max_time_share = 1e9
+    def __init__(self, capacity: int = 64, share: float = 1.0) -> None:
+        self.capture = FeatureCapture(SimpleNamespace(**vars(RUNNER), max_num_tokens=capacity), share)
         self.others: dict[tuple[int, int], int] = {}
 
     def open(self, *slots: int, prompt_length: int = 4, limit: int = 99, seed: int = 7) -> None:
@@ -273,15 +284,16 @@ def test_a_share_of_the_requests_is_captured_by_their_seeds() -> None:
 
 def test_nothing_is_captured_beyond_the_time_share() -> None:
     world = World()
-    world.capture._max_time_share, world.capture.seconds = 0.01, 1e6
+    world.capture.seconds = 1e20
     world.open(0)
     world.step((0, 0, 10, 0))
     world.capture.close([0])
     assert world.take() == {}
 
 
-def test_untaken_sequences_are_dropped_oldest_first() -> None:
-    world = World(max_bytes=30 * 4 * (1 + (NUM_AUX + 1) * HIDDEN))  # of 30 tokens
+def test_untaken_sequences_are_dropped_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_capture, "OUTBOX_BYTES", 30 * 4 * (1 + (NUM_AUX + 1) * HIDDEN))  # of 30 tokens
+    world = World()
     for length in (10, 11, 12, 13):
         world.open(0)
         world.step((0, 0, length, 0))

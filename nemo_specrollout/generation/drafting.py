@@ -71,7 +71,7 @@ class Drafting:
             self.model = ModelDrafter(config, runner, self.board)
             self.head = HeadWatch(runner, self.model, self.samples, config)
             if config.draft_refresh is not None and is_output_rank():
-                self.capture = FeatureCapture.for_runner(runner, config.draft_refresh.rollout_capture_share)
+                self.capture = FeatureCapture(runner, config.draft_refresh.rollout_capture_share)
         self._policy, self._pause = build_budget(config.budget), build_pause(config.budget)
         self.costs = AgreedCosts()
         """Measured costs, set by `StepAccounts`."""
@@ -164,20 +164,18 @@ class Drafting:
         self.is_paused = self._pause.should_pause(batch.num_reqs) and not has_readers
         is_idle = options.get("num_speculative_tokens") == 0 and not has_readers
         self.num_idle = self.num_idle + 1 if is_idle else 0
+        texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         if self.num_idle <= 1:
-            board.observe(self._texts_of(batch), num_sampled_B, num_rejected_B, self._step)
+            board.observe(texts, num_sampled_B, num_rejected_B, self._step)
         if self.num_idle == 1:
             board.tables.rates_BK.zero_()
-        native_s = 0.0 if is_idle else self._draft(batch, inputs, options)
+        native_s = 0.0 if is_idle else self._draft(texts, inputs, options)
         self.host_s = time.perf_counter() - started - native_s
         return board.tables.drafts_BK[: batch.num_reqs]
 
-    def _texts_of(self, batch: Any) -> Texts:
-        return Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
-
-    def _draft(self, batch: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> float:
+    def _draft(self, texts: Texts, inputs: tuple[Any, ...], options: dict[str, Any]) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in a drafter with weights."""
-        board, texts = self.board, self._texts_of(batch)
+        board, num_requests = self.board, len(texts.slots_B)
         most_new, self._most_new = self._most_new, 0
         rates = list(board.level_rates_DL) if self._text else []
         for i, drafter in self._text.items():
@@ -190,9 +188,9 @@ class Drafting:
             self.model.propose(*inputs, **options)
             native_s = time.perf_counter() - started
         board.choose(texts, self._row_price)
-        copy_first_rank(board.tables.drafts_BK[: batch.num_reqs], board.tables.rates_BK[: batch.num_reqs])
+        copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_BK[:num_requests])
         if self.model is not None:
-            self.model.refresh()
+            self.model.outlook.refresh()
         return native_s
 
     def end_step(self, batch: Any, output: Any) -> Any:

@@ -70,29 +70,15 @@ class FeatureCapture:
     version.
     """
 
-    @classmethod
-    def for_runner(cls, runner: Any, share: float) -> "FeatureCapture":
-        """Builds a capture of `share` of the requests of vLLM's model runner, within the limits above."""
-        num_layers = len(aux_layer_ids(runner) or ()) + 1
-        num_features = num_layers * runner.model_config.get_hidden_size()
-        capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
-        return cls(runner, capacity, num_features, share)
+    def __init__(self, runner: Any, share: float) -> None:
+        """Prepares to capture `share` of the requests of vLLM's model runner.
 
-    def __init__(
-        self,
-        runner: Any,
-        capacity: int,
-        num_features: int,
-        share: float,
-        max_bytes: int = OUTBOX_BYTES,
-    ) -> None:
-        """Allocates `capacity` rows of `num_features` now, so that vLLM's memory profile includes them.
-
-        `share` of the requests are captured; up to `max_bytes` of sequences wait on the host.
+        Allocates the buffer now, so that vLLM's memory profile includes it.
         """
-        self._share, self._max_time_share, self._max_bytes = share, CAPTURE_TIME_SHARE, max_bytes
-        self._capacity, self._device, self._states = capacity, runner.device, runner.req_states
-        self._shape, self._dtype = (capacity, num_features), runner.dtype
+        num_features = (len(aux_layer_ids(runner) or ()) + 1) * runner.model_config.get_hidden_size()
+        self._capacity = max(runner.max_num_tokens, CAPTURE_BYTES // (num_features * runner.dtype.itemsize))
+        self._shape, self._dtype = (self._capacity, num_features), runner.dtype
+        self._share, self._device = share, runner.device
         self._num_hidden = runner.model_config.get_hidden_size()
         self._ids_S = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=self._device)
         self._id_of_slot = np.zeros(runner.max_num_reqs, np.int32)
@@ -107,9 +93,10 @@ class FeatureCapture:
         """Version of the engine's weights."""
         self.seconds = 0.0
         """Seconds of engine time that capturing has taken."""
-        self._allocate()
+        self.resume()
 
-    def _allocate(self) -> None:
+    def resume(self) -> None:
+        """Allocates the buffer on the device, at first and when the engine wakes up."""
         self._hidden_NF = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._rows_N3 = torch.zeros(self._capacity, 3, dtype=torch.int32, device=self._device)
 
@@ -118,13 +105,9 @@ class FeatureCapture:
         self._flush()
         del self._hidden_NF, self._rows_N3
 
-    def resume(self) -> None:
-        """Allocates the buffer again when the engine wakes up."""
-        self._allocate()
-
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Chooses which of the requests that took slots are captured."""
-        is_in_time = self.seconds <= self._max_time_share * (time.perf_counter() - self._started)
+        is_in_time = self.seconds <= CAPTURE_TIME_SHARE * (time.perf_counter() - self._started)
         for request in requests:
             is_captured = is_in_time and combine(request.identity.seed, 1) < self._share * 2.0**64
             self._num_opened += is_captured
@@ -244,5 +227,5 @@ class FeatureCapture:
         )
         self._done.append(features)
         self._done_bytes += features.num_bytes
-        while self._done_bytes > self._max_bytes and len(self._done) > 1:
+        while self._done_bytes > OUTBOX_BYTES and len(self._done) > 1:
             self._done_bytes -= self._done.popleft().num_bytes

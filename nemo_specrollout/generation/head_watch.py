@@ -118,7 +118,7 @@ class HeadWatch:
     def _raise(self, alarm: Any) -> None:
         """Records an alarm, and stops the drafter if it is broken."""
         is_collapse = self._canary.is_silent
-        is_off = is_collapse and (alarm.cause in WEIGHT_CAUSES or not self._model.is_weighed)
+        is_off = is_collapse and (alarm.cause in WEIGHT_CAUSES or not self._model.planner.weighs_model)
         if is_off:
             self._model.forbid()
         elif is_collapse:

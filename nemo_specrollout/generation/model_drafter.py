@@ -61,42 +61,33 @@ class ModelDrafter:
         assert drafter is not None
         shares_noise = drafter.sampling == "shared_noise"
         self._only_reads = False
-        self._patch_speculator(isinstance(drafter, BlockDrafterConfig), shares_noise)
+        levels_BK = board.tables.levels_DBK[self._index]
+        if isinstance(drafter, BlockDrafterConfig):
+            patch_block_speculator(self._speculator, lambda: self._only_reads)
+            if shares_noise:
+                share_noise_of_block(self._speculator, levels_BK)
+        elif shares_noise:
+            share_noise(self._speculator, levels_BK, lambda: self._only_reads)
         self._has_score_gaps = shares_noise and compat.HAS_SCORE_GAPS
         num_slots, num_positions = board.tables.limit_S.shape[0], board.num_positions
         self._positions_K = torch.arange(num_positions, device=runner.device).clamp(max=NUM_LEVELS - 1).to(torch.int8)
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self._is_followed = np.zeros(num_slots, np.bool_)
-        self._outlook = HostCopy(board.tables.outlook_S4K)
+        self.outlook = HostCopy(board.tables.outlook_S4K)
+        """What the next plan needs, refreshed after each choice of the board."""
         self._spread = SurvivalSpread(num_positions)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
-        self._planner = build_planner(config.budget)
+        self.planner = build_planner(config.budget)
         self.plan = DraftPlan(0)
         self.is_allowed = True
         """True if the drafter may draft; a canary that finds it broken forbids it."""
         self.seconds = 0.0
         """Seconds of the latest drafting whose time is known."""
 
-    def _patch_speculator(self, drafts_blocks: bool, shares_noise: bool) -> None:
-        levels_BK = self.board.tables.levels_DBK[self._index]
-        if drafts_blocks:
-            verify_block_speculator(self._speculator)
-            norm_context_by_layer(self._speculator)
-            draft_only_on_demand(self._speculator, lambda: self._only_reads)
-        if shares_noise and drafts_blocks:
-            share_noise_of_block(self._speculator, levels_BK)
-        elif shares_noise:
-            share_noise(self._speculator, levels_BK, lambda: self._only_reads)
-
     @property
     def is_dormant(self) -> bool:
         """Whether new requests get none of the drafter's drafts, because these would not pay."""
-        return not self._planner.follows
-
-    @property
-    def is_weighed(self) -> bool:
-        """Whether the planner asks the speculator for drafts only where they pay."""
-        return self._planner.weighs_model
+        return not self.planner.follows
 
     def follows(self, slots_B: np.ndarray) -> bool:
         """Returns whether the speculator follows any request in these slots. It must then read the text of each step."""
@@ -107,14 +98,14 @@ class ModelDrafter:
 
         Requests that do not `speculate` are never followed.
         """
-        may_follow = self._planner.follows and self.is_allowed
+        may_follow = self.planner.follows and self.is_allowed
         follows_N = [may_follow and speculates for speculates in speculate]
         self._is_followed[list(slots)] = follows_N
         self._follows_S[slots_N] = to_device(follows_N, np.bool_, self._follows_S.device)
 
     def close(self, slots: Sequence[int]) -> None:
         """Tells the planner that the requests in `slots` have ended or are preempted."""
-        self._planner.observe_ended(int(self._is_followed[list(slots)].sum()))
+        self.planner.observe_ended(int(self._is_followed[list(slots)].sum()))
 
     def forbid(self) -> None:
         """Stops all drafting: the speculator follows no request any more."""
@@ -124,7 +115,7 @@ class ModelDrafter:
     def begin_again(self) -> None:
         """Forgets what was learned about the speculator, and allows it to draft, as if it were new."""
         self._forget()
-        self._planner.model_changed()
+        self.planner.model_changed()
         self.is_allowed = True
 
     def decide(self, slots_B: np.ndarray, costs: AgreedCosts, row_price: float) -> None:
@@ -133,22 +124,22 @@ class ModelDrafter:
         `row_price`: tokens that the engine makes in the time of one more row.
         """
         was_dormant = self.is_dormant
-        self._planner.observe_step(self.plan, len(slots_B), costs.worked_s)
+        self.planner.observe_step(self.plan, len(slots_B), costs.worked_s)
         if was_dormant and not self.is_dormant:
             self._forget()  # the tasks may have changed meanwhile
-        if self._planner.gives_up:
+        if self.planner.gives_up:
             self._stop_following()
         if not self.follows(slots_B):
             self.plan = DraftPlan(0)
             return
-        outlook_4BK = np.ascontiguousarray(self._outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2))
+        outlook_4BK = np.ascontiguousarray(self.outlook.values[slots_B].astype(np.float64).transpose(1, 0, 2))
         self._spread.observe(outlook_4BK[2:])
-        if not self._planner.should_plan(len(slots_B)):
+        if not self.planner.should_plan(len(slots_B)):
             return
         found_BK, forecast_BK = outlook_4BK[0], outlook_4BK[1] * self._is_followed[slots_B, None]
         share_PKQ = self._spread.share_PKQ
         observed = PlanObservation(found_BK, forecast_BK, costs.verifying, costs.drafting, row_price, share_PKQ)
-        self.plan = agreed(self._planner.plan(observed))
+        self.plan = agreed(self.planner.plan(observed))
 
     def propose(self, *inputs: Any, **options: Any) -> None:
         """Drafts as deep as planned, or only reads. Takes the arguments of vLLM's `propose`."""
@@ -168,24 +159,16 @@ class ModelDrafter:
         drafts_BK = self._propose(*inputs, **options)
         self._only_reads = False
         self._timer.stop((batch.num_tokens, num_requests, depth))
-        self._learn_times()
+        for (rows, requests, depth_then), seconds in self._timer.finished():  # an earlier drafting on a GPU
+            self.seconds = seconds
+            if depth_then:
+                self.times.observe(rows, requests, depth_then, seconds)
+            else:
+                self.times.observe_reading(rows, seconds)
         self.board.tables.tokens_DBK[self._index, :num_requests] = drafts_BK
         if not self._has_score_gaps:
             self.board.tables.levels_DBK[self._index, :num_requests] = self._positions_K
         found_B[:num_requests] = ((num_sampled_B > 0) & self._follows_S[batch.idx_mapping]) * depth
-
-    def refresh(self) -> None:
-        """Brings what the next plan needs to the host. Call this after each choice of the board."""
-        self._outlook.refresh()
-
-    def _learn_times(self) -> None:
-        """Learns from draftings that the device has completed: this one on a CPU, an earlier one on a GPU."""
-        for (rows, requests, depth), seconds in self._timer.finished():
-            self.seconds = seconds
-            if depth:
-                self.times.observe(rows, requests, depth, seconds)
-            else:
-                self.times.observe_reading(rows, seconds)
 
     def _stop_following(self) -> None:
         self._is_followed[:] = False
@@ -234,55 +217,13 @@ def share_noise(
 
 def share_noise_of_block(speculator: Any, levels_BK: torch.Tensor) -> None:
     """Makes a DFlash or DSpark sample with the target's noise, and write the evidence levels of its drafts to `levels_BK`."""
-    if hasattr(speculator, "_sample_logits"):
-        _share_noise_of_dspark(speculator, levels_BK)
+    if not hasattr(speculator, "_sample_logits"):
+        # Row b * K + k of what DFlash samples is draft k of request b.
+        first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
+        share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
         return
-    # Row b * K + k of what DFlash samples is draft k of request b.
-    first_column = torch.zeros((), dtype=torch.int32, device=levels_BK.device)
-    share_noise(speculator, levels_BK.view(-1, 1), lambda: False, first_column)
+    dspark: Any = speculator
 
-
-def draft_only_on_demand(dflash: Any, only_reads: Callable[[], bool]) -> None:
-    """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
-
-    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out.
-    """
-    generate = dflash._generate_draft
-
-    def generate_on_demand(*args: Any, **kwargs: Any) -> None:
-        if not only_reads():
-            generate(*args, **kwargs)
-
-    dflash._generate_draft = generate_on_demand
-
-
-def verify_block_speculator(speculator: Any) -> None:
-    """Raises ValueError unless the speculator is a plain DFlash or DSpark. Variants of DFlash sample in their own kernels."""
-    generates = type(speculator)._generate_draft
-    if generates not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
-        raise ValueError(
-            f"specrollout.drafters: vLLM {compat.VLLM_VERSION} drafts with {type(speculator).__name__} for this checkpoint, "
-            "which samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
-        )
-
-
-def norm_context_by_layer(speculator: Any) -> None:
-    """Makes a DFlash or DSpark on a CPU norm the context's keys of each layer by that layer's weights.
-
-    vLLM's kernel for CPUs uses the first layer's weights for all layers (0.32).
-    """
-    model = speculator.model.model
-    if compat.device_type() != "cpu" or not hasattr(model, "_normalize_context_k"):
-        return
-
-    def normalize(keys_L: torch.Tensor) -> torch.Tensor:
-        norms = [layer.self_attn.k_norm for layer in model.layers]
-        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
-
-    model._normalize_context_k = normalize
-
-
-def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:
     # DSpark passes the position of the token to be drafted; the noise is keyed by the position before it.
     def sample_logits(logits: torch.Tensor, idx_map: torch.Tensor, sample_pos: torch.Tensor, step: int) -> torch.Tensor:
         return sample_with_score_gap(
@@ -292,6 +233,34 @@ def _share_noise_of_dspark(dspark: Any, levels_BK: torch.Tensor) -> None:
 
     dspark._sample_logits = sample_logits
     dspark.model.sample_sequential = None  # vLLM 0.33 lets a model sample in kernels of its own, with other noise
+
+
+def patch_block_speculator(dflash: Any, only_reads: Callable[[], bool]) -> None:
+    """Leaves out a DFlash's or DSpark's pass over the block while `only_reads()` is true.
+
+    The context's keys and values are stored before that pass. A pass that is replayed as a CUDA graph is not left out. On a
+    CPU, the context's keys of each layer are normed by that layer's weights; vLLM uses the first layer's for all (0.32).
+
+    Raises ValueError for variants of DFlash, which sample in their own kernels.
+    """
+    if type(dflash)._generate_draft not in (DFlashSpeculator._generate_draft, DSparkSpeculator._generate_draft):
+        raise ValueError(
+            f"specrollout.drafters: vLLM {compat.VLLM_VERSION} drafts with {type(dflash).__name__} for this checkpoint, "
+            "which samples in kernels of its own; name the checkpoint of a plain DFlash or DSpark"
+        )
+    generate, model = dflash._generate_draft, dflash.model.model
+
+    def generate_on_demand(*args: Any, **kwargs: Any) -> None:
+        if not only_reads():
+            generate(*args, **kwargs)
+
+    def normalize(keys_L: torch.Tensor) -> torch.Tensor:
+        norms = [layer.self_attn.k_norm for layer in model.layers]
+        return torch.stack([norm(keys.contiguous()) for norm, keys in zip(norms, keys_L, strict=True)])
+
+    dflash._generate_draft = generate_on_demand
+    if compat.device_type() == "cpu" and hasattr(model, "_normalize_context_k"):
+        model._normalize_context_k = normalize
 
 
 def _draft_logits(speculator: Any, hidden_states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
