@@ -229,7 +229,7 @@ def test_a_head_that_was_dormant_drafts_well_for_new_requests(
 ) -> None:
     """While dormant, it drafts for no new request, and tokens are the same."""
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,), budget=BudgetConfig("fixed", k=3)), 128)
-    planner, drafts, asked = drafting_of(engine).model._planner, recorded(engine), requests(6, 4, first=50)
+    planner, drafts, asked = drafting_of(engine).model.planner, recorded(engine), requests(6, 4, first=50)
     generation = Generation(engine, asked, sampling=LONG)
     while engine.num_steps < 20:
         generation.advance(0.0)
@@ -262,7 +262,7 @@ def test_acceptance_from_before_a_dormant_period_is_forgotten(
     rollouts = engine.generate(asked, **LONG)
     num_known = float(board.tables.position_DK2[0, 0, 1])
     assert num_known > 100
-    model._planner, num_steps = Rests(3), engine.num_steps
+    model.planner, num_steps = Rests(3), engine.num_steps
     generation = Generation(engine, asked, sampling=LONG)
     while engine.num_steps == num_steps:
         generation.advance(0.0)
@@ -483,7 +483,7 @@ def test_a_weighed_drafter_is_turned_off_only_if_it_is_broken(
         weighs_model = True
 
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(ITSELF,), budget=BudgetConfig("fixed", k=3)), 128)
-    drafting_of(engine).model._planner = Weighs(3)
+    drafting_of(engine).model.planner = Weighs(3)
     asked, found = requests(6, 4, first=50), []
     for scale in (1.0, -1.0):
         engine.load_weights(policy_tensors(scale))

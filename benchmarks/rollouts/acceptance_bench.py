@@ -51,7 +51,9 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
     for name, generation in _ways_of_vllm(config).items():
         engine = RolloutEngine(model, generation, config.grpo.seed, **STATS)
         engine.generate(requests)
-        num_drafts, accepted_K = engine.stock_acceptance()
+        metrics: dict[str, Any] = {m.name: m for m in engine._llm.get_metrics()}
+        num_drafts = metrics["vllm:spec_decode_num_drafts"].value
+        accepted_K = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
         rows.append({"drafting": name, **_figures([a / num_drafts for a in accepted_K]), "tokens_equal": None})
         engine.close()
     return [*rows, _upper_bound(config, requests, expected)]

@@ -105,21 +105,18 @@ def with_specrollout(
     return result
 
 
-def native_config(drafter: ModelDrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
-    """Returns vLLM's `speculative_config` for a drafter with weights."""
+def native_config(drafter: ModelDrafterConfig | None, num_speculative_tokens: int) -> dict[str, Any]:
+    """Returns vLLM's `speculative_config` for a drafter with weights; without one, for a method that needs no weights."""
     weights = {"model": drafter.model} if isinstance(drafter, FolderDrafterConfig) else {}
-    return {"method": drafter.type, **weights, "num_speculative_tokens": num_speculative_tokens}
+    method = TEXT_METHOD if drafter is None else drafter.type
+    return {"method": method, **weights, "num_speculative_tokens": num_speculative_tokens}
 
 
 def _speculative_config(
     arguments: Mapping[str, Any], block: SpecrolloutConfig, device: str, abilities: VllmAbilities
 ) -> dict[str, Any]:
-    """Returns vLLM's own method for a drafter with weights; without one, a method that needs no weights."""
-    drafter, num_drafts = block.model_drafter, block.most_drafts
-    if drafter is None:
-        config: dict[str, Any] = {"method": TEXT_METHOD, "num_speculative_tokens": num_drafts}
-    else:
-        config = native_config(drafter, num_drafts)
+    drafter = block.model_drafter
+    config = native_config(drafter, block.most_drafts)
     if abilities.chooses_on_device and device == "cuda" and not arguments.get("enforce_eager"):
         # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
         config["enable_adaptive_verification"] = True

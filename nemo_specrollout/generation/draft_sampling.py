@@ -27,12 +27,10 @@ from vllm_v2_cpu.kernels.noise import gumbel_bound, gumbel_of, row_state, token_
 
 SCORE_GAP_EDGES = (0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 2.75, 3.5, 4.5, 5.5, 7.0, 8.5, 10.0, 12.0, 15.0)
 """Score gaps, in nats, at which the next evidence level begins. They are wide: most drafts of a good head are nearly sure."""
-SCORE_GAP_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS)
-"""Acceptance rates assumed for the levels before any draft was observed."""
 POSITION_PRIORS = np.linspace(0.8, 0.4, NUM_LEVELS)
 """Acceptance rates assumed for draft positions, which serve as levels where there are no score gaps."""
-SHARED_NOISE_PRIORS = SCORE_GAP_PRIORS if compat.HAS_SCORE_GAPS else POSITION_PRIORS
-"""Acceptance rates assumed for a drafter that samples with the target's noise."""
+SHARED_NOISE_PRIORS = np.linspace(0.4, 0.97, NUM_LEVELS) if compat.HAS_SCORE_GAPS else POSITION_PRIORS
+"""Acceptance rates assumed for the levels of a drafter that samples with the target's noise."""
 _BLOCK = 1024
 """Tokens of a row that are scored at a time."""
 _EDGES = np.array(SCORE_GAP_EDGES, np.float32)

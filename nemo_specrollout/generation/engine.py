@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool
     from nemo_specrollout.training.features.features import SequenceFeatures
 
-_DEFAULTS = {"max_num_seqs": DEFAULT_MAX_NUM_SEQS, "logprobs_mode": PROCESSED_LOGPROBS}
-
 
 class HostedEngine:
     """A `vllm.LLM` that is driven one step at a time. Owns its requests' ids.
@@ -118,7 +116,8 @@ class RolloutEngine(HostedEngine):
 
         generation = self._generation
         arguments = {
-            **_DEFAULTS,
+            "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+            "logprobs_mode": PROCESSED_LOGPROBS,
             **generation.vllm_kwargs,
             **overrides,
             "model": str(self._model),
@@ -238,15 +237,6 @@ class RolloutEngine(HostedEngine):
         """Returns counters, and the engine's steps from `first_step` on; None for an engine without our worker."""
         return self._ask("stats", first_step)
 
-    def stock_acceptance(self) -> tuple[int, list[int]]:
-        """Returns how often an engine with vLLM's own speculation drafted, and how often its first j + 1 drafts were accepted.
-
-        The engine must have been started with `disable_log_stats: false`.
-        """
-        metrics: dict[str, Any] = {m.name: m for m in self._llm.get_metrics()}
-        drafts = metrics["vllm:spec_decode_num_drafts"].value
-        return int(drafts), list(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values)
-
     def run_in_worker(self, function: Callable[[Any], Any]) -> Any:
         """Returns `function(worker)`, for tools that look inside an engine."""
         return self._llm.collective_rpc(function)[0]
@@ -271,13 +261,8 @@ class RolloutEngine(HostedEngine):
 
         from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
 
-        params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
-        params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
-        return [*request.prompt_token_ids, *request.prefix_token_ids], params
-
-    def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
         generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
-        return {
+        arguments = {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
@@ -288,7 +273,10 @@ class RolloutEngine(HostedEngine):
             "detokenize": False,
             "extra_args": rollout_extra_args(request) if is_ours else None,
             "seed": None if is_ours else self._seed_of(request),
+            "output_kind": RequestOutputKind.FINAL_ONLY,
         }
+        params = (RolloutSamplingParams if is_ours else SamplingParams)(**{**arguments, **sampling})
+        return [*request.prompt_token_ids, *request.prefix_token_ids], params
 
     def _seed_of(self, request: RolloutRequest) -> int:
         return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)

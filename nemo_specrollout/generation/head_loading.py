@@ -60,13 +60,9 @@ def own_lm_head(policy: nn.Module, draft: nn.Module) -> None:
     """
     originals = {path: draft.get_submodule(path) for path in shared_modules(policy, draft)}
     for path in part_from_policy(policy, draft, [f"{LM_HEAD}.weight"]):
-        _copy_reload_record(originals[path], draft.get_submodule(path))
-
-
-def _copy_reload_record(original: nn.Module, copied: nn.Module) -> None:
-    """Tells vLLM's weight reloading that `copied` is made like `original`."""
-    known, new = layerwise.get_layerwise_info(original), layerwise.get_layerwise_info(copied)
-    new.restore_metadata, new.restore_device = known.restore_metadata, known.restore_device
+        # vLLM's weight reloading must know that the copy is made like the original.
+        known, new = (layerwise.get_layerwise_info(module) for module in (originals[path], draft.get_submodule(path)))
+        new.restore_metadata, new.restore_device = known.restore_metadata, known.restore_device
 
 
 def load_published_head(runner: Any, folder: Path) -> None:
@@ -110,10 +106,8 @@ def reload_native_heads(runner: Any, tensors: Mapping[str, torch.Tensor]) -> boo
     if getattr(runner.speculative_config, "method", None) != "mtp":
         return False
     num_layers = runner.model_config.hf_text_config.num_hidden_layers
-    layers = (re.search(r"layers\.(\d+)\.", name) for name in tensors)
-    if not any("mtp" in name for name in tensors) and not any(
-        m is not None and int(m[1]) >= num_layers for m in layers
-    ):
+    layers = [int(number) for name in tensors for number in re.findall(r"layers\.(\d+)\.", name)[:1]]
+    if max(layers, default=0) < num_layers and not any("mtp" in name for name in tensors):
         return False
     _reload_draft_weights(runner, tensors)
     return True

@@ -6,11 +6,12 @@ after an alarm.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -178,12 +179,11 @@ def _holds(own: Tensors, published: Tensors) -> bool:
 
 def _are_layers_swapped(now: Tensors, before: Tensors) -> bool:
     """Returns whether a part of `fc` that reads one auxiliary layer resembles another layer's part in the previous head."""
-    new, old = (_weight(tensors, "fc.weight") for tensors in (now, before))
-    if new is None or old is None or new.shape != old.shape or new.shape[1] % new.shape[0]:
-        return False
-    new_A, old_A = (t.float().split(t.shape[0], dim=1) for t in (new, old))
-    nearest = [max(range(len(old_A)), key=lambda i, part=part: _cosine(part, old_A[i])) for part in new_A]  # type: ignore[misc]
-    return nearest != list(range(len(old_A)))
+    for new, old in _pairs(now, before, "fc.weight"):
+        if new.shape[1] % new.shape[0] == 0:
+            new_A, old_A = (t.float().split(t.shape[0], dim=1) for t in (new, old))
+            return any(np.argmax([_cosine(part, o) for o in old_A]) != i for i, part in enumerate(new_A))
+    return False
 
 
 def _is_interleaved(now: Tensors, before: Tensors) -> bool:
@@ -191,10 +191,7 @@ def _is_interleaved(now: Tensors, before: Tensors) -> bool:
 
     Megatron's layout looks so when it is read as Hugging Face's: attention heads and the elements of a head change places.
     """
-    for projection in ("q_proj.weight", "k_proj.weight"):
-        new, old = (_weight(tensors, projection) for tensors in (now, before))
-        if new is None or old is None or new.shape != old.shape:
-            continue
+    for new, old in _pairs(now, before, "q_proj.weight", "k_proj.weight"):
         as_it_is = _cosine(new, old)
         sizes = [n for n in range(2, len(new) // 2 + 1) if len(new) % n == 0]
         regrouped = (new.view(n, -1, new.shape[1]).transpose(0, 1).reshape(new.shape) for n in sizes)
@@ -203,8 +200,11 @@ def _is_interleaved(now: Tensors, before: Tensors) -> bool:
     return False
 
 
-def _weight(tensors: Tensors, ending: str) -> torch.Tensor | None:
-    return next((t for name, t in tensors.items() if name.endswith(ending)), None)
+def _pairs(now: Tensors, before: Tensors, *endings: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the weights whose names have one of the `endings`, new and old, where two heads have them in one shape."""
+    for ending in endings:
+        new, old = ([t for name, t in tensors.items() if name.endswith(ending)][:1] for tensors in (now, before))
+        yield from ((n, o) for n, o in zip(new, old, strict=False) if n.shape == o.shape)
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:

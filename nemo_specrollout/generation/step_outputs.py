@@ -51,15 +51,10 @@ class _PausingMixin:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
 
-class PausingScheduler(_PausingMixin, Scheduler):
-    """Scheduler of an engine whose host waits for each step."""
-
-
-class PausingAsyncScheduler(_PausingMixin, AsyncScheduler):
-    """Scheduler of an engine that schedules a step while the previous one runs. A pause begins and ends one step later."""
-
-
 def build_scheduler(*, vllm_config: Any, **options: Any) -> Scheduler:
-    """Builds the scheduler that an engine's configuration asks for; `options` go to vLLM's scheduler."""
-    is_asynchronous = vllm_config.scheduler_config.async_scheduling
-    return (PausingAsyncScheduler if is_asynchronous else PausingScheduler)(vllm_config=vllm_config, **options)
+    """Builds the scheduler that an engine's configuration asks for; `options` go to vLLM's scheduler.
+
+    An asynchronous scheduler schedules a step while the previous one runs. Then a pause begins and ends one step later.
+    """
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type("PausingScheduler", (_PausingMixin, base), {})(vllm_config=vllm_config, **options)

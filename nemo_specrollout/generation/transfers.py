@@ -11,9 +11,6 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.utils import torch_utils
 
-_MOST_UNDER_WAY = 8
-"""Measurements that a `StageTimer` keeps; the oldest are dropped."""
-
 
 def is_output_rank() -> bool:
     """Returns whether vLLM takes this rank's outputs: the first tensor-parallel rank of the last pipeline stage."""
@@ -79,7 +76,7 @@ class HostCopy:
 
 
 class StageTimer:
-    """Times a stage of a step by CUDA events, or by the clock on a CPU. Owns the measurements that are under way.
+    """Times a stage of a step by CUDA events, or by the clock on a CPU. Owns the last 8 measurements that are under way.
 
     Example: `timer.start()`, the stage, `timer.stop(tag)`; later `for tag, seconds in timer.finished()`.
     """
@@ -87,7 +84,7 @@ class StageTimer:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._started: Any = None
-        self._under_way: deque[tuple[Any, Any, Any]] = deque(maxlen=_MOST_UNDER_WAY)
+        self._under_way: deque[tuple[Any, Any, Any]] = deque(maxlen=8)
         self._finished: list[tuple[Any, float]] = []
 
     def start(self) -> None:
