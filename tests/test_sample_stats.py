@@ -38,17 +38,17 @@ def test_sample_stats_name_policy_head_and_drafts(sample_stats: SampleStatsLog, 
     sample_stats.close([2])
     counts_S2[2] = 0  # another request takes the slot
     sample = SampleStats(((5, 10),), (3, 3), 8, 6)
-    assert sample_stats.take([SEED]) == [sample]
+    assert sample_stats.take([SEED]) == {SEED: sample}
     assert asdict(sample) == {"policy_spans": ((5, 10),), "head_versions": (3, 3), "num_drafted": 8, "num_accepted": 6}
-    assert sample_stats.take([SEED]) == [None], "it was taken"
+    assert sample_stats.take([SEED]) == {}, "it was taken"
 
 
 def test_a_running_request_has_stats_that_can_be_taken_again(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
     sample_stats.open(1, SEED, prompt_length=4, num_tokens=4)
     for num_drafted in (3, 5):
         counts_S2[1] = tensor([num_drafted, 2])
-        assert sample_stats.take([OTHER, SEED]) == [None, SampleStats(((0, 4),), (0, 0), num_drafted, 2)]
-    assert sample_stats.take_ended() == []
+        assert sample_stats.take([OTHER, SEED]) == {SEED: SampleStats(((0, 4),), (0, 0), num_drafted, 2)}
+    assert sample_stats.take(None) == {}
 
 
 def test_each_policy_that_sampled_has_its_span(sample_stats: SampleStatsLog) -> None:
@@ -56,17 +56,15 @@ def test_each_policy_that_sampled_has_its_span(sample_stats: SampleStatsLog) -> 
     sample_stats.policy_updated(1, lengths(slot_0=9))
     sample_stats.open(1, OTHER, prompt_length=6, num_tokens=6)
     sample_stats.policy_updated(4, lengths(slot_0=15, slot_1=8))
-    first, second = sample_stats.take([SEED, OTHER])
-    assert first is not None and first.policy_spans == ((0, 4), (1, 9), (4, 15))
-    assert second is not None and second.policy_spans == ((1, 6), (4, 8))
+    found = sample_stats.take([OTHER, SEED])
+    assert found[SEED].policy_spans == ((0, 4), (1, 9), (4, 15)) and found[OTHER].policy_spans == ((1, 6), (4, 8))
 
 
 def test_the_head_is_that_of_the_beginning_and_that_of_the_end(sample_stats: SampleStatsLog) -> None:
     sample_stats.head_version = 2
     sample_stats.open(0, SEED, prompt_length=4, num_tokens=4)
     sample_stats.head_version = 6
-    (sample,) = sample_stats.take([SEED])
-    assert sample is not None and sample.head_versions == (2, 6)
+    assert sample_stats.take([SEED])[SEED].head_versions == (2, 6)
 
 
 @pytest.mark.parametrize("is_updated", [False, True])
@@ -83,10 +81,10 @@ def test_a_preempted_request_continues_its_record(
     counts_S2[3] = 0
     sample_stats.open(3, SEED, prompt_length=4, num_tokens=12)
     counts_S2[3] += tensor([10, 1])
-    assert sample_stats.take_ended() == [], "it goes on"
+    assert sample_stats.take(None) == {}, "it goes on"
     sample_stats.close([3])
     spans = ((0, 4), (1, 12)) if is_updated else ((0, 4),)
-    assert sample_stats.take_ended() == [(SEED, SampleStats(spans, (2, 5), 18, 7))]
+    assert sample_stats.take(None) == {SEED: SampleStats(spans, (2, 5), 18, 7)}
 
 
 def test_ended_requests_are_returned_once_and_in_order(sample_stats: SampleStatsLog, counts_S2: Tensor) -> None:
@@ -94,10 +92,10 @@ def test_ended_requests_are_returned_once_and_in_order(sample_stats: SampleStats
         sample_stats.open(slot, seed, prompt_length=4, num_tokens=4)
         counts_S2[slot] = seed
     sample_stats.close([1, 2])
-    assert [(seed, sample.num_drafted) for seed, sample in sample_stats.take_ended()] == [(20, 20), (30, 30)]
-    assert sample_stats.take_ended() == []
+    assert [(seed, sample.num_drafted) for seed, sample in sample_stats.take(None).items()] == [(20, 20), (30, 30)]
+    assert sample_stats.take(None) == {}
     sample_stats.close([0, 3])  # slot 3 had no request
-    assert [seed for seed, _ in sample_stats.take_ended()] == [10]
+    assert [seed for seed, _ in sample_stats.take(None).items()] == [10]
 
 
 def test_untaken_sequences_are_dropped_oldest_first(counts_S2: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +105,13 @@ def test_untaken_sequences_are_dropped_oldest_first(counts_S2: Tensor, monkeypat
         sample_stats.open(0, seed, prompt_length=4, num_tokens=4)
         counts_S2[0] = seed
         sample_stats.close([0])
-    assert [(seed, sample.num_accepted) for seed, sample in sample_stats.take_ended()] == [(5, 5), (6, 6), (7, 7)]
+    assert [(seed, sample.num_accepted) for seed, sample in sample_stats.take(None).items()] == [(5, 5), (6, 6), (7, 7)]
 
 
 def test_stats_that_were_taken_are_not_kept_for_the_freed_slot() -> None:
     sample_stats = SampleStatsLog(torch.zeros(2, 2, dtype=torch.int32))
     for seed in range(1000):
         sample_stats.open(0, seed, 4, 4)
-        assert sample_stats.take([seed]) != [None]
+        assert list(sample_stats.take([seed])) == [seed]
         sample_stats.close([0])
-    assert sample_stats.take_ended() == []
+    assert sample_stats.take(None) == {}

@@ -97,23 +97,6 @@ class HostBudget:
         self._rates_SK = torch.zeros(runner.max_num_reqs, runner.num_speculative_steps, device=runner.device)
         self._known_rates = HostCopy(self._rates_SK)
 
-    def bind(self) -> None:
-        """Trims the runner's steps from now on."""
-        runner = self._runner
-        execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
-
-        def execute_within_budget(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            return execute_model(self.trimmed(scheduler_output), *args, **kwargs)
-
-        def sample_and_record(grammar_output: Any) -> Any:
-            state = runner.execute_model_state
-            output = sample_tokens(grammar_output)
-            if state is not None:
-                self.record(state.input_batch)
-            return output
-
-        runner.execute_model, runner.sample_tokens = execute_within_budget, sample_and_record
-
     def record(self, batch: Any) -> None:
         """Records the acceptance rates of the drafts that were just proposed. The host reads them a step later."""
         rates_BK = self._runner.speculator.draft_token_confidence_probs[: batch.num_reqs]

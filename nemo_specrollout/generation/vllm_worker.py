@@ -45,6 +45,8 @@ class VllmWorkerMixin:
     specrollout_accounts: StepAccounts
     specrollout_drafting: Drafting | None = None
     """None without drafters."""
+    specrollout_host_budget: HostBudget | None = None
+    """None where vLLM chooses on the device which drafts a step verifies."""
     specrollout_policy_version = 0
 
     # Life cycle: methods of vLLM's worker.
@@ -89,7 +91,7 @@ class VllmWorkerMixin:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         runner = self.model_runner
         if self.specrollout_drafting is not None and not compat.CHOOSES_ON_DEVICE:
-            HostBudget(runner, self.specrollout_drafting).bind()
+            self.specrollout_host_budget = HostBudget(runner, self.specrollout_drafting)
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_step, self._sample_step
         return times
@@ -134,6 +136,8 @@ class VllmWorkerMixin:
         slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
         if drafting is not None and slots:
             drafting.close(slots)
+        if self.specrollout_host_budget is not None:
+            scheduler_output = self.specrollout_host_budget.trimmed(scheduler_output)
         output = self._execute_model(scheduler_output, *args, **options)
         if drafting is not None and new_requests:
             longest, pairs = self.model_runner.max_model_len, zip(new_requests, identities, strict=True)
@@ -148,6 +152,8 @@ class VllmWorkerMixin:
         batch = state.input_batch
         self.specrollout_accounts.begin_step(batch)
         output = self._sample_tokens(grammar_output)
+        if self.specrollout_host_budget is not None:
+            self.specrollout_host_budget.record(batch)
         self.specrollout_accounts.end_step()
         return output if self.specrollout_drafting is None else self.specrollout_drafting.end_step(batch, output)
 
@@ -180,18 +186,16 @@ class VllmWorkerMixin:
         end = {"alarms": self.specrollout_take_alarms(), "policy_version": self.specrollout_policy_version}
         end |= {"sample_stats": found, "head_version": None, "head_is_dormant": None}
         if drafting is not None:
-            log = drafting.samples
-            ended = log.take_ended() if seeds is None else zip(seeds, log.take(seeds), strict=True)
-            found += [[seed, asdict(stats)] for seed, stats in ended if stats is not None]
+            found += [[seed, asdict(stats)] for seed, stats in drafting.samples.take(seeds).items()]
             if drafting.model is not None:
-                end |= {"head_version": log.head_version, "head_is_dormant": drafting.model.is_dormant}
+                end |= {"head_version": drafting.samples.head_version, "head_is_dormant": drafting.model.is_dormant}
         return end
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""
         drafting = self.specrollout_drafting
-        found = [None] * len(seeds) if drafting is None else drafting.samples.take(seeds)
-        return [None if stats is None else asdict(stats) for stats in found]
+        found = {} if drafting is None else drafting.samples.take(seeds)
+        return [asdict(found[seed]) if seed in found else None for seed in seeds]
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the head's canary raised since the last call."""

@@ -97,7 +97,7 @@ def rollout_stats(
         num_steps_with_drafts=int((num_rows > num_requests).sum()),
         proposed=_difference(before, after, "proposed"),
         accepted=_difference(before, after, "accepted"),
-        trace=after.trace.wire(),
+        trace={"columns": after.trace.columns, "rows": after.trace.rows},
         head_is_dormant=after.head_is_dormant,
         drafter_stats=_drafter_stats(before, after),
     )

@@ -38,10 +38,6 @@ class StepRows:
         """Returns the values of a column, float64 [S]."""
         return self._values_SC[:, self.columns.index(name)]
 
-    def wire(self) -> dict[str, Any]:
-        """Returns the steps as the content of `trace.jsonl`."""
-        return {"columns": self.columns, "rows": self.rows}
-
 
 @dataclass(frozen=True)
 class EngineTotals:

@@ -4,7 +4,7 @@
 Shapes: S request slots; a slot is vLLM's own number for a request.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,31 +133,23 @@ class SampleStatsLog:
         for slot, record in self._running.items():
             record.policy_spans += ((version, lengths_S[slot]),)
 
-    def take(self, seeds: list[int]) -> list[SampleStats | None]:
-        """Returns the statistics of requests, running or ended, by seed; None for an unknown seed.
+    def take(self, seeds: Sequence[int] | None) -> dict[int, SampleStats]:
+        """Returns the statistics of requests by seed: the known ones of `seeds`, running or ended; None: all that ended.
 
         vLLM frees the slot of a request one step after its last, so an ended request may still have a slot. It is not archived
         when the slot is freed.
         """
-        archive, counts_S2 = self._archive.cpu(), self._counts_S2.cpu()
-        slot_of = {record.seed: slot for slot, record in self._running.items()}
-        found: list[SampleStats | None] = []
-        for seed in seeds:
+        archive, counts_S2, found = self._archive.cpu(), self._counts_S2.cpu(), dict[int, SampleStats]()
+        slot_of = {} if seeds is None else {record.seed: slot for slot, record in self._running.items()}
+        for seed in list(self._ended) if seeds is None else seeds:
             if seed in slot_of:
-                record = self._running[slot_of[seed]]
+                record, counts = self._running[slot_of[seed]], counts_S2[slot_of[seed]]
                 record.is_taken = True
-                found.append(self._stats(record, counts_S2[slot_of[seed]]))
+            elif seed in self._ended:
+                record = self._ended.pop(seed)
+                counts = archive[record.row]
             else:
-                ended = self._ended.pop(seed, None)
-                found.append(None if ended is None else self._stats(ended, archive[ended.row]))
+                continue
+            versions = (record.head_at_start, self.head_version)
+            found[seed] = SampleStats(record.policy_spans, versions, *counts.tolist())
         return found
-
-    def take_ended(self) -> list[tuple[int, SampleStats]]:
-        """Returns seed and statistics of each request that ended since the last call."""
-        ended, self._ended = self._ended, {}
-        archive = self._archive.cpu()
-        return [(seed, self._stats(record, archive[record.row])) for seed, record in ended.items()]
-
-    def _stats(self, record: _Record, counts: torch.Tensor) -> SampleStats:
-        versions = (record.head_at_start, self.head_version)
-        return SampleStats(record.policy_spans, versions, int(counts[0]), int(counts[1]))
