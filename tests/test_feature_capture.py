@@ -249,7 +249,6 @@ def test_a_step_with_more_rows_than_the_buffer_is_left_out() -> None:
     world = World(capacity=16)
     world.open(0, 1)
     world.step((0, 0, 9, 0))
-    world.step((0, 9, 17, 0))
     world.step((0, 26, 16, 0))
     world.step((1, 0, 8, 0), (2, 0, 30, 0))  # a request that is not captured takes no room
     world.capture.close([0, 1])

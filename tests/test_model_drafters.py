@@ -23,7 +23,7 @@ from nemo_specrollout.config.drafter_configs import (
     MtpDrafterConfig,
 )
 from nemo_specrollout.drafters.base import Texts
-from nemo_specrollout.generation.compat import cpu_multiplies_bfloat16, scheduler_of
+from nemo_specrollout.generation.compat import scheduler_of, vllm_abilities
 from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan, FixedPlanner
@@ -278,7 +278,7 @@ def test_a_head_multiplies_in_bfloat16_if_the_cpu_can(
     engine = start_engine(STEP_ADDER, SpecrolloutConfig(drafters=(head,)))
     for _ in range(2):
         draft = drafting_of(engine).model._speculator.model
-        assert draft.lm_head.weight.dtype == (torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32)
+        assert draft.lm_head.weight.dtype == (torch.bfloat16 if vllm_abilities().multiplies_bfloat16 else torch.float32)
         assert draft.model.norm.weight.dtype == torch.float32
         engine.load_head(Path(head.model))
 

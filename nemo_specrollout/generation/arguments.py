@@ -95,7 +95,6 @@ def with_specrollout(
                 "vllm_kwargs.speculative_config is set beside policy.generation.specrollout.drafters; remove one of them"
             )
     elif block.drafters and block.most_drafts:
-        _refuse_other_noise(result, block)
         result["speculative_config"] = _speculative_config(result, block, device, abilities)
         _make_room_for_drafts(result, block.most_drafts)
         result.setdefault("scheduler_cls", SCHEDULER)
@@ -116,6 +115,11 @@ def _speculative_config(
     arguments: Mapping[str, Any], block: SpecrolloutConfig, device: str, abilities: VllmAbilities
 ) -> dict[str, Any]:
     drafter = block.model_drafter
+    if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
+        raise ValueError(  # few drafts would be right
+            f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
+            "the drafter `sampling: greedy`"
+        )
     config = native_config(drafter, block.most_drafts)
     if abilities.chooses_on_device and device == "cuda" and not arguments.get("enforce_eager"):
         # vLLM then prepares CUDA graphs and attention for drafts that are chosen on the device.
@@ -147,14 +151,4 @@ def _make_room_for_drafts(arguments: dict[str, Any], most_drafts: int) -> None:
         raise ValueError(
             f"vllm_kwargs.max_num_batched_tokens: {given}; {arguments['max_num_seqs']} requests with {most_drafts} drafts "
             f"each need {rows}: raise it, or lower max_num_seqs or num_speculative_tokens"
-        )
-
-
-def _refuse_other_noise(arguments: Mapping[str, Any], block: SpecrolloutConfig) -> None:
-    """Raises ValueError if the policy draws float64 noise and its drafter float32 noise: few drafts would be right."""
-    drafter = block.model_drafter
-    if arguments.get("use_fp64_gumbel") and drafter is not None and drafter.sampling == "shared_noise":
-        raise ValueError(
-            f"vllm_kwargs.use_fp64_gumbel: true; the {drafter.type} drafter samples with float32 noise: remove it, or give "
-            "the drafter `sampling: greedy`"
         )

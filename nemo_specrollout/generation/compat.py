@@ -53,12 +53,8 @@ HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
 """Whether `draft_sampling` can compute this vLLM's noise itself, and so the score gaps of drafts (0.32 and later)."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
-KEEPS_LAST_BLOCK = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
-"""Whether vLLM can reuse the last block of a cached prompt where a head drafts (0.30 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None
 """Whether the V2 model runner takes drafters without weights (0.32 and later)."""
-HAS_DRAFT_MODEL = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is not None
-"""Whether the V2 model runner takes draft models (0.32 and later)."""
 _TARGET_NOISE: dict[str, Any] = {"is_drafting": False} if takes(gumbel.gumbel_sample, "is_drafting") else {}
 
 
@@ -74,7 +70,7 @@ def check_drafters(block: SpecrolloutConfig) -> None:
     lacking = set(MODEL_DRAFTERS).difference(get_args(speculative.SpeculativeMethod))
     if not CHOOSES_ON_DEVICE:
         lacking.update((*BLOCK_DRAFTERS, REMOTE_DRAFTER))
-    if not HAS_DRAFT_MODEL:
+    if importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None:  # before 0.32
         lacking.add("draft_model")
     for i, drafter in enumerate(block.drafters if block.enabled else ()):
         if drafter.type in lacking:
@@ -147,15 +143,11 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
-def cpu_multiplies_bfloat16() -> bool:
-    """Returns whether this CPU has instructions that multiply bfloat16."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16"))
-
-
 def vllm_abilities() -> VllmAbilities:
     """Returns what the installed vLLM and its device can do."""
-    multiplies_bfloat16 = CHOOSES_ON_DEVICE and device_type() == "cpu" and cpu_multiplies_bfloat16()
+    keeps_last_block = "disable_eagle_block_drop" in {field.name for field in fields(speculative.SpeculativeConfig)}
+    can = torch.cpu.get_capabilities() if CHOOSES_ON_DEVICE and device_type() == "cpu" else {}
+    multiplies_bfloat16 = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
     if multiplies_bfloat16:
         from nemo_specrollout.generation import cpu_worker  # noqa: F401 - registers the quantization method
-    return VllmAbilities(CHOOSES_ON_DEVICE, KEEPS_LAST_BLOCK, multiplies_bfloat16)
+    return VllmAbilities(CHOOSES_ON_DEVICE, keeps_last_block, multiplies_bfloat16)

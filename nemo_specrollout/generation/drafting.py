@@ -128,9 +128,10 @@ class Drafting:
 
     def policy_updated(self, version: int) -> None:
         """Notes that the policy has the weights of `version`, unless that is known."""
-        if self.samples.policy_version != version:
-            self.samples.policy_updated(version, self._states.total_len.gpu)
-        if self.capture is not None and self.capture.version != version:
+        if self.samples.policy_version == version:
+            return
+        self.samples.policy_updated(version, self._states.total_len.gpu)
+        if self.capture is not None:
             self.capture.weights_updated(version)
 
     def allocate(self, rates_BK: np.ndarray, caps_B: np.ndarray) -> np.ndarray:

@@ -46,9 +46,12 @@ class HostedEngine:
 
     def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]:
         """Returns tokens and log-probs that this engine sampled for an unfinished request, from token `start` on."""
-        from nemo_specrollout.generation.vllm_requests import tokens_so_far
-
-        return tokens_so_far(self._llm.llm_engine, request_id, start)
+        outputs = self._llm.llm_engine.output_processor
+        (internal_id,) = outputs.external_req_ids[request_id]
+        state = outputs.request_states[internal_id]
+        tokens = state.detokenizer.output_token_ids[start:]
+        entries = state.logprobs_processor.logprobs[start:]
+        return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
 
     def step(self) -> dict[str, Rollout]:
         """Runs one engine step. Returns the responses that it finished, by request id."""
@@ -77,6 +80,9 @@ class RolloutEngine(HostedEngine):
     States: running, then closed. Example: `engine.generate([RolloutRequest(ids, 0, 0)])[0].token_ids`.
     """
 
+    drafters: "DrafterPool | None"
+    """The drafter processes that the block asks for."""
+
     def __init__(self, model: Path, generation: GenerationConfig, seed: int, **overrides: Any) -> None:
         """Starts an engine for the Hugging Face folder `model`; `overrides` are further arguments of vllm.LLM.
 
@@ -90,7 +96,13 @@ class RolloutEngine(HostedEngine):
         self._model, self._generation, self._seed = model, generation, seed
         self._stop_token_ids = stop_token_ids(model)
         self._has_our_worker = generation.specrollout.enabled
-        self.drafters = self._start_drafters()
+        self.drafters = None
+        remote = generation.specrollout.remote
+        if self._has_our_worker and remote is not None and remote.workers:
+            from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
+
+            # The drafter processes load while this engine does.
+            self.drafters = DrafterPool([drafter_spec(remote, generation.vllm_cfg)] * remote.workers)
         try:
             super().__init__(self._start(overrides))
             if self.drafters is not None:
@@ -98,15 +110,6 @@ class RolloutEngine(HostedEngine):
         except BaseException:
             self.close()
             raise
-
-    def _start_drafters(self) -> "DrafterPool | None":
-        """Starts the drafter processes that the block asks for. They load while this engine does."""
-        block = self._generation.specrollout
-        if not block.enabled or block.remote is None or not block.remote.workers:
-            return None
-        from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
-
-        return DrafterPool([drafter_spec(block.remote, self._generation.vllm_cfg)] * block.remote.workers)
 
     def _start(self, overrides: Mapping[str, Any]) -> Any:
         """Returns vLLM, started. Raises ConfigError."""

@@ -47,20 +47,6 @@ class _Sequence:
     tokens: list[np.ndarray] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.tokens))
-
-    def num_before_end(self, tokens: np.ndarray) -> int:
-        """Returns the number of tokens before the sequence's last one.
-
-        An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
-        """
-        start = max(self.request.prompt_length - self.first_position, 0)
-        stops = np.isin(tokens[start:], list(self.request.stop_token_ids))
-        last = start + int(stops.argmax()) if stops.any() else len(tokens)
-        return min(last, self.request.limit - 1 - self.first_position)
-
 
 class FeatureCapture:
     """Collects `SequenceFeatures` of a share of the requests. Owns the buffer on the device, and the sequences until taken.
@@ -129,7 +115,7 @@ class FeatureCapture:
         """Gathers the rows that a step computed for captured requests. Rows of rejected drafts are marked as ownerless."""
         captured_B = self._id_of_slot[batch.idx_mapping_np] > 0
         num_most = int(batch.num_scheduled_tokens[captured_B].sum())
-        if num_most == 0 or num_most > self._capacity:
+        if num_most == 0:
             return
         started = time.perf_counter()
         if self._num_rows + num_most > self._capacity:
@@ -201,7 +187,7 @@ class FeatureCapture:
         cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
         for start, end in itertools.pairwise(cuts):
             sequence = self._under_way[key]
-            if sequence.tokens and positions[start] != sequence.first_position + sequence.num_tokens:
+            if sequence.tokens and positions[start] != sequence.first_position + sum(map(len, sequence.tokens)):
                 self._finish(sequence)
                 sequence = self._under_way[key] = _Sequence(sequence.request, sequence.version)
             if not sequence.tokens:
@@ -210,20 +196,27 @@ class FeatureCapture:
             sequence.hidden.append(hidden[start:end])
 
     def _finish(self, sequence: _Sequence) -> None:
+        """Keeps a sequence without its last token, and without a step that was computed after it.
+
+        An engine that schedules asynchronously may compute one more step before it learns that a request has ended.
+        """
+        request, first = sequence.request, sequence.first_position
         tokens = np.concatenate(sequence.tokens) if sequence.tokens else np.zeros(0, np.int32)
-        length = sequence.num_before_end(tokens)
+        num_prompt = max(request.prompt_length - first, 0)
+        stops = num_prompt + np.flatnonzero(np.isin(tokens[num_prompt:], list(request.stop_token_ids)))
+        length = min(*stops[:1].tolist(), len(tokens), request.limit - 1 - first)
         if length < SHORTEST:
             return
         hidden_TF = torch.cat(sequence.hidden)[:length]
-        prompt_ids = sequence.request.token_ids[: sequence.request.prompt_length]
+        prompt_ids = request.token_ids[: request.prompt_length]
         features = SequenceFeatures(
             torch.from_numpy(tokens[:length]),
             hidden_TF[:, : -self._num_hidden].clone(),
             hidden_TF[:, -self._num_hidden :].clone(),
-            sequence.request.prompt_length,
+            request.prompt_length,
             sequence.version,
-            sequence.first_position,
-            torch.tensor(prompt_ids, dtype=torch.int32) if sequence.first_position else None,
+            first,
+            torch.tensor(prompt_ids, dtype=torch.int32) if first else None,
         )
         self._done.append(features)
         self._done_bytes += features.num_bytes

@@ -60,7 +60,7 @@ class StepAccounts:
             num_steps,
             trace,
             drafting.board.names,
-            *self._verified(drafting),
+            **self._verified(drafting),
             plain_step_s=None if costs is None else costs.plain_s.tolist(),
             draft_overhead_s=None if costs is None else costs.overhead_s,
             draft_discount_s=None if costs is None else costs.discount_s,
@@ -77,14 +77,14 @@ class StepAccounts:
         costs, drafting = None, self._drafting
         if drafting is not None:
             costs = self._table.costs()
-            for kind, counts_DK in zip(("proposed", "accepted"), self._verified(drafting), strict=True):
+            for kind, counts_DK in self._verified(drafting).items():
                 known[kind] = list(zip(drafting.board.names, counts_DK, strict=True))
         return self.trace.totals(None if costs is None else costs.plain_s, **known)
 
-    def _verified(self, drafting: Drafting) -> tuple[list[list[int]], list[list[int]]]:
+    def _verified(self, drafting: Drafting) -> dict[str, Any]:
         """Returns draft tokens verified and accepted, [D, K] each."""
         counts_DK2 = drafting.board.tables.verified_DCK2.sum(dim=1).cpu()
-        return counts_DK2[..., 0].tolist(), counts_DK2[..., 1].tolist()
+        return {"proposed": counts_DK2[..., 0].tolist(), "accepted": counts_DK2[..., 1].tolist()}
 
     def _draft_counts(self, first_step: int, num_steps: int) -> np.ndarray:
         """Returns draft tokens verified and accepted by drafter, of steps from `first_step` on, int64 [steps, D * 2]."""

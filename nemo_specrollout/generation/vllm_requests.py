@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests: sampling parameters that engines hand each other, tokens of a running request, finished outputs."""
+"""vLLM's requests: sampling parameters that engines hand each other, and finished outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,16 +91,6 @@ def text_and_params(request: ShardRequest, *, streams: bool) -> tuple[list[int],
 def sampling_params(request: ShardRequest) -> Any:
     """Returns the sampling parameters that a request carries."""
     return msgspec.msgpack.decode(request.params, type=RolloutSamplingParams)
-
-
-def tokens_so_far(engine: Any, request_id: str, start: int) -> tuple[list[int], list[float]]:
-    """Returns the output tokens of an unfinished request and their log-probs, from token number `start` on."""
-    outputs = engine.output_processor
-    (internal_id,) = outputs.external_req_ids[request_id]
-    state = outputs.request_states[internal_id]
-    tokens = state.detokenizer.output_token_ids[start:]
-    entries = state.logprobs_processor.logprobs[start:]
-    return tokens, [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)]
 
 
 def as_vllm_returns(request: ShardRequest, request_id: str, rollout: Rollout) -> RequestOutput:
