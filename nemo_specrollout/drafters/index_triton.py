@@ -16,10 +16,10 @@ import triton.language as tl
 
 from nemo_specrollout.drafters import device_index as layout
 from nemo_specrollout.drafters.base import Proposals, Texts
-from nemo_specrollout.sampling.seeds import GAMMA, MIX_2
-from nemo_specrollout.sampling.triton_common import mix64
+from nemo_specrollout.sampling.seeds import GAMMA, MIX_1, MIX_2
 
 _GAMMA = tl.constexpr(GAMMA)
+_MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 _BUCKET_SLOTS = tl.constexpr(layout.BUCKET_SLOTS)
 _NUM_CANDIDATES = tl.constexpr(layout.NUM_CANDIDATES)
@@ -43,6 +43,14 @@ MAX_PROGRAMS = 1 << 14
 
 # One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
 _INTEGERS = ("row_stride", "num_slots", "longest", "bucket_mask")
+
+
+@triton.jit
+def mix64(z):  # type: ignore[no-untyped-def]
+    """Returns SplitMix64's output function of a uint64."""
+    z = (z ^ (z >> 30)) * _MIX_1
+    z = (z ^ (z >> 27)) * _MIX_2
+    return z ^ (z >> 31)
 
 
 @triton.jit

@@ -86,11 +86,6 @@ class Drafting:
         """Seconds of host work in the last step, without a drafter with weights."""
         _replace_speculator(runner, self)
 
-    @property
-    def draft_s(self) -> float:
-        """Seconds of the latest drafting with weights whose time is known."""
-        return 0.0 if self.model is None else self.model.seconds
-
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
         slots = [r.slot for r in requests]

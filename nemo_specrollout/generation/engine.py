@@ -330,22 +330,17 @@ class Generation:
         until = time.perf_counter() + seconds
         try:
             while not self.is_done:
-                self._step()
+                finished = self._engine.step()
+                self._done.update(finished)
+                if finished:
+                    self._ids += self._engine.submit(self._waiting[: len(finished)], self._sampling)
+                    del self._waiting[: len(finished)]
+                    self._on_finished(len(self._done))
                 if time.perf_counter() >= until:
                     return
         except BaseException:
             self._engine.abort([i for i in self._ids if i not in self._done])
             raise
-
-    def _step(self) -> None:
-        finished = self._engine.step()
-        self._done.update(finished)
-        if not finished:
-            return
-        if self._waiting:
-            self._ids += self._engine.submit(self._waiting[: len(finished)], self._sampling)
-            del self._waiting[: len(finished)]
-        self._on_finished(len(self._done))
 
 
 def _attention_backends(worker: Any) -> list[str]:

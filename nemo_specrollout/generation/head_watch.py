@@ -145,11 +145,10 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
     draft = runner.speculator.model
     owned = {id(p) for p in runner.model.parameters()}
     own = {name: p.detach() for name, p in draft.named_parameters() if id(p) not in owned and p.numel()}
-    facts = None if folder is None else read_head_facts(folder)
     published = {} if folder is None else read_head_tensors(folder)
     before = {} if previous is None else read_head_tensors(previous)
     floats = [(name, t) for name, t in (*own.items(), *published.items()) if t.is_floating_point()]
-    in_use, intended = aux_layer_ids(runner), facts.layer_ids if facts else ()
+    in_use, intended = aux_layer_ids(runner), () if folder is None else read_head_facts(folder).layer_ids
     has_other_layers = in_use is not None and bool(intended) and in_use != intended
     method = runner.speculative_config.method
     configs = (runner.speculative_config.draft_model_config, runner.model_config)

@@ -74,7 +74,7 @@ class ModelDrafter:
         self._follows_S = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self._is_followed = np.zeros(num_slots, np.bool_)
         self.outlook = HostCopy(board.tables.outlook_S4K)
-        """What the next plan needs, refreshed after each choice of the board."""
+        """Inputs of the next plan. They are refreshed after each choice of the board."""
         self._spread = SurvivalSpread(num_positions)
         self._timer, self.times = StageTimer(runner.device), DraftTimes()
         self.planner = build_planner(config.budget)

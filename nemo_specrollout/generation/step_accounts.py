@@ -42,7 +42,10 @@ class StepAccounts:
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one."""
         drafting = self._drafting
-        ended = self.trace.end_step() if drafting is None else self.trace.end_step(drafting.host_s, drafting.draft_s)
+        host_s = 0.0 if drafting is None else drafting.host_s
+        ended = self.trace.end_step(
+            host_s, 0.0 if drafting is None or drafting.model is None else drafting.model.seconds
+        )
         if ended is not None:
             self._table.observe(*ended)
             self._worked_s += ended[2]

@@ -7,7 +7,7 @@ drafting around vLLM's speculator. Other engines of the process stay vLLM's own.
 
 import copy
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.transfers import is_output_rank
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
 from nemo_specrollout.telemetry.engine_stats import EngineStats
+from nemo_specrollout.telemetry.sample_stats import StepEnd
 from nemo_specrollout.training.features.features import SequenceFeatures
 
 
@@ -182,14 +183,13 @@ class VllmWorkerMixin:
         """
         if not is_output_rank():
             return None
-        drafting, found = self.specrollout_drafting, list[Any]()
-        end = {"alarms": self.specrollout_take_alarms(), "policy_version": self.specrollout_policy_version}
-        end |= {"sample_stats": found, "head_version": None, "head_is_dormant": None}
-        if drafting is not None:
-            found += [[seed, asdict(stats)] for seed, stats in drafting.samples.take(seeds).items()]
-            if drafting.model is not None:
-                end |= {"head_version": drafting.samples.head_version, "head_is_dormant": drafting.model.is_dormant}
-        return end
+        drafting, alarms = self.specrollout_drafting, self.specrollout_take_alarms()
+        found = [] if drafting is None else list(drafting.samples.take(seeds).items())
+        end = StepEnd(alarms, found, self.specrollout_policy_version)
+        if drafting is not None and drafting.model is not None:
+            dormant = drafting.model.is_dormant
+            end = replace(end, head_version=drafting.samples.head_version, head_is_dormant=dormant)
+        return asdict(end)
 
     def specrollout_take_sample_stats(self, seeds: list[int]) -> list[dict[str, Any] | None]:
         """Returns `SampleStats` as a dict for each seed; None for a request that no drafter saw."""

@@ -56,9 +56,9 @@ class StepEnd:
     sample_stats: list[tuple[int, SampleStats]]
     """Seed and statistics of each sample."""
     policy_version: int
-    head_version: int | None
+    head_version: int | None = None
     """None without a drafter with weights."""
-    head_is_dormant: bool | None
+    head_is_dormant: bool | None = None
     """None without a drafter with weights."""
 
     @classmethod
