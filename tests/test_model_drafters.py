@@ -624,7 +624,8 @@ def test_mtp_heads_follow_the_policys_weights(
             sum(getattr(mtp_engine.stats(), key)[0]) - sum(getattr(before, key)[0]) for key in ("proposed", "accepted")
         )
         rates.append(right / drafted)
-        assert mtp_engine.stats().head_version == mtp_engine.stats().policy_version
+        samples = drafting_of(mtp_engine).samples
+        assert samples.head_version == samples.policy_version
     assert rates[0] > 0.6 and rates[1] < 0.2
     (alarm,) = mtp_engine.take_alarms()
     assert alarm["event"] == "refit" and alarm["cause"] == "unknown" and alarm["drafter_off"]

@@ -98,8 +98,7 @@ def test_the_default_budget_and_new_weights(
     engine.load_weights(load_file(STEP_ADDER / "model.safetensors").items())
     engine.load_head(HEAD_FOLDER)
     assert_equal(engine.generate(ASKED, **SAMPLINGS["T=1"]), expected["T=1"])
-    stats = engine.stats()
-    assert stats is not None and stats.policy_version == 1
+    assert engine.run_in_worker(lambda worker: worker.specrollout_policy_version) == 1
 
 
 @pytest.mark.parametrize("type_", ["draft_model", "remote"])

@@ -288,7 +288,7 @@ def accounted(engine: RolloutEngine) -> tuple[list[Rollout], EngineStats, Engine
 Accounted = tuple[list[Rollout], EngineStats, EngineStats]
 
 
-def test_the_shape_of_engine_stats(accounted: Accounted) -> None:
+def test_the_shape_of_engine_stats(engine: RolloutEngine, accounted: Accounted) -> None:
     _, before, after = accounted
     assert after.drafters == ["suffix", "ngram"]
     assert np.shape(after.proposed) == np.shape(after.accepted) == (2, NUM_DRAFTS)
@@ -298,7 +298,8 @@ def test_the_shape_of_engine_stats(accounted: Accounted) -> None:
     assert after.trace.columns == expected
     assert (np.diff(after.trace.column("time_s")) > 0).all() and (after.trace.column("host_s") >= 0).all()
     assert len(after.plain_step_s) > 64 and (np.diff(after.plain_step_s) >= 0).all()
-    assert after.draft_overhead_s >= 0 and np.isfinite(after.draft_discount_s)
+    costs = worker_of(engine).specrollout_accounts._table.costs()
+    assert costs.overhead_s >= 0 and np.isfinite(costs.discount_s)
 
 
 def test_accepted_drafts_are_proposed_drafts_and_prefixes(accounted: Accounted) -> None:

@@ -58,18 +58,14 @@ class StepAccounts:
         num_steps, trace, drafting = self.trace.num_steps, self.trace.since(first_step), self._drafting
         if drafting is None:
             return EngineStats(num_steps, trace)
-        costs, has_weights = self._table.costs(), drafting.model is not None
+        costs = self._table.costs()
         return EngineStats(
             num_steps,
             trace,
             drafting.board.names,
             **self._verified(drafting),
             plain_step_s=None if costs is None else costs.plain_s.tolist(),
-            draft_overhead_s=None if costs is None else costs.overhead_s,
-            draft_discount_s=None if costs is None else costs.discount_s,
             head_is_dormant=drafting.model.is_dormant if drafting.model is not None else None,
-            policy_version=drafting.samples.policy_version if has_weights else None,
-            head_version=drafting.samples.head_version if has_weights else None,
             capture_s=0.0 if drafting.capture is None else drafting.capture.seconds,
             drafter_stats=None if drafting.remote is None else asdict(drafting.remote.stats()),
         )

@@ -222,16 +222,8 @@ class EngineStats:
     """Draft tokens that were accepted."""
     plain_step_s: list[float] | None = None
     """Seconds of a step without drafts, by number of requests; None while unknown."""
-    draft_overhead_s: float | None = None
-    """Seconds that a step with drafts takes beyond a plain step of as many rows; None while unknown."""
-    draft_discount_s: float | None = None
-    """Seconds of that overhead that each draft row saves; None while unknown."""
     head_is_dormant: bool | None = None
     """Whether new requests get no drafts of the drafter with weights; None without one."""
-    policy_version: int | None = None
-    """Weight updates of the engine; None without a drafter with weights."""
-    head_version: int | None = None
-    """Version of the policy that the head was trained for; None without a drafter with weights."""
     capture_s: float = 0.0
     """Seconds of engine time that the capture of features has taken."""
     drafter_stats: dict[str, Any] | None = None
