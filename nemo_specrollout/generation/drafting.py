@@ -195,9 +195,9 @@ class Drafting:
             self.head.step_ended()
         if self.is_paused:
             mark_paused(output)
-        return (
-            output if self.remote is None else WatchedOutput(output, self.remote.token_callback(batch.idx_mapping_np))
-        )
+        if self.remote is None:
+            return output
+        return WatchedOutput(output, self.remote.token_callback(batch.idx_mapping_np))
 
 
 def _draft_board(config: SpecrolloutConfig, runner: Any) -> DraftBoard:

@@ -42,14 +42,14 @@ class StepAccounts:
     def end_step(self) -> None:
         """Learns from the step's time. From time to time all ranks adopt the costs of the first one."""
         drafting = self._drafting
-        host_s = 0.0 if drafting is None else drafting.host_s
-        ended = self.trace.end_step(
-            host_s, 0.0 if drafting is None or drafting.model is None else drafting.model.seconds
-        )
+        if drafting is None:
+            self.trace.end_step()
+            return
+        ended = self.trace.end_step(drafting.host_s, 0.0 if drafting.model is None else drafting.model.seconds)
         if ended is not None:
             self._table.observe(*ended)
             self._worked_s += ended[2]
-        if drafting is not None and (drafting.costs.verifying is None or self.trace.num_steps % AGREED_STEPS == 0):
+        if drafting.costs.verifying is None or self.trace.num_steps % AGREED_STEPS == 0:
             draft_costs = None if drafting.model is None else drafting.model.times.costs()
             drafting.costs = agreed(AgreedCosts(self._table.costs(), draft_costs, self._worked_s))
 
