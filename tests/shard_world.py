@@ -11,10 +11,10 @@ from typing import Any
 
 from nemo_specrollout.generation.engine import HostedEngine, RolloutEngine
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
-from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request
+from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams, shard_request, text_and_params
 from nemo_specrollout.racing.exchange import StragglerExchange
-from nemo_specrollout.racing.turn_engine import ShardRollout
-from nemo_specrollout.racing.turns import ExchangeFailed, Reply, Starts, TurnResult
+from nemo_specrollout.racing.turn_engine import Ask, roll_out_shard
+from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.sampling.seeds import request_seed
 
 _ENGINES_TURN = threading.Lock()
@@ -46,17 +46,30 @@ class ThreadLink:
     num_exchanges: int = 0
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None:
-        self.exchange_.join(self.worker, capacity, requests)
-
-    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
-        self.num_exchanges += 1
+    def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        self.num_exchanges += method == "exchange"
         if self.num_exchanges > self.dies_after:
             raise ExchangeFailed("it died")
-        return self._pool.submit(self.exchange_.exchange, self.worker, result).result
+        return self._pool.submit(getattr(self.exchange_, method), self.worker, *arguments).result
 
-    def leave(self) -> None:
-        self.exchange_.leave(self.worker)
+
+@dataclass
+class Shard:
+    """An engine's part in a rollout, as in NeMo-RL's actor: without the exchange, vLLM makes its own requests."""
+
+    engine: OneAtATime
+    ask: Ask
+    failure: str | None = None
+
+    def run(self, requests: Sequence[ShardRequest]) -> list[Rollout]:
+        try:
+            return roll_out_shard(self.engine, self.ask, requests)
+        except ExchangeFailed as error:
+            self.failure = str(error)
+        texts, params = zip(*(text_and_params(r, streams=False) for r in requests), strict=True)
+        with _ENGINES_TURN:
+            made = self.engine._llm.generate([{"prompt_token_ids": t} for t in texts], list(params), use_tqdm=False)
+        return [Rollout.from_vllm(output) for output in made]
 
 
 class StreamingEngine:
@@ -107,23 +120,11 @@ class LoopLink:
     worker: int
     dies_after: int = 1 << 60
 
-    async def join(self, capacity: int) -> None:
-        self.exchange_.join(self.worker, capacity)
-
-    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
-        return await asyncio.to_thread(self.exchange_.add, self.worker, requests)
-
-    async def cancel(self, numbers: Sequence[int]) -> None:
-        await asyncio.to_thread(self.exchange_.cancel, self.worker, numbers)
-
-    async def exchange(self, result: TurnResult | None) -> Reply:
-        self.dies_after -= 1
-        if self.dies_after < 0:
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        self.dies_after -= method == "exchange"
+        if self.dies_after < 0 and method == "exchange":
             raise ExchangeFailed("it died")
-        return await asyncio.to_thread(self.exchange_.exchange, self.worker, result)
-
-    async def leave(self) -> None:
-        await asyncio.to_thread(self.exchange_.leave, self.worker)
+        return await asyncio.to_thread(getattr(self.exchange_, method), self.worker, *arguments)
 
 
 def sharded(
@@ -151,7 +152,7 @@ def given(engine: RolloutEngine, request: RolloutRequest, sampling: Mapping[str,
 
 
 def rolled_out(
-    rollouts: Sequence[ShardRollout], shards: Sequence[list[ShardRequest]], delays: Sequence[threading.Event | None]
+    rollouts: Sequence[Shard], shards: Sequence[list[ShardRequest]], delays: Sequence[threading.Event | None]
 ) -> list[Rollout]:
     """Returns the responses of all shards, in order. A shard begins when its event is set."""
 

@@ -4,18 +4,19 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from conftest import STEP_ADDER
 from rollout_world import WildPolicy
-from shard_world import OneAtATime, ThreadLink, given, rolled_out, sharded
+from shard_world import OneAtATime, Shard, ThreadLink, given, rolled_out, sharded
 from test_equality import assert_equal, requests
 from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, plain_rollouts, six_prompts
 
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.generation.requests import Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.generation.vllm_requests import (
     RolloutSamplingParams,
     as_vllm_returns,
@@ -23,15 +24,13 @@ from nemo_specrollout.generation.vllm_requests import (
     shard_requests,
 )
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
-from nemo_specrollout.nemo_rl.engine_racing import ExchangeLink
+from nemo_specrollout.nemo_rl.engine_racing import ask_exchange
 from nemo_specrollout.nemo_rl.ray_calls import answer_of
 from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
 from nemo_specrollout.racing import coordinator
-from nemo_specrollout.racing.attempts import Response
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.rollout_pool import OwnRay, ray
-from nemo_specrollout.racing.turn_engine import ShardRollout
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, TurnResult
+from nemo_specrollout.racing.turns import ExchangeFailed
 
 pytestmark = pytest.mark.integration
 
@@ -61,12 +60,8 @@ def wild(seed: int, methods: list[str] = METHODS) -> StragglerExchange:
     return exchange
 
 
-def workers(
-    engines: list[RolloutEngine], exchange: StragglerExchange, dies_after: int = 1 << 60
-) -> tuple[list[ThreadLink], list[ShardRollout]]:
-    links = [ThreadLink(exchange, w, dies_after) for w in range(len(engines))]
-    hosted = [OneAtATime(engine._llm) for engine in engines]
-    return links, [ShardRollout(w, hosted[w], links[w]) for w in range(len(engines))]
+def workers(engines: list[RolloutEngine], exchange: StragglerExchange, dies_after: int = 1 << 60) -> list[Shard]:
+    return [Shard(OneAtATime(e._llm), ThreadLink(exchange, w, dies_after)) for w, e in enumerate(engines)]
 
 
 def assert_idle(engines: list[RolloutEngine]) -> None:
@@ -88,7 +83,7 @@ def test_moves_between_shards_change_no_token(
     exchange, num_changes = wild(1), 0.0
     for _ in range(3):
         exchange.begin()
-        _, rollouts = workers(engines, exchange)
+        rollouts = workers(engines, exchange)
         made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [cut], **SAMPLINGS[name]), [None, None])
         exchange.end()
         assert_equal(made, expected[name])
@@ -107,7 +102,7 @@ def test_the_policy_evens_out_an_uneven_dealing(
     num_changes = 0.0
     for _ in range(3):
         exchange.begin()
-        _, rollouts = workers(engines, exchange)
+        rollouts = workers(engines, exchange)
         assert_equal(rolled_out(rollouts, sharded(engines[0], six_prompts(), [22]), [None, None]), expected["T=1"])
         exchange.end()
         figures = exchange.take_figures()
@@ -122,7 +117,7 @@ def test_a_late_engine_is_waited_for_and_helps(
 ) -> None:
     exchange, late = wild(3), threading.Event()
     exchange.begin()
-    _, rollouts = workers(engines, exchange)
+    rollouts = workers(engines, exchange)
     threading.Timer(1.5, late.set).start()
     made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [4]), [None, late])
     assert_equal(made, expected["T=1"])
@@ -134,7 +129,7 @@ def test_an_engine_that_leaves_keeps_no_other_waiting(
 ) -> None:
     exchange = wild(4)
     exchange.begin()
-    _, rollouts = workers(engines, exchange)
+    rollouts = workers(engines, exchange)
     exchange.leave(1)
     shard = sharded(engines[0], six_prompts(), [24])[0]
     assert_equal(rollouts[0].run(shard), expected["T=1"])
@@ -162,35 +157,11 @@ def test_without_the_exchange_each_finishes_alone(
 ) -> None:
     exchange = wild(5)
     exchange.begin()
-    _, rollouts = workers(engines, exchange, dies_after)
+    rollouts = workers(engines, exchange, dies_after)
     made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [12], **SAMPLINGS[name]), [None, None])
     assert_equal(made, expected[name])
     assert all(r.failure == "it died" for r in rollouts)
     assert_idle(engines)
-
-
-def test_an_engine_keeps_its_own_texts_up_to_the_first_gap() -> None:
-    def orders(name: int, home: tuple[int, int], prefix: str) -> Orders:
-        return Orders(((name, ShardRequest([0], 0, home, b"", list(map(int, prefix)))),))
-
-    def report(name: int, tokens: str, reason: str | None = None) -> TurnResult:
-        made = list(map(int, tokens))
-        return TurnResult({name: (made, [-float(t) for t in made])}, {} if reason is None else {name: reason})
-
-    link: Any = None
-    shard = ShardRollout(1, link, link)
-    own = shard._own = [Response(ShardRequest([0], 0, (1, number), b"")) for number in (0, 1)]
-    starts = [orders(*s).starts for s in ((7, (1, 0), ""), (8, (0, 0), ""), (9, (1, 1), "12"))]
-    shard._keep(starts[0], report(7, "123"))
-    shard._keep(starts[1], report(8, "9", "stop"))
-    shard._keep(starts[2], report(9, "3", "stop"))
-    assert (own[0].tokens, own[0].logprobs, own[1].tokens) == ([1, 2, 3], [-1.0, -2.0, -3.0], []), (
-        "requests of others, and tokens after a gap, are not kept"
-    )
-    assert own[0].finish_reason is None and own[1].finish_reason is None
-    shard._keep(orders(10, (1, 0), "12").starts, report(10, "34"))
-    shard._keep((), report(10, "5", "length"))
-    assert own[0].rollout == Rollout([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], "length")
 
 
 def test_an_error_of_the_exchange_reaches_every_engine(
@@ -205,7 +176,7 @@ def test_an_error_of_the_exchange_reaches_every_engine(
     exchange = wild(6)
     exchange._coordinator.policy = Broken(6)
     exchange.begin()
-    _, rollouts = workers(engines, exchange)
+    rollouts = workers(engines, exchange)
     made = rolled_out(rollouts, sharded(engines[0], six_prompts(), [12]), [None, None])
     assert_equal(made, expected["T=1"])
     assert [r.failure for r in rollouts] == ["ZeroDivisionError: a policy's fault"] * 2
@@ -218,7 +189,7 @@ def test_an_engine_that_fails_leaves_its_requests_to_others(
     """NeMo-RL then ends the run; until it does, no engine hangs."""
     exchange = wild(7)
     exchange.begin()
-    _, rollouts = workers(engines, exchange)
+    rollouts = workers(engines, exchange)
     shards = sharded(engines[0], six_prompts(), [12])
     steps = 0
 
@@ -227,9 +198,9 @@ def test_an_engine_that_fails_leaves_its_requests_to_others(
         steps += 1
         if steps > 5:
             raise MemoryError("the engine")
-        return OneAtATime.step(rollouts[1]._stepped)
+        return OneAtATime.step(rollouts[1].engine)
 
-    rollouts[1]._stepped.step = fail_at_last
+    rollouts[1].engine.step = fail_at_last
     made: list[Rollout] = []
     other = threading.Thread(target=lambda: made.extend(rollouts[0].run(shards[0])))
     other.start()
@@ -257,8 +228,7 @@ def test_an_exchange_in_an_actor(
     kind: Any = SpecrolloutExchange
     actor = kind.options(max_concurrency=12).remote(METHODS, FastestOfNConfig(min_gain=0.0), MOST_TOKENS)
     answer_of(actor.begin.remote())
-    hosted = [OneAtATime(engine._llm) for engine in engines]
-    rollouts = [ShardRollout(w, hosted[w], ExchangeLink(actor, w)) for w in range(2)]
+    rollouts = [Shard(OneAtATime(engines[w]._llm), partial(ask_exchange, actor, w)) for w in range(2)]
     shards = sharded(engines[0], six_prompts(), [20])
     if dies:
         answer_of(actor.take_figures.remote())
@@ -274,7 +244,7 @@ def test_an_exchange_in_an_actor(
         assert [r.failure for r in rollouts] == [None, None]
         answer_of(actor.end.remote())
         with pytest.raises(ExchangeFailed, match="engine 0 is not part of the rollout"):
-            ExchangeLink(actor, 0).exchange(None)()
+            ask_exchange(actor, 0, "exchange", None)()
         ray.kill(actor)
 
 

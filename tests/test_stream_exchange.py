@@ -2,7 +2,7 @@
 """Asynchronous engines that share their requests as they come: no token changes, and weights may."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,12 @@ from test_racing import MOST_TOKENS, SAMPLINGS, engine_pair, noisy, plain_rollou
 
 from nemo_specrollout.config.block import FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest, ShardRequest
+from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY, Rollout, RolloutRequest
 from nemo_specrollout.generation.vllm_requests import REFUSALS, RolloutSamplingParams, shard_request
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
-from nemo_specrollout.racing.turns import Orders, Starts
+from nemo_specrollout.racing.turns import Orders
 
 pytestmark = pytest.mark.integration
 
@@ -157,9 +157,11 @@ def test_cancelled_requests_are_stopped(engines: list[RolloutEngine], expected: 
 class SlowLink(LoopLink):
     """A link on which requests and answers are slow."""
 
-    async def add(self, requests: Sequence[ShardRequest]) -> Starts:
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method != "add":
+            return await super().__call__(method, *arguments)
         await asyncio.sleep(0.03)
-        starts = await super().add(requests)
+        starts = await super().__call__(method, *arguments)
         await asyncio.sleep(0.03)
         return starts
 
@@ -171,7 +173,7 @@ def test_a_cancelled_request_in_transit_costs_no_other_request(
     async def work() -> list[Any]:
         fleet = Fleet(engines, 5)
         for worker, shard in enumerate(fleet.shards):
-            shard._link = SlowLink(fleet.exchange, worker)
+            shard._ask = SlowLink(fleet.exchange, worker)
         await fleet.begin()
         asked = [asyncio.create_task(fleet.ask(i, r)) for i, r in enumerate(six_prompts())]
         await fleet.until_some_are_under_way()

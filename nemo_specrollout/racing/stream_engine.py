@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
 from nemo_specrollout.generation.vllm_requests import (
@@ -23,7 +23,7 @@ from nemo_specrollout.generation.vllm_requests import (
 )
 from nemo_specrollout.racing.attempts import covered
 from nemo_specrollout.racing.turn_engine import FEW_ATTEMPTS, num_text_tokens
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Starts, TurnResult, Work
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Starts, TurnResult, Work
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ MOST_EARLY_STOPS = 256
 """Remembered stops of unknown attempts. Most of these attempts have ended, a few are still to begin."""
 Generate = Callable[[Any, Any, str], AsyncIterator[Any]]
 """`AsyncLLM.generate`: prompt, sampling parameters and request id to vLLM's outputs."""
+Ask = Callable[..., Coroutine[Any, Any, Any]]
+"""Calls a method of the exchange, by its name, for one engine. Raises ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -160,20 +162,6 @@ def _work(decoding: list[_Streamed], attempts: list[_Streamed], since_s: float, 
     )
 
 
-class StreamLink(Protocol):
-    """An engine's connection to the exchange. Every call raises ExchangeFailed if the exchange is lost."""
-
-    async def join(self, capacity: int) -> None: ...
-
-    async def add(self, requests: Sequence[ShardRequest]) -> Starts: ...
-
-    async def cancel(self, numbers: Sequence[int]) -> None: ...
-
-    async def exchange(self, result: TurnResult | None) -> Reply: ...
-
-    async def leave(self) -> None: ...
-
-
 class StreamShard:
     """An asynchronous engine's part in the exchange. Owns the futures of the responses that callers wait for.
 
@@ -182,9 +170,9 @@ class StreamShard:
     States: connected from `begin` on; alone after the exchange is lost or the engine has failed.
     """
 
-    def __init__(self, number: int, engine: StreamEngine, link: StreamLink) -> None:
+    def __init__(self, number: int, engine: StreamEngine, ask: Ask) -> None:
         """`number` is the engine's."""
-        self._number, self._engine, self._link = number, engine, link
+        self._number, self._engine, self._ask = number, engine, ask
         self._waiting: dict[int, asyncio.Future[Rollout | None]] = {}
         self._num_requests = 0
         self._loop: asyncio.Task[None] | None = None
@@ -195,7 +183,7 @@ class StreamShard:
     async def begin(self) -> None:
         """Joins the exchange and begins to take turns."""
         try:
-            await self._link.join(self._engine.capacity)
+            await self._ask("join", self._engine.capacity)
         except ExchangeFailed as error:
             await self._go_alone(error)
         else:
@@ -220,7 +208,7 @@ class StreamShard:
         """Returns the response, or None if the exchange is lost or an engine refused the request."""
         number = request.home[1]
         self._waiting[number] = asyncio.get_running_loop().create_future()
-        adding = asyncio.ensure_future(self._link.add([request]))
+        adding = asyncio.ensure_future(self._ask("add", [request]))
         try:
             self._engine.begin(await asyncio.shield(adding))
             return await self._waiting[number]
@@ -236,7 +224,7 @@ class StreamShard:
     async def _cancel(self, number: int, adding: asyncio.Future[Starts]) -> None:
         """Cancels a request after the exchange has got it."""
         await adding
-        await self._link.cancel([number])
+        await self._ask("cancel", [number])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def quietly() -> None:
@@ -249,26 +237,23 @@ class StreamShard:
 
     async def _take_turns(self) -> None:
         turns, result = deque[Orders](), None
-        receiving = asyncio.create_task(self._link.exchange(None))
+        receiving = asyncio.create_task(self._ask("exchange", None))
         try:
             while True:
                 if turns:
                     result = await self._engine.turn(turns.popleft())
                 reply = await receiving
-                self._deliver(reply)
+                for number, rollout in reply.answers:
+                    future = self._waiting.get(number)
+                    if future is not None and not future.done():
+                        future.set_result(rollout)
                 turns.extend(reply.orders)
-                receiving, result = asyncio.create_task(self._link.exchange(result)), None
+                receiving, result = asyncio.create_task(self._ask("exchange", result)), None
         except Exception as error:  # an error of the engine, too: a native request will raise it again
             await self._go_alone(error)
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
-
-    def _deliver(self, reply: Reply) -> None:
-        for number, rollout in reply.answers:
-            future = self._waiting.get(number)
-            if future is not None and not future.done():
-                future.set_result(rollout)
 
     async def _go_alone(self, error: Exception) -> None:
         if self.failure is not None:
@@ -279,7 +264,7 @@ class StreamShard:
         )
         if self._loop is not None and self._loop is not asyncio.current_task():
             self._loop.cancel()
-        self._in_background(self._link.leave())
+        self._in_background(self._ask("leave"))
         await self._engine.stop_all()
         for future in self._waiting.values():
             if not future.done():

@@ -1,39 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A synchronous engine that works in turns, and its part in a rollout with other engines."""
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from nemo_specrollout.generation.engine import HostedEngine
 from nemo_specrollout.generation.requests import Rollout, ShardRequest
-from nemo_specrollout.racing.attempts import Attempt, Response
-from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Reply, Request, Starts, Tokens, TurnResult, Work
+from nemo_specrollout.racing.turns import ExchangeFailed, Orders, Request, Starts, Tokens, TurnResult, Work
 
 FEW_ATTEMPTS = 4
 """With at most this number of attempts, a turn ends as soon as one of them does: others may be racing for it."""
 FIRST_STEPS = 2
 """Steps until an engine that schedules asynchronously reports its first step."""
+Ask = Callable[..., Callable[[], Any]]
+"""Calls a method of the exchange, by its name, for one engine. Returns a function that waits for the answer.
 
-
-class SteppedEngine(Protocol):
-    """An engine that is driven one step at a time: `RolloutEngine`, `HostedEngine`."""
-
-    max_num_seqs: int
-
-    def submit(self, requests: Sequence[Any], sampling: Mapping[str, Any]) -> list[str]: ...
-
-    def progress(self, request_id: str, start: int = 0) -> tuple[list[int], list[float]]: ...
-
-    def step(self) -> dict[str, Rollout]: ...
-
-    def abort(self, ids: list[str]) -> None: ...
-
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+Both raise ExchangeFailed if the exchange is lost."""
 
 
 @dataclass
@@ -70,14 +58,14 @@ def num_text_tokens(requests: Iterable[Request]) -> int:
 
 
 class TurnEngine:
-    """Takes orders, steps a `SteppedEngine` for a while, and reports what its attempts made.
+    """Takes orders, steps an engine for a while, and reports what its attempts made.
 
     Owns the attempts under way, and how much of each was reported.
 
     Invariant: each token of an attempt is reported once and in order. A turn's result holds all tokens made in the turn.
     """
 
-    def __init__(self, engine: SteppedEngine, **sampling: Any) -> None:
+    def __init__(self, engine: HostedEngine, **sampling: Any) -> None:
         """`sampling` overrides the config's sampling parameters."""
         self.engine, self._sampling = engine, sampling
         self.policy_version = 0
@@ -189,91 +177,31 @@ class TurnEngine:
                 turn.add(attempt.name, tokens, logprobs)
 
 
-class Link(Protocol):
-    """An engine's connection to the exchange. Every call but `leave` raises ExchangeFailed if the exchange is lost."""
+def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest]) -> list[Rollout]:
+    """Takes an engine's part in a rollout: its own `requests`, numbered 0, 1, ..., and others'. Returns its own responses.
 
-    def join(self, capacity: int, requests: Sequence[ShardRequest]) -> None: ...
-
-    def exchange(self, result: TurnResult | None) -> Callable[[], Reply]:
-        """Sends the result of a turn; the returned function waits for the reply."""
-
-    def leave(self) -> None: ...
-
-
-class ShardRollout:
-    """A synchronous engine's part in a rollout: it takes turns until no engine has anything left to do.
-
-    Owns the responses to the engine's own requests. If the exchange is lost, the engine goes on alone from the tokens that it
-    has made itself: the same tokens, later.
-
-    Invariant: at most one exchange is under way; meanwhile the engine takes a turn that it already has.
+    The engine takes turns until no engine has anything left to do. At most one exchange is under way; meanwhile the engine
+    takes a turn that it already has. Raises ExchangeFailed if the exchange is lost.
     """
-
-    def __init__(self, engine: int, stepped: SteppedEngine, link: Link) -> None:
-        """`engine` is the number of the engine `stepped`."""
-        self._number, self._stepped, self._link = engine, stepped, link
-        self._rollouts: dict[int, Rollout] = {}
-        self._own: list[Response] = []
-        """The responses to our requests, as far as attempts here reach without a gap."""
-        self._own_of_attempt: dict[int, Response] = {}
-        self.failure: str | None = None
-        """Reason why the exchange was lost; None if it was not."""
-
-    def run(self, requests: Sequence[ShardRequest]) -> list[Rollout]:
-        """Returns the responses to `requests`, which are numbered 0, 1, ... An engine without requests helps others."""
-        self._own = [Response(request) for request in requests]
-        engine = TurnEngine(self._stepped)
-        try:
-            self._take_turns(engine, requests)
-        except ExchangeFailed as error:
-            self.failure = str(error)
-        except BaseException:
-            self._link.leave()
-            raise
-        finally:
-            engine.stop_all()
-        if self.failure is not None:
-            self._finish_alone()
-        return [self._rollouts[number] for number in range(len(requests))]
-
-    def _take_turns(self, engine: TurnEngine, requests: Sequence[ShardRequest]) -> None:
-        self._link.join(self._stepped.max_num_seqs, requests)
-        receive, turns, result = self._link.exchange(None), deque[Orders](), None
+    engine, rollouts = TurnEngine(stepped), dict[int, Rollout]()
+    turns, result = deque[Orders](), None
+    try:
+        ask("join", stepped.max_num_seqs, requests)()
+        receive = ask("exchange", None)
         while True:
             if turns:
-                orders = turns.popleft()
-                result = engine.turn(orders)
-                self._keep(orders.starts, result)
+                result = engine.turn(turns.popleft())
             reply = receive()
-            self._rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
+            rollouts |= {number: rollout for number, rollout in reply.answers if rollout is not None}
             if reply.is_over:
-                return
+                return [rollouts[number] for number in range(len(requests))]
             turns.extend(reply.orders)
-            receive, result = self._link.exchange(result), None
-
-    def _keep(self, starts: Starts, result: TurnResult) -> None:
-        """Keeps what attempts made of our requests, unless another engine made the tokens before."""
-        for name, request in starts:
-            assert isinstance(request, ShardRequest)
-            engine, number = request.home
-            if engine == self._number and len(request.prefix_token_ids) <= len(self._own[number].tokens):
-                self._own_of_attempt[name] = self._own[number]
-                self._own[number].attempts[name] = Attempt(name, len(request.prefix_token_ids))
-        for name, part in result.parts.items():
-            own = self._own_of_attempt.get(name)
-            if own is not None and not own.extend(name, *part, result.finished.get(name), 0):
-                del self._own_of_attempt[name]  # it diverged
-
-    def _finish_alone(self) -> None:
-        left = {n: r for n, r in enumerate(self._own) if n not in self._rollouts and r.finish_reason is None}
-        for number, response in left.items():
-            response.open(number, number)
-        orders = Orders(tuple((n, r.begin(n)) for n, r in left.items()), seconds=math.inf)
-        engine = TurnEngine(self._stepped)
-        while any(r.finish_reason is None for r in left.values()):
-            result = engine.turn(orders)
-            for number, part in result.parts.items():
-                left[number].extend(number, *part, result.finished.get(number), 0)
-            orders = Orders(seconds=math.inf)
-        done = {n: r.rollout for n, r in enumerate(self._own) if r.finish_reason is not None}
-        self._rollouts = {**done, **self._rollouts}
+            receive, result = ask("exchange", result), None
+    except ExchangeFailed:
+        raise
+    except BaseException:
+        with suppress(ExchangeFailed):
+            ask("leave")()
+        raise
+    finally:
+        engine.stop_all()
