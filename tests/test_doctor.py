@@ -31,8 +31,8 @@ from nemo_specrollout.nemo_rl.patch_points import PatchPoint, check_patch_points
 pytestmark = pytest.mark.unit
 
 VERSIONS = {"python": "3.11.7", "nemo_specrollout": "0.1.0", "vllm": "0.32.0", **dict.fromkeys(NEEDED, "1.0")}
-DUMPS = PatchPoint("json", "dumps", ("obj", "indent"), "")
-CHANGED = PatchPoint("shutil", "which", ("cmd", "depth"), "")
+DUMPS = PatchPoint("json", "dumps", ("obj", "indent"))
+CHANGED = PatchPoint("shutil", "which", ("cmd", "depth"))
 NO_ENGINE = Outcome({}, "killed by SIGSEGV", (), 1.0)
 Child = Callable[[str], str]
 
@@ -96,9 +96,9 @@ def test_changed_and_missing_patch_points_are_distinguished() -> None:
     holds = (
         DUMPS,
         CHANGED,
-        PatchPoint("json", "JSONEncoder.encoded", (), ""),
-        PatchPoint("nemo_rl.no_such_module", "validate", (), ""),
-        PatchPoint("no_such_package", "thing", (), ""),
+        PatchPoint("json", "JSONEncoder.encoded", ()),
+        PatchPoint("nemo_rl.no_such_module", "validate", ()),
+        PatchPoint("no_such_package", "thing", ()),
     )
     found = list(patch_points_of_nemo_rl(holds))
     assert [d.name for d in found] == [
@@ -112,7 +112,7 @@ def test_changed_and_missing_patch_points_are_distinguished() -> None:
 
 
 def test_an_import_that_fails_or_crashes_is_a_diagnosis(child: Child) -> None:
-    hold = PatchPoint(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", (), "")
+    hold = PatchPoint(child("raise OSError('libcuda.so.1: cannot open shared object file')"), "thing", ())
     first, second = patch_points_of_nemo_rl((hold, DUMPS))
     assert first.found == "absent: its import fails (OSError: libcuda.so.1: cannot open shared object file)"
     assert second.state is State.OK

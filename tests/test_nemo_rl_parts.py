@@ -3,6 +3,7 @@
 
 import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -90,8 +91,8 @@ def test_threads_never_share_a_seed() -> None:
 @pytest.mark.parametrize("point", ALL_PATCH_POINTS + EXTENSION_PATCH_POINTS, ids=lambda p: p.name)
 def test_every_patch_point_is_on_the_page(point: PatchPoint) -> None:
     page = (ROOT / "docs" / "reference" / "nemo-rl-patch-points.md").read_text()
-    assert f"| {point.where} |" in page
-    assert point.name.rpartition(".")[2] in page
+    file = point.module.removeprefix("nemo_rl.").removeprefix("models.generation.vllm.").replace(".", "/")
+    assert re.search(rf"^\| `([\w.]+\.)?{point.name}` \| {file}(/\w+)?\.py:\d", page, re.MULTILINE)
 
 
 def test_requests_get_seed_and_first_prompt_length_of_their_row() -> None:

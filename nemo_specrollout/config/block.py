@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block `policy.generation.specrollout` of a config: all options of this package."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_specrollout.config.drafter_configs import (
@@ -156,6 +156,12 @@ class SpecrolloutConfig:
         """The drafters of each kind of engine: one kind that has all, unless `fastest_of_n.methods` lists several."""
         methods = () if self.fastest_of_n is None or not self.fastest_of_n.enabled else self.fastest_of_n.methods
         return tuple(tuple(d for d in self.drafters if d.type in types) for types in methods) or (self.drafters,)
+
+    def of_engine(self, engine: int) -> "SpecrolloutConfig":
+        """Returns the block of one engine, with the drafters of its kind. Without a draft head, there is none to refresh."""
+        kinds = self.drafters_of_engines
+        own = replace(self, fastest_of_n=None, drafters=kinds[engine % len(kinds)])
+        return own if own.head is not None else replace(own, draft_refresh=None)
 
     @property
     def head(self) -> str | None:

@@ -22,7 +22,6 @@ from nemo_specrollout.generation.older_runners import allow_text_drafters
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
 from nemo_specrollout.nemo_rl.row_seeds import Conversations, SeedKind
-from nemo_specrollout.racing.engine_blocks import block_of_engine
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
@@ -46,7 +45,7 @@ def engine_arguments(llm_kwargs: Mapping[str, Any], generation_config: Mapping[s
     compat.check_drafters(block)
     allow_text_drafters()
     if len(block.drafters_of_engines) > 1:
-        block = block_of_engine(block, engine_number(generation_config["vllm_cfg"]))
+        block = block.of_engine(engine_number(generation_config["vllm_cfg"]))
     arguments = with_specrollout(llm_kwargs, block, compat.device_type(), compat.vllm_abilities())
     if block.model_drafter is not None and arguments.get("load_format") == "dummy":
         # The drafter's weights come from its folder. NeMo-RL does the same for its own drafter if it does not train it.

@@ -15,7 +15,6 @@ import ray
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.nemo_rl.logger import StepLog
 from nemo_specrollout.nemo_rl.ray_calls import ActorFailed, ActorLink, WorkerClient, failure_text
-from nemo_specrollout.racing.engine_blocks import blocks_of_engines
 from nemo_specrollout.scheduling.heads.refresh_schedule import StepFacts
 from nemo_specrollout.training.features.feature_store import FeatureReader
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
@@ -91,7 +90,7 @@ class HeadRefresh:
         assert block.draft_refresh is not None
         self._config, self._num_drafts = block.draft_refresh, block.num_speculative_tokens
         self._folder, self._start, self._workers, self._log = folder, start, workers, log
-        self._has_head = [own.head is not None for own in blocks_of_engines(block, workers.num_engines)]
+        self._has_head = [block.of_engine(engine).head is not None for engine in range(workers.num_engines)]
         self._num_failures = 0
         self._unsent: list[StepFacts] = []
         self._owed_s = 0.0

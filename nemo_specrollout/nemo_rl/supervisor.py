@@ -27,12 +27,11 @@ from nemo_specrollout.nemo_rl.metrics import (
 )
 from nemo_specrollout.nemo_rl.ray_calls import answer_of, engine_environment, worker_client
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
-from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.reports.records import PREFIX
-from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
+from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile, ladder_method
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 
 THREADS_OF_ENGINE = 4
@@ -56,7 +55,7 @@ class ExchangeDriver:
         assert config is not None
         field = f"{BLOCK_PATH}.fastest_of_n.ladder"
         ladder = None if config.ladder is None else LadderFile.read(Path(config.ladder), field)
-        methods = [method_name(engine_block) for engine_block in blocks_of_engines(block, num_engines)]
+        methods = [ladder_method(block.of_engine(engine)) for engine in range(num_engines)]
         actor: Any = SpecrolloutExchange
         actor = actor.options(max_concurrency=THREADS_OF_ENGINE * (num_engines + 1), runtime_env=engine_environment())
         self.actor = actor.remote(methods, config, max_new_tokens, ladder)

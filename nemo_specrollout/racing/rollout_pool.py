@@ -24,9 +24,9 @@ import torch
 
 from nemo_specrollout.config.run_sections import GenerationConfig
 from nemo_specrollout.generation.engine import RolloutEngine
-from nemo_specrollout.racing.engine_blocks import blocks_of_engines, method_name
 from nemo_specrollout.racing.turn_engine import TurnEngine
 from nemo_specrollout.racing.turns import Orders, TurnResult
+from nemo_specrollout.scheduling.racing.draft_ladder import ladder_method
 
 if "ray" not in sys.modules:  # a program that has imported Ray has made its own choice
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -154,8 +154,8 @@ class RolloutPool:
 
         `recompute_kv_cache` is what new weights do to requests under way (`TurnEngine.load_weights`).
         """
-        blocks = blocks_of_engines(generation.specrollout, num_engines)
-        names = [method_name(block) for block in blocks]
+        blocks = [generation.specrollout.of_engine(engine) for engine in range(num_engines)]
+        names = list(map(ladder_method, blocks))
         self.method_names = list(dict.fromkeys(names))
         self.methods = [self.method_names.index(name) for name in names]
         self.num_restarts = [0] * num_engines

@@ -31,15 +31,15 @@ GUESSED_SLOPE = 0.5
 """Assumed exponent of speed ~ 1 / batch beyond the measured batch sizes."""
 
 
-def ladder_method(drafter_types: Sequence[str]) -> str:
-    """Returns the name of the draft method that combines these drafters."""
-    return "+".join(drafter_types) or PLAIN
+def ladder_method(block: SpecrolloutConfig) -> str:
+    """Returns the name of the draft method that combines the drafters of an engine's block."""
+    return "+".join(d.type for d in block.drafters) or PLAIN
 
 
 def methods_of(block: SpecrolloutConfig) -> list[str]:
     """Returns the names of the draft methods of a block's engines, each once."""
-    kinds = ([d.type for d in drafters] for drafters in block.drafters_of_engines)
-    return list(dict.fromkeys(map(ladder_method, kinds)))
+    kinds = range(len(block.drafters_of_engines))
+    return list(dict.fromkeys(ladder_method(block.of_engine(kind)) for kind in kinds))
 
 
 class SpeedModel(Protocol):
