@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_specrollout.nemo_rl.logger import LoggerSettings, StepLog, WatchingLogger
+from nemo_specrollout.nemo_rl.logger import StepLog, WatchingLogger
 
 BLOCK = {"enabled": True, "drafters": [{"type": "suffix"}, {"type": "ngram"}], "logprob_gap_alarm": 0.02}
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0"}
@@ -106,7 +106,8 @@ class StandIn(WatchingLogger, NativeLogger):
 
 
 def watching_logger(log_dir: Path, log: StepLog | None = None, **settings: Any) -> Any:
-    """Returns our logger of a run in `log_dir` with a step log and these fields of `LoggerSettings`."""
-    logger = StandIn(LoggerSettings(BLOCK["logprob_gap_alarm"], **settings), {"log_dir": str(log_dir)})
+    """Returns our logger of a run in `log_dir` with a step log and these `settings`."""
+    known = {"gap_alarm": BLOCK["logprob_gap_alarm"], "causes": [], "facts": {}, "last_step": 1 << 60}
+    logger = StandIn({"log_dir": str(log_dir)}, **{**known, **settings})
     logger.step_log = log or StepLog()
     return logger

@@ -4,6 +4,7 @@
 Ray copies the generation to the actors that roll out. A copy gets its policy version from its actor.
 """
 
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,7 +31,6 @@ from nemo_specrollout.nemo_rl.row_seeds import (
     RowSeeds,
     SeedKind,
     current_sample,
-    gym_question,
     gym_row_with_seed,
 )
 from nemo_specrollout.nemo_rl.supervisor import Supervisor
@@ -133,7 +133,9 @@ class SpecrolloutGeneration(VllmGeneration):
 
     def gym_seeds(self, rows: list[dict[str, Any]]) -> list[int]:
         """Returns seeds for rows of NeMo-Gym, whose agents request responses over HTTP."""
-        return self.row_seeds.seeds([list(gym_question(row)) for row in rows], self._kind)
+        questions = [row["responses_create_params"].get("input") for row in rows]  # which siblings share
+        contents = [json.dumps(question, sort_keys=True, default=str).encode() for question in questions]
+        return self.row_seeds.seeds(map(list, contents), self._kind)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Lets the engines drop cached prefixes and sleep. All races end before that."""

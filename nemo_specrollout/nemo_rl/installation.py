@@ -242,12 +242,17 @@ def _run_facts(config: Any) -> RunFacts:
 def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: Any, facts: RunFacts) -> Any:
     """Returns what replaces NeMo-RL's class `Logger`."""
     from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
-    from nemo_specrollout.nemo_rl.logger import STEP_LOG, LoggerSettings, gap_causes
+    from nemo_specrollout.nemo_rl.logger import STEP_LOG, gap_causes
 
     STEP_LOG.take()  # what an earlier run of this process has left
     summary = {"versions": installed_versions(), "block": plain_block}
-    settings = LoggerSettings(block.logprob_gap_alarm, gap_causes(tree), summary, facts.last_version)
-    return partial(SpecrolloutLogger, settings)
+    return partial(
+        SpecrolloutLogger,
+        gap_alarm=block.logprob_gap_alarm,
+        causes=gap_causes(tree),
+        facts=summary,
+        last_step=facts.last_version,
+    )
 
 
 def _replace_names(config: Any, logger: Any) -> None:

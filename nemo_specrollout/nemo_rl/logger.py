@@ -225,31 +225,30 @@ def _has_event_loop() -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class LoggerSettings:
-    """Settings of `WatchingLogger`."""
-
-    gap_alarm: float
-    """`logprob_gap_alarm` of the block, nats a token."""
-    causes: Sequence[str] = ()
-    """Likely causes of a large gap, the likeliest first."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of the run for `summary.json`."""
-    last_step: int | None = None
-    """Last step of the run, or None if it is not known."""
-
-
 class WatchingLogger:
     """Extends NeMo-RL's `Logger`, the other base of its subclass: adds to the metrics of a training step, and keeps them."""
 
     loggers: Sequence[Any]
     log_plot: Callable[[Any, int, str], None]
 
-    def __init__(self, settings: LoggerSettings, cfg: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        cfg: Mapping[str, Any],
+        *,
+        gap_alarm: float,
+        causes: Sequence[str],
+        facts: Mapping[str, Any],
+        last_step: int,
+    ) -> None:
+        """`cfg` is NeMo-RL's.
+
+        `gap_alarm` is `logprob_gap_alarm` of the block, nats a token. `causes` are likely causes of a large gap, the likeliest
+        first. `facts` of the run go into `summary.json`. `last_step` is the last step of the run.
+        """
         super().__init__(cfg)  # type: ignore[call-arg]
-        self.step_log, self._settings = STEP_LOG, settings
-        self._record = RunRecord(Path(cfg["log_dir"]), settings.facts)
-        self._report = LiveReport(self._record.folder, settings.last_step)
+        self.step_log, self._gap_alarm, self._causes = STEP_LOG, gap_alarm, causes
+        self._record = RunRecord(Path(cfg["log_dir"]), facts)
+        self._report = LiveReport(self._record.folder, last_step)
         self._validation = (0, 0.0)
         # Runs when the logger is dropped or its process ends. A method of the logger would keep it alive.
         weakref.finalize(self, self._report.close)
@@ -289,13 +288,13 @@ class WatchingLogger:
         # Our metrics are arrays of one number until here (`generation.py`).
         metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
         metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step).items()}
-        gap, bound, alarms = logprob_gap(metrics), self._settings.gap_alarm, log.alarms
+        gap, bound, alarms = logprob_gap(metrics), self._gap_alarm, log.alarms
         if gap is not None:
             metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
             if gap > bound:
                 large_gap = (
                     f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {bound}. "
-                    f"Likely causes, the likeliest first: {'; '.join(self._settings.causes)}."
+                    f"Likely causes, the likeliest first: {'; '.join(self._causes)}."
                 )
                 alarms = [large_gap, *alarms]
         self._record.add(step, metrics, log)

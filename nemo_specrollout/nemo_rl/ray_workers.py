@@ -43,13 +43,13 @@ class _SeededEngine:
         """Calls vLLM's own method, which `_generate_with_seeds` hides."""
         return type(self.llm).generate(self.llm, *args, **kwargs)
 
-    def _before_call(self, method: str, arguments: Sequence[Any]) -> None:
-        """Notes the policy version, on which derived seeds depend."""
+    def _reply(self, method: str, arguments: Sequence[Any], replies: Sequence[Any]) -> Any:
+        """Returns the reply of the only rank that does not reply None.
+
+        Totals also get our count of derived seeds, which depend on the policy version.
+        """
         if method == "specrollout_policy_is":
             self._request_seeds.begin_version(int(arguments[0]))
-
-    def _reply(self, method: str, replies: Sequence[Any]) -> Any:
-        """Returns the reply of the only rank that does not reply None. Totals also get our count of derived seeds."""
         reply: Any = next((reply for reply in replies if reply is not None), None)
         if method == "specrollout_totals":
             return {**reply, "num_derived_seeds": self._request_seeds.num_derived}
@@ -84,8 +84,7 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
 
     def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
-        self._before_call(method, arguments)
-        return self._reply(method, self.llm.collective_rpc(method, args=tuple(arguments)))
+        return self._reply(method, arguments, self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImpl):
@@ -120,8 +119,7 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""
-        self._before_call(method, arguments)
-        return self._reply(method, await self.llm.collective_rpc(method, args=tuple(arguments)))
+        return self._reply(method, arguments, await self.llm.collective_rpc(method, args=tuple(arguments)))
 
 
 @ray.remote(runtime_env={**get_nsight_config_if_pattern_matches("vllm_generation_worker")})

@@ -152,11 +152,6 @@ def prefix_hashes(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]
     return sums_T ^ (sums_T >> np.uint64(29))
 
 
-def gym_question(row: dict[str, Any]) -> bytes:
-    """Returns the content of a NeMo-Gym row that its siblings share."""
-    return json.dumps(row["responses_create_params"].get("input"), sort_keys=True, default=str).encode()
-
-
 def gym_row_with_seed(row: dict[str, Any], seed: int) -> dict[str, Any]:
     """Returns NeMo-Gym's `row` with the OpenAI field `seed` for each of its requests. A row's own seed is kept."""
     params = row["responses_create_params"]

@@ -61,16 +61,9 @@ class ExchangeDriver:
         self.actor = actor.remote(methods, config, max_new_tokens, ladder)
         self._log, self._is_lost = log, False
 
-    def rollout(self) -> AbstractContextManager[None]:
-        """Encloses a rollout, in which every engine is called with its shard."""
-        return self._enclosed("begin", "end")
-
-    def new_weights(self) -> AbstractContextManager[None]:
-        """Encloses a weight update. All races end before it, and no move or race begins during it."""
-        return self._enclosed("pause", "resume")
-
     @contextmanager
-    def _enclosed(self, first: str, last: str) -> Iterator[None]:
+    def between(self, first: str, last: str) -> Iterator[None]:
+        """Encloses work between two calls of the exchange, such as `pause` and `resume`."""
         self._call(first)
         try:
             yield
@@ -163,12 +156,12 @@ class Supervisor:
 
     def rollout(self) -> AbstractContextManager[None]:
         """Encloses the rollout of one batch by all engines."""
-        return nullcontext() if self._exchange is None else self._exchange.rollout()
+        return nullcontext() if self._exchange is None else self._exchange.between("begin", "end")
 
     def new_weights(self) -> AbstractContextManager[None]:
         """Encloses a refit. Synchronous engines need nothing: they have no requests outside of a rollout."""
         is_async = self._config["vllm_cfg"]["async_engine"]
-        return self._exchange.new_weights() if self._exchange is not None and is_async else nullcontext()
+        return self._exchange.between("pause", "resume") if self._exchange is not None and is_async else nullcontext()
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""

@@ -12,7 +12,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_specrollout.nemo_rl.generation import SpecrolloutLogger
-from nemo_specrollout.nemo_rl.logger import STEP_LOG, LoggerSettings, StepLog
+from nemo_specrollout.nemo_rl.logger import STEP_LOG, StepLog
 
 BLOCK = {"logprob_gap_alarm": 0.02}
 OFF = {f"{name}_enabled": False for name in ("wandb", "swanlab", "mlflow")}
@@ -31,8 +31,8 @@ def log_step(logger: Any, log: StepLog, step: int) -> None:
 
 def main(log_dir: Path) -> None:
     config = {**OFF, "log_dir": str(log_dir), "tensorboard_enabled": True, "tensorboard": {}, "monitor_gpus": False}
-    settings = LoggerSettings(BLOCK["logprob_gap_alarm"], facts={"block": BLOCK, "versions": {}}, last_step=2)
-    logger = SpecrolloutLogger(settings, config)
+    facts = {"block": BLOCK, "versions": {}}
+    logger = SpecrolloutLogger(config, gap_alarm=BLOCK["logprob_gap_alarm"], causes=[], facts=facts, last_step=2)
     for step in (1, 2, 3):
         log_step(logger, STEP_LOG, step)
     logger.loggers[0].writer.flush()
