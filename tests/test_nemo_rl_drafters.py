@@ -2,7 +2,7 @@
 """The driver's part of remote drafters in NeMo-RL, their metrics, fields and secret, without Ray and engines."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,16 @@ class ScriptedLink(ActorLink):
         self.is_closed = True
 
 
+class Engines(WorkerClient):
+    """Engines without actors, whose calls `answer` serves."""
+
+    def __init__(self, answer: Callable[[str, list[Any]], list[Any]], num_engines: int = 1) -> None:
+        self._answer, self.num_engines = answer, num_engines
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        return self._answer(method, [list(a or ()) for a in arguments])
+
+
 class Driver:
     """`RemoteDrafters` with two drafters, their links, and the calls of the engines."""
 
@@ -69,9 +79,9 @@ class Driver:
         """Sets the status of each drafter, and returns the addresses that the engines then get."""
         for link, said in zip(self.links, news, strict=False):
             link.next = said
-        self.drafters.update(WorkerClient(self._call))
+        self.drafters.update(Engines(self._call))
         told, self.told = self.told, []
-        assert all(method == "specrollout_drafters_at" and secret == "known to few" for method, (_, secret) in told)
+        assert all(method == "drafters_at" and secret == "known to few" for method, (_, secret) in told)
         return [addresses for _, (addresses, _) in told]
 
     @property
@@ -82,8 +92,8 @@ class Driver:
         self.links = [ScriptedLink(), ScriptedLink()]
         return self.links
 
-    def _call(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-        self.told.append((method, list(arguments[0] or ())))
+    def _call(self, method: str, arguments: list[Any]) -> list[Any]:
+        self.told.append((method, arguments[0]))
         return [None]
 
 
@@ -131,7 +141,7 @@ def test_an_engine_that_cannot_be_told_does_not_end_the_run() -> None:
         raise RuntimeError("the engine is gone")
 
     driver.links[0].next = DrafterStatus(HERE, actor=1)
-    driver.drafters.update(WorkerClient(fails))
+    driver.drafters.update(Engines(fails))
     assert ["the engine is gone" in alarm for alarm in driver.log.alarms] == [True]
 
 
@@ -146,10 +156,10 @@ def test_drafter_stats_are_summed_before_they_are_divided() -> None:
     replies = [[BEFORE, DrafterStats()], [AFTER, DrafterStats(num_request_steps=20, num_drafters=2)]]
 
     def call(method: str, arguments: Sequence[Any]) -> list[Any]:
-        assert (method, list(arguments)) == ("specrollout_drafter_stats", [[], []])
+        assert (method, list(arguments)) == ("drafter_stats", [[], []])
         return [asdict(supply) for supply in replies.pop(0)]
 
-    workers = WorkerClient(call, num_engines=2)
+    workers = Engines(call, num_engines=2)
     before = workers.drafter_stats()
     figures = stats_between(before, workers.drafter_stats())
     assert (figures["num_request_steps"], figures["num_supplied"], figures["num_kept"]) == (40, 10, 40)

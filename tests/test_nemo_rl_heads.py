@@ -68,27 +68,36 @@ class ScriptedTrainer(ActorLink):
         self.is_closed = True
 
 
+class Engines(WorkerClient):
+    """Two engines without actors: they keep their calls, and give the replies that a test sets."""
+
+    num_engines = 2
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[Any]]] = []
+        self.replies: list[Any] = [None, None]
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        self.told.append((method, [None if a is None else list(a) for a in arguments]))
+        return self.replies[: len(arguments)]
+
+
 class Driver:
     """A `HeadRefresh` of two engines in `folder`, its trainers, and the calls of its engines."""
 
     def __init__(self, folder: Path, block: SpecrolloutConfig = BLOCK) -> None:
         self.folder, self.log = HeadFolder(folder), StepLog()
         self.trainers: list[ScriptedTrainer] = []
-        self.told: list[tuple[str, list[Any]]] = []
-        self.replies: list[Any] = [None, None]
-        self.refresh = HeadRefresh(block, self.folder, self._start, WorkerClient(self._call, 2), self.log)
+        self.engines = Engines()
+        self.refresh = HeadRefresh(block, self.folder, self._start, self.engines, self.log)
 
     def _start(self) -> ScriptedTrainer:
         self.trainers.append(ScriptedTrainer())
         return self.trainers[-1]
 
-    def _call(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-        self.told.append((method, [None if a is None else list(a) for a in arguments]))
-        return self.replies[: len(arguments)]
-
     def methods(self) -> list[str]:
         """Returns the methods that were called in the engines since the previous call."""
-        told, self.told = [method for method, _ in self.told], []
+        told, self.engines.told = [method for method, _ in self.engines.told], []
         return told
 
     def publish(self, step: int) -> RefreshRecord:
@@ -109,7 +118,7 @@ def test_steps_reach_an_idle_trainer_and_never_wait_for_it(driver: Driver) -> No
     trainer.next = None  # it still loads the head
     driver.refresh.policy_updated(0)
     assert driver.refresh.after_step(0, FACTS) == {"refresh_failures": 0.0}
-    assert driver.methods() == ["specrollout_save_teacher"] and not trainer.asked
+    assert driver.methods() == ["save_teacher"] and not trainer.asked
     trainer.next = SOURCE
     driver.refresh.policy_updated(1)
     driver.refresh.after_step(1, FACTS)
@@ -130,9 +139,9 @@ def test_steps_reach_an_idle_trainer_and_never_wait_for_it(driver: Driver) -> No
 def test_each_engine_stores_features_and_the_first_the_teacher(driver: Driver) -> None:
     driver.refresh.policy_updated(7)
     driver.refresh.after_step(7, FACTS)
-    told = dict(driver.told)
-    assert told["specrollout_save_teacher"] == [[str(driver.folder.path / "teachers" / "policy_7.safetensors")]]
-    (first,), (second,) = told["specrollout_store_features"]
+    told = dict(driver.engines.told)
+    assert told["save_teacher"] == [[str(driver.folder.path / "teachers" / "policy_7.safetensors")]]
+    (first,), (second,) = told["store_features"]
     assert (first["folder"], second["folder"]) == tuple(str(driver.folder.features(i)) for i in (0, 1))
     assert first["max_bytes"] == 2 << 20 and first["source"] == SOURCE
 
@@ -146,14 +155,14 @@ def test_a_published_head_is_loaded_once_after_the_next_refit(
     driver.refresh.after_step(1, FACTS)
     trainer.next = driver.publish(0)
     figures = driver.refresh.after_step(2, FACTS)
-    assert figures["heads_published"] == 1.0 and "specrollout_load_head" not in driver.methods()
+    assert figures["heads_published"] == 1.0 and "load_head" not in driver.methods()
     driver.refresh.policy_updated(3)
     head = [str(driver.folder.path / "step_0"), 0, 2.5, BLOCK.num_speculative_tokens]
-    assert ("specrollout_load_head", [head, head]) in driver.told
+    assert ("load_head", [head, head]) in driver.engines.told
     driver.methods()
     driver.refresh.after_step(3, FACTS)
     driver.refresh.policy_updated(4)
-    assert "specrollout_load_head" not in driver.methods()
+    assert "load_head" not in driver.methods()
     ((_, before), (version, after)) = trainer.asked
     assert before == [FACTS] and version == 3
     assert [facts.seconds for facts in after] == [30.0]
@@ -164,18 +173,18 @@ def test_an_engine_that_drafts_otherwise_gets_no_head(tmp_path: Path) -> None:
     methods = FastestOfNConfig(methods=((), ("eagle3",)))
     driver = Driver(tmp_path / "heads", replace(BLOCK, fastest_of_n=methods))
     driver.refresh.policy_updated(6)
-    assert ("specrollout_load_head", [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]]) in driver.told
+    assert ("load_head", [None, [str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]]) in driver.engines.told
 
 
 def test_a_resumed_run_goes_on_with_the_published_head(tmp_path: Path) -> None:
     Driver(tmp_path / "heads").publish(5)
     driver = Driver(tmp_path / "heads")
     driver.refresh.policy_updated(6)
-    assert ("specrollout_load_head", [[str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]] * 2) in driver.told
+    assert ("load_head", [[str(tmp_path / "heads" / "step_5"), 5, 2.5, 8]] * 2) in driver.engines.told
     HeadFolder(tmp_path / "heads").withdraw()
     driver = Driver(tmp_path / "heads")
     driver.refresh.policy_updated(0)
-    assert driver.methods() == ["specrollout_save_teacher"]
+    assert driver.methods() == ["save_teacher"]
 
 
 def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
@@ -186,7 +195,7 @@ def test_a_trainer_that_fails_is_started_again_once(driver: Driver) -> None:
     driver.refresh.after_step(1, FACTS)
     assert driver.trainers[0].is_closed and len(driver.trainers) == 2
     driver.refresh.policy_updated(2)
-    assert "specrollout_load_head" in driver.methods()
+    assert "load_head" in driver.methods()
     assert driver.refresh.after_step(2, FACTS)["refresh_failures"] == 1.0
     driver.trainers[1].next = ActorFailed("killed")
     assert driver.refresh.after_step(3, FACTS)["refresh_failures"] == 2.0
@@ -207,7 +216,7 @@ def test_a_trainer_with_a_gpu_starts_after_all_workers(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_refreshes_and_not_the_run(driver: Driver) -> None:
-    driver.replies = ["OSError: no space left", None]
+    driver.engines.replies = ["OSError: no space left", None]
     driver.refresh.policy_updated(0)
     driver.refresh.after_step(0, FACTS)
     (sentence,) = driver.log.alarms

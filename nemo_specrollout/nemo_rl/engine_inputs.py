@@ -6,7 +6,6 @@ Rows of NeMo-RL's rollouts and validation bring a seed each. Clients of the HTTP
 """
 
 import os
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from threading import Lock
@@ -21,7 +20,7 @@ from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.generation.older_runners import allow_text_drafters
 from nemo_specrollout.generation.requests import EXTRA_ARGS_KEY
 from nemo_specrollout.generation.vllm_requests import REFUSAL, RolloutSamplingParams
-from nemo_specrollout.nemo_rl.row_seeds import Conversations, SeedKind
+from nemo_specrollout.nemo_rl.row_seeds import Conversations, RowSeeds, SeedKind
 from nemo_specrollout.sampling.seeds import combine, content_hash, request_seed
 
 _WORKERS = {
@@ -61,23 +60,16 @@ def engine_number(vllm_cfg: Mapping[str, Any]) -> int:
     return int(os.environ.get("RANK", "0")) // (vllm_cfg["tensor_parallel_size"] * vllm_cfg["pipeline_parallel_size"])
 
 
-class RequestSeeds:
-    """Gives every request of an engine a seed. Owns the number of unseeded requests for each prompt under one policy."""
+class RequestSeeds(RowSeeds):
+    """Gives every request of an engine a seed. Requests without one count as rows of an engine of their own."""
 
     def __init__(self, run_seed: int = 0, engine: int = 0, *, required: bool = False) -> None:
         """`engine` distinguishes equal requests that reach different engines. `required` refuses requests without a seed."""
+        super().__init__(run_seed)
         self.num_derived = 0
-        self._run_seed, self._engine, self._required = run_seed, engine, required
+        self._engine, self._required = engine, required
         self._conversations = Conversations()
-        self._seen: Counter[int] = Counter()
-        self._version = 0
         self._lock = Lock()
-
-    def begin_version(self, policy_version: int) -> None:
-        """Resets the counts of prompts: the engine has the weights of `policy_version`."""
-        with self._lock:
-            self._version = policy_version
-            self._seen.clear()
 
     def of_rows(self, params: Any, rows: Sequence[tuple[int, int]]) -> list[Any]:
         """Returns sampling parameters for each row.
@@ -100,24 +92,22 @@ class RequestSeeds:
     def _of_request(self, params: Any, tokens: Sequence[int]) -> Any:
         if EXTRA_ARGS_KEY in (params.extra_args or {}):
             return RolloutSamplingParams.of(params)
-        content, given = content_hash(tokens), header_seed.get() if params.seed is None else params.seed
+        given = header_seed.get() if params.seed is None else params.seed
         if given is None:
-            seed = self._derived(content)
+            seed = self._derived(tokens)
         else:
-            seed = request_seed(combine(self._run_seed, SeedKind.GIVEN), content, 0, given)
+            seed = request_seed(combine(self._run_seed, SeedKind.GIVEN), content_hash(tokens), 0, given)
         return _with_row(params, seed, self._conversations.root_lengths([tokens])[0])
 
-    def _derived(self, content: int) -> int:
+    def _derived(self, tokens: Sequence[int]) -> int:
         if self._required:
             raise REFUSAL(
                 f"{BLOCK_PATH}.http_seeds: required, and this request has none; send `seed` in its body or the header "
                 "X-Specrollout-Seed"
             )
         with self._lock:
-            occurrence = self._seen[content]
-            self._seen[content] += 1
             self.num_derived += 1
-        return request_seed(combine(self._run_seed, SeedKind.DERIVED, self._engine), content, occurrence, self._version)
+        return self.seeds([tokens], SeedKind.DERIVED, self._engine)[0]
 
 
 def _each(params: Any, number: int) -> list[Any]:

@@ -11,7 +11,6 @@ from typing import Any
 from nemo_specrollout.generation.engine import HostedEngine
 from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.ray_calls import PATIENCE_S, answer_of, ray_errors_as_exchange_failed
-from nemo_specrollout.racing.stream_engine import Generate, StreamEngine, StreamShard
 from nemo_specrollout.racing.turn_engine import roll_out_shard
 from nemo_specrollout.racing.turns import ExchangeFailed
 
@@ -54,14 +53,3 @@ class ShardRacing:
                 logger.warning("specrollout: the exchange failed, so each engine makes its own requests: %s", error)
             return native()
         return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
-
-
-async def join_stream(llm: Any, generate: Generate, actor: Any, engine: int) -> StreamShard:
-    """Enters engine number `engine`, an `AsyncLLM`, into the exchange. Returns the object that then serves its requests.
-
-    `generate` is vLLM's own method.
-    """
-    capacity = int(llm.vllm_config.scheduler_config.max_num_seqs)
-    shard = StreamShard(engine, StreamEngine(generate, capacity), partial(ask_exchange_async, actor, engine))
-    await shard.begin()
-    return shard

@@ -23,7 +23,7 @@ from nemo_rl.utils.logger import Logger
 
 from nemo_specrollout.nemo_rl.installation import RunFacts
 from nemo_specrollout.nemo_rl.logger import STEP_LOG, WatchingLogger
-from nemo_specrollout.nemo_rl.ray_calls import worker_client
+from nemo_specrollout.nemo_rl.ray_calls import WorkerClient
 from nemo_specrollout.nemo_rl.row_seeds import (
     ROOTS_KEY,
     SEEDS_KEY,
@@ -161,7 +161,7 @@ class SpecrolloutGeneration(VllmGeneration):
             yield
         finally:
             self._kind = SeedKind.ROLLOUT
-        worker_client(self.worker_group).forget_samples(self._validated)
+        WorkerClient(self.worker_group).call("take_sample_stats", self._validated)
 
     def snapshot_step_metrics(self) -> None:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""

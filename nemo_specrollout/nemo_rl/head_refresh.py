@@ -113,11 +113,12 @@ class HeadRefresh:
         self._read_answer()
         if self._trainer is not None and self._config.trigger != "never":
             self._folder.forget_old(version)
-            self._tell("save_teacher", lambda: self._workers.save_teacher(self._folder.teacher(version)))
+            self._tell("save_teacher", [[str(self._folder.teacher(version))]])  # of the first engine
         head, self._to_load = self._to_load, None
         if head is not None:
             self._in_service = head
-            self._tell("load_head", lambda: self._workers.load_head(head, self._num_drafts, self._has_head))
+            arguments = [str(head.folder), head.policy_version, head.expected_length, self._num_drafts]
+            self._tell("load_head", [arguments if has else None for has in self._has_head])
 
     def after_step(self, version: int, facts: StepFacts | None) -> dict[str, float]:
         """Reports a finished step to the trainer if it is idle. Returns metrics of the heads since the previous call.
@@ -126,8 +127,10 @@ class HeadRefresh:
         """
         self._read_answer()
         if self._source is not None:
-            places = self._feature_places(self._source)
-            self._tell("store_features", lambda: self._workers.store_features(places))
+            share = {"max_bytes": self._config.store_bytes // len(self._has_head), "source": self._source}
+            share["held_out_share"] = self._config.held_out_share
+            places = [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
+            self._tell("store_features", [[place] for place in places])
         if facts is not None and self._to_load is not None:
             self._owed_s += facts.seconds
         elif facts is not None:
@@ -180,16 +183,10 @@ class HeadRefresh:
             self._trainer = self._start()
         self._log.alarms.append(f"the draft head's trainer {end}")
 
-    def _feature_places(self, source: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns for each engine the folder and the limits of its feature store."""
-        share = {"max_bytes": self._config.store_bytes // len(self._has_head), "source": source}
-        share["held_out_share"] = self._config.held_out_share
-        return [{"folder": str(self._folder.features(i)), **share} for i in range(len(self._has_head))]
-
-    def _tell(self, method: str, call: Callable[[], Sequence[str | None]]) -> None:
+    def _tell(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> None:
         """Calls the engines. If one returns an error or raises, the refreshes end."""
         try:
-            errors = {error for error in call() if error}
+            errors = {error for error in self._workers.call_each(method, arguments) if error}
         except Exception as error:
             errors = {failure_text(error)}
         if errors and self._trainer is not None:

@@ -168,8 +168,10 @@ class LiveReport:
         is_last, now_s = step == self._last_step, self._clock()
         if not is_last and now_s < self._pages_due_s:
             return
-        if not is_last and _has_event_loop():
-            self._write_in_thread()
+        if not is_last and _has_event_loop():  # the SingleController's rollouts wait on this thread's loop
+            if self._writer is None or not self._writer.is_alive():
+                self._writer = Thread(target=self._write, daemon=True)
+                self._writer.start()
             return
         self._wait_for_thread()
         if is_last or now_s >= self._picture_due_s:
@@ -183,12 +185,6 @@ class LiveReport:
         self._wait_for_thread()
         if self._is_behind:
             self._write()
-
-    def _write_in_thread(self) -> None:
-        """Writes in a thread, because the SingleController's rollouts wait on this thread's event loop."""
-        if self._writer is None or not self._writer.is_alive():
-            self._writer = Thread(target=self._write, daemon=True)
-            self._writer.start()
 
     def _wait_for_thread(self) -> None:
         """Waits for the thread, which would otherwise write its older pages last."""

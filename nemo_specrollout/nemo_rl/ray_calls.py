@@ -2,10 +2,8 @@
 """Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,7 +12,6 @@ from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
-from nemo_specrollout.training.head.head_folder import PublishedHead
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
 """NeMo-RL's actor whose Python environment our actors share. It has vLLM, and with it what `speculators` needs."""
@@ -76,77 +73,45 @@ class ActorLink:
         ray.kill(self._actor)
 
 
-CallEngines = Callable[[str, Sequence[Sequence[Any] | None]], list[Any]]
-"""Calls a method of the engines' workers, with a list of arguments for each engine. An engine with None, or none, is left out.
-
-Returns a reply of each engine that was called, from the rank whose outputs vLLM uses."""
-
-
 class WorkerClient:
-    """Calls the `specrollout_*` methods of the engines' vLLM workers. Methods return a list with the reply of each engine."""
+    """Calls the `specrollout_*` methods of the engines' vLLM workers.
 
-    def __init__(self, call: CallEngines, num_engines: int = 1) -> None:
-        self._call_engines, self.num_engines = call, num_engines
+    Each method returns a list with the reply of each engine, from the rank whose outputs vLLM uses.
+    """
+
+    def __init__(self, worker_group: Any) -> None:
+        """`worker_group` is NeMo-RL's group of the engines' actors."""
+        self._group = worker_group
+        self.num_engines: int = worker_group.dp_size
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls `specrollout_<method>` with the same arguments in every engine."""
+        return self.call_each(method, [arguments] * self.num_engines)
+
+    def call_each(self, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
+        """Calls `specrollout_<method>` with each engine's own arguments. An engine with None, or none, is left out."""
+        call, leader = self._group.run_single_worker_single_data, self._group.get_dp_leader_worker_idx
+        called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
+        name = f"specrollout_{method}"
+        return ray.get([call("specrollout_call", worker, method=name, arguments=args) for worker, args in called])
 
     def engine_totals(self) -> list[EngineTotals]:
         """Returns sums over the steps since the engine's start."""
-        return [EngineTotals.from_wire(reply) for reply in self._call("totals")]
+        return [EngineTotals.from_wire(reply) for reply in self.call("totals")]
 
     def end_step(self, seeds: Sequence[int] | None) -> list[StepEnd]:
         """Returns alarms, versions, and the sample stats of the requests of `seeds`; None: of all that ended."""
-        return [StepEnd.from_wire(reply) for reply in self._call("end_step", seeds)]
-
-    def forget_samples(self, seeds: Sequence[int]) -> None:
-        """Drops the sample stats of the requests of `seeds`."""
-        self._call("take_sample_stats", seeds)
-
-    def set_policy_version(self, version: int) -> None:
-        """Sets the version of the engines' weights."""
-        self._call("policy_is", version)
-
-    def set_drafter_addresses(self, addresses: Sequence[str], secret: str) -> None:
-        """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
-        self._call("drafters_at", list(addresses), secret)
+        return [StepEnd.from_wire(reply) for reply in self.call("end_step", seeds)]
 
     def drafter_stats(self) -> list[DrafterStats]:
         """Returns the drafter stats of the engines that have remote drafters."""
-        return [DrafterStats(**reply) for reply in self._call("drafter_stats") if reply is not None]
-
-    def load_head(self, head: PublishedHead, num_positions: int, has_head: Sequence[bool]) -> list[None]:
-        """Loads a published head, measured with `num_positions` drafts, into the engines that have a head (`has_head`).
-
-        Raises ValueError for a head that does not fit.
-        """
-        arguments = [str(head.folder), head.policy_version, head.expected_length, num_positions]
-        return self._call_engines("specrollout_load_head", [arguments if has else None for has in has_head])
-
-    def store_features(self, places: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """Writes captured features to the store of each engine, see `FeatureCapture.store`. Returns errors."""
-        return self._call_engines("specrollout_store_features", [[dict(place)] for place in places])
-
-    def save_teacher(self, file: Path) -> list[str | None]:
-        """Lets the first engine write the policy's LM head and embedding to `file`. Returns its error."""
-        return self._call_engines("specrollout_save_teacher", [[str(file)]])
-
-    def _call(self, name: str, *arguments: Any) -> list[Any]:
-        return self._call_engines(f"specrollout_{name}", [list(arguments)] * self.num_engines)
-
-
-def worker_client(worker_group: Any) -> WorkerClient:
-    """Returns a client of our vLLM workers in the engines of NeMo-RL's `worker_group`."""
-    return WorkerClient(partial(_call_engines, worker_group), worker_group.dp_size)
+        return [DrafterStats(**reply) for reply in self.call("drafter_stats") if reply is not None]
 
 
 def failure_text(error: Exception) -> str:
     """Returns the last line of an error's text, without the guesses that Ray appends about an actor's exit."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].partition(" Worker exit type")[0]
-
-
-def _call_engines(worker_group: Any, method: str, arguments: Sequence[Sequence[Any] | None]) -> list[Any]:
-    call, leader = worker_group.run_single_worker_single_data, worker_group.get_dp_leader_worker_idx
-    called = [(leader(engine), list(args)) for engine, args in enumerate(arguments) if args is not None]
-    return ray.get([call("specrollout_call", worker, method=method, arguments=args) for worker, args in called])
 
 
 def answer_of(call: Any) -> Any:

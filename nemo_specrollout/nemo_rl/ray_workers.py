@@ -3,6 +3,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,9 +13,10 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
-from nemo_specrollout.nemo_rl.engine_racing import ShardRacing, join_stream
+from nemo_specrollout.nemo_rl.engine_racing import ShardRacing, ask_exchange_async
 from nemo_specrollout.nemo_rl.installation import RunFacts
 from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, SEEDS_KEY
+from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
 
 _rows: ContextVar[list[tuple[int, int]] | None] = ContextVar("specrollout_rows", default=None)
 """Seed, and length of the conversation's first prompt, of each row of this generate call."""
@@ -115,7 +117,9 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
 
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""
-        self._racing = await join_stream(self.llm, self._generate, actor, engine)
+        stream = StreamEngine(self._generate, int(self.llm.vllm_config.scheduler_config.max_num_seqs))
+        self._racing = StreamShard(engine, stream, partial(ask_exchange_async, actor, engine))
+        await self._racing.begin()
 
     async def specrollout_call(self, method: str, arguments: list[Any]) -> Any:
         """Calls `method` of our vLLM worker. Arguments and result are plain values."""

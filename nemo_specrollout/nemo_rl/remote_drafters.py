@@ -134,7 +134,7 @@ class RemoteDrafters:
             return
         self._sent = addresses
         try:
-            workers.set_drafter_addresses(addresses, self._secret)
+            workers.call("drafters_at", addresses, self._secret)
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 

@@ -83,12 +83,15 @@ class RowSeeds:
                 self._policy_version = policy_version
                 self._seen.clear()
 
-    def seeds(self, rows: Iterable[Sequence[int]], kind: SeedKind = SeedKind.ROLLOUT) -> list[int]:
-        """Returns the seed of each row, an integer in [0, 2^63). A row is the token ids of its prompt."""
+    def seeds(self, rows: Iterable[Sequence[int]], kind: SeedKind = SeedKind.ROLLOUT, *stream: int) -> list[int]:
+        """Returns the seed of each row, an integer in [0, 2^63). A row is the token ids of its prompt.
+
+        Numbers in `stream` give other seeds.
+        """
         sample = current_sample.get()
         if sample is not None:
             return [sample_seed(self._run_seed, sample, row) for row in rows]
-        run, seeds = combine(self._run_seed, kind), []
+        run, seeds = combine(self._run_seed, kind, *stream), []
         with _lock:
             for content in map(content_hash, rows):
                 seeds.append(request_seed(run, content, self._seen[kind, content], self._policy_version))

@@ -25,7 +25,7 @@ from nemo_specrollout.nemo_rl.metrics import (
     step_metrics,
     weight_updates,
 )
-from nemo_specrollout.nemo_rl.ray_calls import answer_of, engine_environment, worker_client
+from nemo_specrollout.nemo_rl.ray_calls import WorkerClient, answer_of, engine_environment
 from nemo_specrollout.nemo_rl.remote_drafters import RemoteDrafters, drafter_metrics, start_drafters, stats_between
 from nemo_specrollout.racing.exchange import StragglerExchange
 from nemo_specrollout.racing.turns import ExchangeFailed
@@ -124,7 +124,7 @@ class Supervisor:
 
     def attach(self, worker_group: Any) -> None:
         """Takes NeMo-RL's group of the engines' actors, and starts the refresh of the draft head for them."""
-        self._engines, self._workers = worker_group, worker_client(worker_group)
+        self._engines, self._workers = worker_group, WorkerClient(worker_group)
         if self._block.draft_refresh is not None:
             self._refresh = start_head_refresh(self._block, self._config, self._facts.heads, self._workers, self._log)
 
@@ -165,7 +165,7 @@ class Supervisor:
 
     def policy_updated(self, version: int) -> None:
         """Tells the engines, the trainer and the drafters that the engines have the weights of `version`."""
-        self._workers.set_policy_version(version)
+        self._workers.call("policy_is", version)
         if self._refresh is not None:
             self._refresh.policy_updated(version)
         if self._drafters is not None:

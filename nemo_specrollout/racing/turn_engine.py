@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,21 +35,6 @@ class _Submitted:
     """Number of the engine's tokens that were reported."""
 
 
-@dataclass
-class _Turn:
-    """Tokens and finish reasons that a turn has collected so far."""
-
-    parts: dict[int, Tokens] = field(default_factory=dict)
-    finished: dict[int, str] = field(default_factory=dict)
-    num_tokens: int = 0
-
-    def add(self, name: int, tokens: list[int], logprobs: list[float]) -> None:
-        known = self.parts.setdefault(name, ([], []))
-        known[0].extend(tokens)
-        known[1].extend(logprobs)
-        self.num_tokens += len(tokens)
-
-
 def num_text_tokens(requests: Iterable[Request]) -> int:
     """Returns the number of tokens that a prefill of the requests computes. Samples of one prompt share its computation."""
     requests = list(requests)
@@ -72,21 +57,24 @@ class TurnEngine:
         self._attempts: dict[int, _Submitted] = {}
         self._by_engine_id: dict[str, _Submitted] = {}
         self._step_s = 0.0  # seconds of a recent decode step
+        self._parts: dict[int, Tokens] = {}  # of this turn
+        self._finished: dict[int, str] = {}
 
     def turn(self, orders: Orders) -> TurnResult:
         """Stops and begins attempts as ordered, then steps until the turn's time is over or no attempt is left."""
-        turn, old = _Turn(), [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
+        self._parts, self._finished = {}, {}
+        old = [attempt.name for attempt in self._attempts.values() if attempt.num_reported]
         until = time.perf_counter() + orders.seconds
         self._stop(orders.stops)
-        first_s, num_first_steps, num_prefilled = self._begin(orders.starts, turn)
-        num_first = turn.num_tokens
-        decode_s, request_s, num_steps = self._decode(until, turn)
-        self._report_all(turn)
+        first_s, num_first_steps, num_prefilled = self._begin(orders.starts)
+        num_first = self._num_tokens
+        decode_s, request_s, num_steps = self._decode(until)
+        self._report_all()
         prefill_s = max(first_s - num_first_steps * self._step_s, 0.0) if num_prefilled else 0.0
-        work = Work(decode_s, request_s, turn.num_tokens - num_first, prefill_s, num_prefilled)
+        work = Work(decode_s, request_s, self._num_tokens - num_first, prefill_s, num_prefilled)
         self._step_s = decode_s / num_steps if num_steps else self._step_s
         steady = tuple(name for name in old if name in self._attempts)
-        return TurnResult(turn.parts, turn.finished, work, self.policy_version, steady)
+        return TurnResult(self._parts, self._finished, work, self.policy_version, steady)
 
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int, *, recompute_kv_cache: bool
@@ -115,7 +103,7 @@ class TurnEngine:
         """Stops attempts. Their unreported tokens are lost."""
         self._abort([self._attempts.pop(name) for name in names if name in self._attempts])
 
-    def _begin(self, starts: Starts, turn: _Turn) -> tuple[float, int, int]:
+    def _begin(self, starts: Starts) -> tuple[float, int, int]:
         """Begins attempts and takes the steps of their prefill.
 
         Returns the seconds of these steps, their number, and the number of tokens that they computed completely.
@@ -127,10 +115,10 @@ class TurnEngine:
         self._attempts |= {attempt.name: attempt for attempt in attempts}
         self._submit(attempts)
         while not begun and num_steps < FIRST_STEPS:
-            self._step(turn)
-            self._report_all(turn)
+            self._step()
+            self._report_all()
             num_steps += 1
-            begun = {name for name, _ in starts if name in turn.parts}
+            begun = {name for name, _ in starts if name in self._parts}
         num_prefilled = num_text_tokens(request for name, request in starts if name in begun)
         return time.perf_counter() - started, num_steps, num_prefilled
 
@@ -145,13 +133,13 @@ class TurnEngine:
         for attempt in attempts:
             del self._by_engine_id[attempt.engine_id]
 
-    def _decode(self, until: float, turn: _Turn) -> tuple[float, float, int]:
+    def _decode(self, until: float) -> tuple[float, float, int]:
         """Steps until the clock shows `until`. Returns `Work.decode_s`, `Work.request_s` and the number of steps."""
         decode_s, request_s, num_steps = 0.0, 0.0, 0
         now = time.perf_counter()
         while self._attempts and now < until:
             num_attempts = len(self._attempts)
-            self._step(turn)
+            self._step()
             before, now = now, time.perf_counter()
             num_steps += 1
             decode_s += now - before
@@ -160,21 +148,29 @@ class TurnEngine:
                 break
         return decode_s, request_s, num_steps
 
-    def _step(self, turn: _Turn) -> None:
+    def _step(self) -> None:
         for engine_id, rollout in self.engine.step().items():
             attempt = self._by_engine_id.pop(engine_id)
             del self._attempts[attempt.name]
             start = attempt.num_reported
-            turn.add(attempt.name, rollout.token_ids[start:], rollout.logprobs[start:])
-            turn.finished[attempt.name] = rollout.finish_reason
+            self._report(attempt, rollout.token_ids[start:], rollout.logprobs[start:])
+            self._finished[attempt.name] = rollout.finish_reason
 
-    def _report_all(self, turn: _Turn) -> None:
-        """Adds the new tokens of all attempts to the turn."""
+    def _report_all(self) -> None:
         for attempt in self._attempts.values():
             tokens, logprobs = self.engine.progress(attempt.engine_id, attempt.num_reported)
             if tokens:
-                attempt.num_reported += len(tokens)
-                turn.add(attempt.name, tokens, logprobs)
+                self._report(attempt, tokens, logprobs)
+
+    def _report(self, attempt: _Submitted, tokens: list[int], logprobs: list[float]) -> None:
+        attempt.num_reported += len(tokens)
+        known = self._parts.setdefault(attempt.name, ([], []))
+        known[0].extend(tokens)
+        known[1].extend(logprobs)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self._parts.values())
 
 
 def roll_out_shard(stepped: HostedEngine, ask: Ask, requests: Sequence[ShardRequest]) -> list[Rollout]:
