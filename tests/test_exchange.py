@@ -24,8 +24,7 @@ from nemo_specrollout.generation.vllm_requests import (
     shard_requests,
 )
 from nemo_specrollout.nemo_rl.engine_inputs import engine_arguments
-from nemo_specrollout.nemo_rl.engine_racing import ask_exchange
-from nemo_specrollout.nemo_rl.ray_calls import answer_of
+from nemo_specrollout.nemo_rl.ray_calls import answer_of, ask_exchange
 from nemo_specrollout.nemo_rl.supervisor import SpecrolloutExchange
 from nemo_specrollout.racing import coordinator
 from nemo_specrollout.racing.exchange import StragglerExchange

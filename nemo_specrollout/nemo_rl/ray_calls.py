@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray helpers: our own actors beside NeMo-RL's, calls of engines, and the text of a failure."""
 
+import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -130,3 +132,14 @@ def ray_errors_as_exchange_failed() -> Iterator[None]:
     except (ray.exceptions.RayError, TimeoutError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ExchangeFailed(f"{type(error).__name__}: {first_line}") from error
+
+
+def ask_exchange(actor: Any, engine: int, method: str, *arguments: Any) -> Callable[[], Any]:
+    """Calls a method of the exchange for an engine. Returns a function that waits for the answer or raises ExchangeFailed."""
+    return partial(answer_of, getattr(actor, method).remote(engine, *arguments))
+
+
+async def ask_exchange_async(actor: Any, engine: int, method: str, *arguments: Any) -> Any:
+    """Calls a method of the exchange for an engine, and returns the answer. Raises ExchangeFailed."""
+    with ray_errors_as_exchange_failed():
+        return await asyncio.wait_for(getattr(actor, method).remote(engine, *arguments), PATIENCE_S)

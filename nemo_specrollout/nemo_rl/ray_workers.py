@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's Ray actors around an engine, extended: the engine has our vLLM worker, and its requests have seeds."""
 
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -12,11 +14,17 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
+from nemo_specrollout.generation.engine import HostedEngine
+from nemo_specrollout.generation.vllm_requests import as_vllm_returns, shard_requests
 from nemo_specrollout.nemo_rl.engine_inputs import RequestSeeds, SeedHeader, engine_arguments, engine_number
-from nemo_specrollout.nemo_rl.engine_racing import ShardRacing, ask_exchange_async
 from nemo_specrollout.nemo_rl.installation import RunFacts
+from nemo_specrollout.nemo_rl.ray_calls import ask_exchange, ask_exchange_async
 from nemo_specrollout.nemo_rl.row_seeds import ROOTS_KEY, SEEDS_KEY
 from nemo_specrollout.racing.stream_engine import StreamEngine, StreamShard
+from nemo_specrollout.racing.turn_engine import roll_out_shard
+from nemo_specrollout.racing.turns import ExchangeFailed
+
+logger = logging.getLogger(__name__)
 
 _rows: ContextVar[list[tuple[int, int]] | None] = ContextVar("specrollout_rows", default=None)
 """Seed, and length of the conversation's first prompt, of each row of this generate call."""
@@ -25,6 +33,33 @@ _rows: ContextVar[list[tuple[int, int]] | None] = ContextVar("specrollout_rows",
 def _rows_of(data: BatchedDataDict[Any]) -> list[tuple[int, int]] | None:
     seeds, roots = data.get(SEEDS_KEY), data.get(ROOTS_KEY)
     return None if seeds is None or roots is None else list(zip(seeds.tolist(), roots.tolist(), strict=True))
+
+
+class ShardRacing:
+    """Stands in for `vllm.LLM.generate` of a synchronous engine, whose shard is rolled out together with the others'."""
+
+    def __init__(self, llm: Any, actor: Any, engine: int) -> None:
+        self._hosted, self._ask, self._engine = HostedEngine(llm), partial(ask_exchange, actor, engine), engine
+        self._has_warned = False
+
+    def generate(self, prompts: Sequence[Any], params: Sequence[Any], native: Callable[[], list[Any]]) -> list[Any]:
+        """Returns vLLM's records of the requests, in their order.
+
+        The engine works alone, by `native`, if one of the requests cannot go on in another engine, or the exchange is lost.
+        """
+        requests = shard_requests(self._engine, prompts, params)
+        if requests is None:
+            with suppress(ExchangeFailed):
+                self._ask("leave")()
+            return native()
+        try:
+            made = roll_out_shard(self._hosted, self._ask, requests)
+        except ExchangeFailed as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("specrollout: the exchange failed, so each engine makes its own requests: %s", error)
+            return native()
+        return [as_vllm_returns(r, str(i), m) for i, (r, m) in enumerate(zip(requests, made, strict=True))]
 
 
 class _SeededEngine:
