@@ -165,7 +165,7 @@ def test_each_layer_norms_the_context_by_its_own_weights(
         [torch.nn.functional.rms_norm(k, (32,), w, 1e-6) for k, w in zip(keys_L, weights_L, strict=True)]
     )
     assert torch.allclose(model._normalize_context_k(keys_L), wanted_L, atol=1e-5)
-    health = head_health(runner, None, None, 0)
+    health = head_health(runner, None, None)
     assert not (health.all_zero or health.non_finite or health.shares_target_tensors)
 
 

@@ -65,11 +65,6 @@ class HeadWatch:
         self._num_steps = 0
         self._alarms: list[dict[str, Any]] = []
 
-    @property
-    def age(self) -> int:
-        """Weight updates since the head in service was trained for the policy."""
-        return self._samples.policy_version - self._samples.head_version
-
     def began(self, event: str, **known: Any) -> None:
         """Starts a period after a refit, publish or wake, in which acceptance should be as before, or as the gate measured."""
         self._canary.begin(event, **known)
@@ -108,13 +103,14 @@ class HeadWatch:
         self._seen_CK2 = self._counts.values.copy()
         drafted_CK, accepted_CK = new_CK2[..., 0], new_CK2[..., 1]
         context_alarm = self._contexts.observe(drafted_CK, accepted_CK, CHECK_STEPS)
-        health = HeadHealth(age_in_versions=self.age)
+        health = HeadHealth(age_in_versions=self._samples.policy_version - self._samples.head_version)
         alarm = self._canary.observe(drafted_CK.sum(axis=0), accepted_CK.sum(axis=0), health, CHECK_STEPS)
         alarm = alarm or context_alarm
         if alarm is not None:
-            health = head_health(self._runner, self._folder, self._previous, self.age)
-            health = replace(health, fails_in_long_contexts=self._contexts.fails_in_long_contexts)
-            self._raise(alarm.explained_by(health))
+            fails = self._contexts.fails_in_long_contexts
+            found = head_health(self._runner, self._folder, self._previous)
+            found = replace(found, age_in_versions=health.age_in_versions, fails_in_long_contexts=fails)
+            self._raise(alarm.explained_by(found))
 
     def _raise(self, alarm: Any) -> None:
         """Records an alarm, and stops the drafter if it is broken."""
@@ -136,7 +132,7 @@ class HeadWatch:
         )  # fmt: skip
 
 
-def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_versions: int) -> HeadHealth:
+def head_health(runner: Any, folder: Path | None, previous: Path | None) -> HeadHealth:
     """Returns what is wrong with the engine's head, found without drafting.
 
     The engine should have the head of `folder`, published after the head of `previous`. A kernel may have repacked a weight in
@@ -163,7 +159,6 @@ def head_health(runner: Any, folder: Path | None, previous: Path | None, age_in_
         qkv_interleaved=_is_interleaved(published, before),
         head_context=head_context(folder, runner.model_config.max_model_len),
         rope_difference=rope_difference(head_config, policy_config) if method == "eagle3" else "",
-        age_in_versions=age_in_versions,
     )
 
 
