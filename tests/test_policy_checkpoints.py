@@ -33,9 +33,8 @@ from torch import Tensor
 from nemo_specrollout.config.run_sections import OptimizerConfig
 from nemo_specrollout.local import megatron_model
 from nemo_specrollout.local.policy import MegatronPolicy
-from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
+from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape, Weight
 from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
-from nemo_specrollout.training.checkpoints.weight_map import FusedQkv, weights_of_shape
 
 pytestmark = pytest.mark.integration
 
@@ -59,11 +58,11 @@ def test_query_groups_lie_where_megatron_looks_for_them(
     Megatron's attention views a shard as [groups, q heads + k + v, head_dim] and finds each row there.
     """
     groups, width = per_rank * size, hidden * (2 if is_head else 1)
-    layout = FusedQkv(groups, heads_per_group, head_dim)
     rows = [groups * heads_per_group * head_dim, groups * head_dim, groups * head_dim]
+    weight = Weight("qkv", {name: (n, width) for name, n in zip("qkv", rows, strict=True)}, num_groups=groups)
     q, k, v = torch.randn(sum(rows), width).to(torch.bfloat16).split(rows)
-    shards = [layout.shard([q, k, v], rank, size) for rank in range(size)]
-    assert all(torch.equal(a, b) for a, b in zip(layout.unshard(shards), (q, k, v), strict=True))
+    shards = [weight.shard([q, k, v], rank, size) for rank in range(size)]
+    assert all(torch.equal(a, b) for a, b in zip(weight.unshard(shards), (q, k, v), strict=True))
     for rank, shard in enumerate(shards):
         viewed = shard.view(per_rank, heads_per_group + 2, head_dim, width)
         mine = slice(rank * per_rank, (rank + 1) * per_rank)
@@ -203,13 +202,13 @@ def load_policy_of(tensors: dict[str, Tensor], shape: PolicyShape) -> GPTModel:
 def fill(model: GPTModel, tensors: dict[str, Tensor], shape: PolicyShape, layers: range) -> None:
     """Copies into a pipeline stage the tensors of its layers, which are `layers`."""
     parameters = dict(model.named_parameters())
-    for weight in weights_of_shape(shape):
+    for weight in shape.weights():
         name = weight.megatron
         if name.startswith("decoder.layers."):
             layer = int(name.split(".")[2])
             name = name.replace(f".{layer}.", f".{layer - layers.start}.", 1) if layer in layers else ""
         if name in parameters:
-            whole = weight.layout.shard([tensors[hf] for hf in weight.hf], 0, 1)
+            whole = weight.shard([tensors[hf] for hf in weight.hf], 0, 1)
             parameters[name].zero_()[: len(whole)].copy_(whole)
 
 
@@ -357,8 +356,8 @@ def _half(folder: Path) -> GPTModel:
     config = replace(megatron_model.transformer_config(shape), tensor_model_parallel_size=2)
     model = _gpt_model(config, shape)
     parameters = dict(model.named_parameters())
-    for weight in weights_of_shape(shape):
-        shard = weight.layout.shard([tensors[name] for name in weight.hf], dist.get_rank(), 2)
+    for weight in shape.weights():
+        shard = weight.shard([tensors[name] for name in weight.hf], dist.get_rank(), 2)
         parameters[weight.megatron].copy_(shard)
     return model
 

@@ -23,14 +23,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
-from nemo_specrollout.training.checkpoints.weight_map import (
-    EMBEDDING,
-    LM_HEAD,
-    MEGATRON_EMBEDDING,
-    MEGATRON_LM_HEAD,
-    weights_of_shape,
-)
+from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD
+from nemo_specrollout.training.checkpoints.policy_shape import MEGATRON_EMBEDDING, MEGATRON_LM_HEAD, PolicyShape
 
 Shard = dict[str, Tensor]
 
@@ -95,7 +89,13 @@ class _SafeReader(dcp.FileSystemReader):
     """PyTorch's reader of distributed checkpoints. It reads tensors safely but unpickles metadata, so that is replaced."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return _read_metadata(Path(self.path) / ".metadata")
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({_first_line(error)}): use another checkpoint") from None
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        return metadata
 
 
 def _empty_tensor(name: str, item: TensorStorageMetadata, folder: Path) -> Tensor:
@@ -187,20 +187,18 @@ def hf_tensors(shards: list[Shard], shape: PolicyShape, folder: Path) -> dict[st
     Raises ValueError, which names the tensor, for weights that do not fit the shape.
     """
     named = [_with_local_names(shard) for shard in shards]
-    weights, shapes = weights_of_shape(shape), shape.hf_shapes()
+    weights = shape.weights()
     _check_names(named, {weight.megatron for weight in weights}, folder)
     tensors: dict[str, Tensor] = {}
     for weight in weights:
         try:
-            full = weight.layout.unshard([shard[weight.megatron] for shard in named])
+            full = weight.unshard([shard[weight.megatron] for shard in named])
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder}: {weight.megatron} does not fit the config ({_first_line(error)})") from None
-        for name, tensor in zip(weight.hf, full, strict=True):
+        for (name, wanted), tensor in zip(weight.hf.items(), full, strict=True):
             fitted = tensor[: shape.vocab_size] if name in (EMBEDDING, LM_HEAD) else tensor
-            if tuple(fitted.shape) != shapes[name]:
-                raise ValueError(
-                    f"{folder}: {name} has shape {tuple(tensor.shape)}, but the config says {shapes[name]}"
-                )
+            if tuple(fitted.shape) != wanted:
+                raise ValueError(f"{folder}: {name} has shape {tuple(tensor.shape)}, but the config says {wanted}")
             tensors[name] = fitted.clone(memory_format=torch.contiguous_format)
     return tensors
 
@@ -225,16 +223,6 @@ def _check_names(shards: list[Shard], wanted: set[str], folder: Path) -> None:
             continue  # the last pipeline stage has a copy of tied embeddings
         if surplus:
             raise ValueError(f"{folder} has {surplus[0]} ({len(surplus)} surplus): it does not fit the config")
-
-
-def _read_metadata(path: Path) -> Metadata:
-    """Returns the metadata of a distributed checkpoint. Raises ValueError if the file is damaged or has other classes."""
-    try:
-        metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}): use another checkpoint") from None
-    metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-    return metadata
 
 
 def _load_tensors(file: Path) -> dict[str, Any]:

@@ -1,16 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a Qwen3 or a Llama, from its Hugging Face config.json, in Megatron-Core's terms."""
+"""Shape of a Qwen3 or a Llama, from its Hugging Face config.json, and its weights in Hugging Face and in Megatron-Core.
+
+Only functions that read tensors load torch.
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from nemo_specrollout.config.model_folder import EMBEDDING, LM_HEAD, size_in
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MODEL_TYPES = ("qwen3", "llama")
 """Values of `model_type` that are supported."""
+MEGATRON_EMBEDDING, MEGATRON_LM_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron parameter with the Hugging Face tensors that it holds.
+
+    `shard` and `unshard` only slice, concatenate and reshape, so both ways are bit-exact.
+    """
+
+    megatron: str
+    """Name in Megatron-Core."""
+    hf: Mapping[str, tuple[int, ...]]
+    """Names in Hugging Face, with the shapes."""
+    dim: int | None = 0
+    """Dimension that is cut: 0 for column-parallel layers and the vocabulary, 1 for row-parallel layers. None if every rank
+    has the same tensor, such as a norm."""
+    num_groups: int | None = None
+    """Number of groups in which the rows of several tensors alternate, such as query groups: [q heads of group 0, k 0, v 0,
+    q heads of group 1, ...]. None for one group on each rank: rank r has [gate_r; up_r]."""
+
+    def shard(self, full: "list[Tensor]", rank: int, size: int) -> "Tensor":
+        """Returns the part of one of `size` ranks, from the full tensors."""
+        import torch
+
+        if self.dim is None:
+            return full[0]
+        if len(full) == 1:
+            return full[0].chunk(size, self.dim)[rank]
+        grouped = torch.cat([x.unflatten(0, (self.num_groups or size, -1)) for x in full], 1)
+        return grouped.chunk(size)[rank].flatten(0, 1)
+
+    def unshard(self, shards: "list[Tensor]") -> "list[Tensor]":
+        """Returns the full tensors, from the parts of all ranks."""
+        import torch
+
+        if self.dim is None:
+            return shards[:1]
+        joined = torch.cat(shards, self.dim)
+        if len(self.hf) == 1:
+            return [joined]
+        grouped, heights = joined.unflatten(0, (self.num_groups or len(shards), -1)), [s[0] for s in self.hf.values()]
+        rows = [grouped.shape[1] * height // sum(heights) for height in heights]
+        return [x.flatten(0, 1) for x in grouped.split(rows, 1)]
 
 
 @dataclass(frozen=True)
@@ -70,22 +120,40 @@ class PolicyShape:
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every Hugging Face tensor, by name."""
+        return {name: shape for weight in self.weights() for name, shape in weight.hf.items()}
+
+    def weights(self) -> list[Weight]:
+        """Returns every weight, in Hugging Face's order of layers."""
+        vocabulary, norm = (self.vocab_size, self.hidden_size), (self.hidden_size,)
+        return [
+            Weight(MEGATRON_EMBEDDING, {EMBEDDING: vocabulary}),
+            *(weight for layer in range(self.num_layers) for weight in self._layer_weights(layer)),
+            Weight("decoder.final_layernorm.weight", {"model.norm.weight": norm}, None),
+            *([] if self.tied else [Weight(MEGATRON_LM_HEAD, {LM_HEAD: vocabulary})]),
+        ]
+
+    def _layer_weights(self, layer: int) -> list[Weight]:
         hidden, ffn, dim = self.hidden_size, self.ffn_hidden_size, self.head_dim
         queries, keys = self.num_heads * dim, self.num_query_groups * dim
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn),
-        }  # fmt: skip
+        qkv = {f"self_attn.{x}_proj": (rows, hidden) for x, rows in (("q", queries), ("k", keys), ("v", keys))}
+        weights = [
+            Weight("input_layernorm", {"input_layernorm": (hidden,)}, None),
+            Weight("self_attention.linear_qkv", qkv, 0, self.num_query_groups),
+            Weight("self_attention.linear_proj", {"self_attn.o_proj": (hidden, queries)}, 1),
+            Weight("pre_mlp_layernorm", {"post_attention_layernorm": (hidden,)}, None),
+            Weight("mlp.linear_fc1", {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden)}),
+            Weight("mlp.linear_fc2", {"mlp.down_proj": (hidden, ffn)}, 1),
+        ]
         if self.has_qk_norm:
-            layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
-        return {
-            EMBEDDING: (self.vocab_size, hidden),
-            **{f"model.layers.{i}.{name}.weight": s for i in range(self.num_layers) for name, s in layer.items()},
-            "model.norm.weight": (hidden,),
-            **({} if self.tied else {LM_HEAD: (self.vocab_size, hidden)}),
-        }
+            weights += [Weight(f"self_attention.{x}_layernorm", {f"self_attn.{x}_norm": (dim,)}, None) for x in "qk"]
+        return [
+            replace(
+                weight,
+                megatron=f"decoder.layers.{layer}.{weight.megatron}.weight",
+                hf={f"model.layers.{layer}.{name}.weight": shape for name, shape in weight.hf.items()},
+            )
+            for weight in weights
+        ]
 
 
 def _positive(config: Mapping[str, Any], name: str) -> float:
