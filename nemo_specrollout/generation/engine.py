@@ -264,8 +264,13 @@ class RolloutEngine(HostedEngine):
 
         from nemo_specrollout.generation.vllm_requests import RolloutSamplingParams
 
+        params_class = RolloutSamplingParams if self._has_our_worker else SamplingParams
+        params = params_class(**{**self._sampling(request), **sampling}, output_kind=RequestOutputKind.FINAL_ONLY)
+        return [*request.prompt_token_ids, *request.prefix_token_ids], params
+
+    def _sampling(self, request: RolloutRequest) -> dict[str, Any]:
         generation, length, is_ours = self._generation, request.exact_length, self._has_our_worker
-        arguments = {
+        return {
             "temperature": generation.temperature,
             "top_p": generation.top_p,
             "top_k": generation.top_k or 0,
@@ -276,10 +281,7 @@ class RolloutEngine(HostedEngine):
             "detokenize": False,
             "extra_args": rollout_extra_args(request) if is_ours else None,
             "seed": None if is_ours else self._seed_of(request),
-            "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        params = (RolloutSamplingParams if is_ours else SamplingParams)(**{**arguments, **sampling})
-        return [*request.prompt_token_ids, *request.prefix_token_ids], params
 
     def _seed_of(self, request: RolloutRequest) -> int:
         return request_seed(self._seed, request.prompt_index, request.sample_index, request.policy_version)
