@@ -19,7 +19,6 @@ from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, DrafterSpec, drafter_spec, shared_vllm_config
 from nemo_specrollout.reports.records import PREFIX
 
-LOOPBACK = "127.0.0.1"
 _LOGGED = {
     "draft_occupancy": "occupancy",
     "draft_run_ahead": "run_ahead",
@@ -159,7 +158,7 @@ def start_drafters(drafter: RemoteDrafterConfig, vllm_cfg: Mapping[str, Any], lo
 
     def start() -> list[ActorLink]:
         spec = drafter_spec(drafter, shared_vllm_config(vllm_cfg), on_cpu=not drafter.gpus)
-        host = LOOPBACK if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
+        host = "127.0.0.1" if sum(node["Alive"] for node in ray.nodes()) == 1 else ""
         # Spread over the nodes: a drafter is small and shares a node's cores and network with engines.
         options = {"num_gpus": drafter.gpus, "scheduling_strategy": "SPREAD"}
         return [

@@ -4,7 +4,6 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -89,16 +88,6 @@ class ExchangeDriver:
             return None
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """Counters at one moment."""
-
-    totals: EngineTotals
-    """Sums over all engines."""
-    drafter_stats: list[DrafterStats]
-    """Counters of each engine, if there are remote drafters."""
-
-
 class Supervisor:
     """Owns the draft head's refresh, the remote drafters and the exchange of requests, each if the block has it.
 
@@ -118,7 +107,7 @@ class Supervisor:
         if self._block.remote is not None and self._block.remote.workers:  # drafters at `addresses` are the user's
             self._drafters = start_drafters(self._block.remote, generation_config["vllm_cfg"], log)
         self._requested: list[int] = []
-        self._before: _Reading | None = None
+        self._before: tuple[EngineTotals, list[DrafterStats]] | None = None
         self._last = EngineTotals()
         self._facts_at = time.perf_counter()
 
@@ -189,10 +178,10 @@ class Supervisor:
         before, self._before = self._before, None
         if before is None:
             return {}
-        after, log, num_engines = self._read(), self._log, self._workers.num_engines
-        done = after.totals - before.totals
-        metrics = step_metrics(done, num_engines) | weight_updates(self._last, after.totals, num_engines)
-        self._last = after.totals
+        totals, stats = self._read()
+        done, log, num_engines = totals - before[0], self._log, self._workers.num_engines
+        metrics = step_metrics(done, num_engines) | weight_updates(self._last, totals, num_engines)
+        self._last = totals
         if counts := acceptance_counts(done):
             log.entries["acceptance"] = counts
         seeds, self._requested = self._requested or None, []
@@ -203,7 +192,7 @@ class Supervisor:
         if self._refresh is not None:
             metrics |= self._refreshed(self._refresh, version, done)
         if self._block.remote is not None:
-            log.entries["draft_supply"] = stats_between(before.drafter_stats, after.drafter_stats)
+            log.entries["draft_supply"] = stats_between(before[1], stats)
             metrics |= drafter_metrics(log.entries["draft_supply"])
         if self._drafters is not None:
             self._drafters.update(self._workers)
@@ -221,6 +210,7 @@ class Supervisor:
             self._facts_at = now
         return {PREFIX + name: value for name, value in refresh.after_step(version, facts).items()}
 
-    def _read(self) -> _Reading:
+    def _read(self) -> tuple[EngineTotals, list[DrafterStats]]:
+        """Returns sums over all engines, and the counters of each engine if there are remote drafters."""
         totals = reduce(add, self._workers.engine_totals())
-        return _Reading(totals, [] if self._block.remote is None else self._workers.drafter_stats())
+        return totals, ([] if self._block.remote is None else self._workers.drafter_stats())

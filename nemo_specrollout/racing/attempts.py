@@ -24,9 +24,6 @@ class AttemptOutcome(StrEnum):
     ABANDONED = "abandoned"  # The request was no longer wanted.
 
 
-_LOST_RACE = (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)
-
-
 @dataclass
 class Attempt:
     """One engine's open attempt at one request."""
@@ -141,7 +138,7 @@ class Timeline:
     def figures(self) -> dict[str, Any]:
         """Returns the metrics `tail.*` of docs/reference/metrics.md."""
         outcomes = [s.outcome for s in self.spans]
-        lost = [s for s in self.spans if s.outcome in _LOST_RACE]
+        lost = [s for s in self.spans if s.outcome in (AttemptOutcome.BEATEN, AttemptOutcome.GAVE_UP)]
         won_s = {s.request: s.start_s for s in self.spans if s.outcome == AttemptOutcome.WON}
         return {
             "moves": outcomes.count(AttemptOutcome.MOVED),

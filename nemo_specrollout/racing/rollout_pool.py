@@ -46,8 +46,6 @@ MOST_RESTARTS = 3
 """Restarts of each engine."""
 _LONGEST_ERROR = 300
 """Characters of a dead engine's last error that are shown."""
-ONE_CORE = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-"""Runtime environment of an engine's actor."""
 DEAD = object()
 """Answer of an engine that has died."""
 _OBJECT_STORE_BYTES = 512 << 20
@@ -283,7 +281,8 @@ class RolloutPool:
 
     def _start(self, engine: int) -> None:
         """Begins to start an engine. It asks Ray for no CPU: more engines than cores are slower, but none waits for a core."""
-        actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=ONE_CORE).remote()
+        one_core = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        actor: Any = ray.remote(RolloutActor).options(num_cpus=0, runtime_env=one_core).remote()
         started = actor.start.remote(*self._arguments[engine], self._weights)
         self._starting[started] = _Start(engine, actor, self._weights)
         self._heard_s[engine] = time.monotonic()
