@@ -236,11 +236,9 @@ def test_truncated_heads_and_folders_without_a_head_are_refused(head_folder: Pat
         check_head(tmp_path / "nothing", STEP_ADDER)
 
 
-def test_a_new_head_needs_layers_and_tokens_of_the_policy() -> None:
+def test_a_new_head_needs_layers_of_the_policy() -> None:
     with pytest.raises(ValueError, match="name distinct layers of the policy"):
         create_head(STEP_ADDER, (1, 2, 9))
-    with pytest.raises(ValueError, match="name tokens of the policy"):
-        create_head(STEP_ADDER, LAYER_IDS, draft_token_ids=[1, 96])
 
 
 def test_the_teacher_and_the_embedding_follow_the_policy(small_head_folder: Path) -> None:

@@ -4,8 +4,8 @@
 The first pass runs on the policy's states, each further one on the head's own states. All later passes attend to the keys of
 the first pass. Only the row that made a key of a later pass attends to it.
 
-Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to. D draft vocabulary, H hidden size,
-F = auxiliary layers * H.
+Shapes: S rows of a packed batch, R rows that draft, C columns that they attend to, K draft positions.
+D draft vocabulary, H hidden size, F = auxiliary layers * H.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -164,7 +165,8 @@ def training_loss(model: Any, batch: Batch, num_positions: int, loss: RowLoss) -
     is_target_S = batch["loss_mask"][0].bool()
     num_rows = len(is_target_S)
     # A draft that crosses into the next piece has no target there, because `pack` leaves a piece's first rows out.
-    rows_R = _is_target_ahead(is_target_S, num_positions).nonzero()[:, 0]
+    ahead_KS = torch.stack([F.pad(is_target_S, (0, k))[k:] for k in range(num_positions)])
+    rows_R = ahead_KS.any(0).nonzero()[:, 0]
     hidden_1RH = projected(model, batch["hidden_states"])
     if len(rows_R) == 0:  # the batch holds prompts only
         return 0.0 * hidden_1RH.sum()
@@ -191,14 +193,6 @@ def training_loss(model: Any, batch: Batch, num_positions: int, loss: RowLoss) -
         mask_RC = torch.cat([mask_RC, own_RR], dim=1)
         ahead_R = rows_R + k + 1
     return total
-
-
-def _is_target_ahead(is_target_S: Tensor, num_positions: int) -> Tensor:
-    """Returns whether the row or one of the `num_positions` - 1 rows after it is a target, bool [S]."""
-    found_S = is_target_S.clone()
-    for k in range(1, min(num_positions, len(is_target_S))):
-        found_S[:-k] |= is_target_S[k:]
-    return found_S
 
 
 def row_loss(weights: Mapping[str, tuple[Any, float]]) -> RowLoss:

@@ -145,7 +145,7 @@ def create_head(
         device: Device of the head.
         seed: Seed of the weights that are not the policy's.
 
-    Raises ValueError for layer ids or token ids that the policy does not have.
+    Raises ValueError for layer ids that the policy does not have.
     """
     facts, policy = read_policy_facts(policy_folder), AutoConfig.from_pretrained(policy_folder)
     layer_ids = tuple(layer_ids) if layer_ids is not None else default_layer_ids(facts.num_layers)
@@ -155,9 +155,9 @@ def create_head(
     values = {name: getattr(policy, name) for name in _COPIED if getattr(policy, name, None) is not None}
     values.setdefault("head_dim", policy.hidden_size // policy.num_attention_heads)
     layer = config_class(num_hidden_layers=1, tie_word_embeddings=False, attention_bias=False, **values)
-    draft_ids_D = _sorted_draft_ids(draft_token_ids, facts.vocab_size)
-    num_drafted = facts.vocab_size if draft_ids_D is None else len(draft_ids_D)
-    config = _head_config(layer, policy_folder, device, layer_ids, draft_vocab_size=num_drafted)
+    drafted = sorted(set(range(facts.vocab_size) if draft_token_ids is None else draft_token_ids))
+    draft_ids_D = torch.tensor(drafted) if len(drafted) < facts.vocab_size else None
+    config = _head_config(layer, policy_folder, device, layer_ids, draft_vocab_size=len(drafted))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = DraftHead(config, draft_ids_D, policy_folder)
@@ -285,12 +285,3 @@ def _copy_policy_layers(head: DraftHead, policy_folder: Path, num_layers: int) -
     model.lm_head.weight.copy_(model.verifier_lm_head.weight)
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, -hidden:] += torch.eye(hidden)
-
-
-def _sorted_draft_ids(ids: Sequence[int] | None, vocab_size: int) -> torch.Tensor | None:
-    """Returns the sorted ids; None for the whole vocabulary. Raises ValueError for ids that the policy does not have."""
-    if ids is None or len(set(ids)) == vocab_size:
-        return None
-    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"draft_token_ids {list(ids)[:8]}...: name tokens of the policy, 0 to {vocab_size - 1}")
-    return torch.tensor(sorted(set(ids)))
