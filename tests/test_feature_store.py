@@ -24,6 +24,7 @@ from nemo_specrollout.training.features.feature_store import (
     FeatureReader,
     FeatureSource,
     FeatureStore,
+    data_hash,
     newest_sequences,
 )
 from nemo_specrollout.training.features.features import SequenceFeatures, is_held_out
@@ -171,7 +172,7 @@ def test_the_hash_depends_on_the_contents_alone(tmp_path: Path) -> None:
             store.append(features(version, 0))
             store.flush()
         store.close()
-        return store.data_hash()
+        return data_hash([store])
 
     assert hash_of("a", [1, 2]) == hash_of("b", [2, 1]) != hash_of("c", [1, 3])
 

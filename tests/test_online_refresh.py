@@ -80,14 +80,13 @@ def test_a_replay_shows_what_refreshes_would_have_gained(head: Path, tmp_path: P
     from dataclasses import replace
 
     from benchmarks.heads.drift import TRIGGERS, Recording, replay
-    from nemo_specrollout.training.head.head import load_eagle3_head
 
     never = {"policy.generation.specrollout.draft_refresh.trigger": "never"}
     finish(start(tmp_path / "run", 4, **(with_head(head) | never)))
     recording, lines = Recording.read(tmp_path / "run"), {}
     for name in ("frozen", "every step"):
         config = replace(TRIGGERS[name], learning_rate=3e-3, ttt_steps=2)
-        lines[name] = replay(recording, load_eagle3_head(head, STEP_ADDER), config, num_steps=40, num_drafts=2)
+        lines[name] = replay(recording, head, config, num_steps=40, num_drafts=2)
         assert [line["step"] for line in lines[name]] == list(range(4))
     frozen, refreshed = lines["frozen"], lines["every step"]
     assert frozen[0]["acceptance_length"] == refreshed[0]["acceptance_length"]

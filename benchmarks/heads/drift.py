@@ -26,7 +26,8 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.torch import load_file
 
-from nemo_specrollout.config.block import DraftRefreshConfig
+from nemo_specrollout.config.block import DraftRefreshConfig, SpecrolloutConfig
+from nemo_specrollout.config.drafter_configs import Eagle3DrafterConfig
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
 from nemo_specrollout.reports.panels import STYLE
@@ -35,11 +36,10 @@ from nemo_specrollout.scheduling.heads.refresh_schedule import DecodeCosts, Step
 from nemo_specrollout.training.features.feature_store import FeatureReader, newest_sequences
 from nemo_specrollout.training.features.features import SequenceFeatures
 from nemo_specrollout.training.head.acceptance import measure_acceptance
-from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head
 from nemo_specrollout.training.head.head_folder import HeadFolder
 from nemo_specrollout.training.head.trainer import Budget
 from nemo_specrollout.training.refresh.candidate import RefreshData
-from nemo_specrollout.training.refresh.online_refresh import HeadInService
+from nemo_specrollout.training.refresh.online_refresh import OnlineRefresh
 
 TRAINING_TOKENS = 30_000
 """Most tokens that a refresh trains on."""
@@ -83,13 +83,17 @@ class Recording:
 
 
 def replay(
-    recording: Recording, head: DraftHead, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
+    recording: Recording, head: Path, config: DraftRefreshConfig, *, num_steps: int, num_drafts: int
 ) -> list[dict[str, Any]]:
     """Returns a record for each RL step: held-out acceptance of the head in service, and the trigger's decision.
 
-    `num_steps` is the number of optimizer steps of each refresh.
+    `num_steps` is the number of optimizer steps of each refresh, and `head` the folder of the first head.
     """
-    service = HeadInService(head, config, num_drafts=num_drafts)
+    recorded, unused = recording.config.policy, HeadFolder(recording.folder / "replay")
+    block = SpecrolloutConfig(
+        drafters=(Eagle3DrafterConfig(model=str(head)),), num_speculative_tokens=num_drafts, draft_refresh=config
+    )
+    service = OnlineRefresh(block, Path(recorded.model_name), head, unused, temperature=1.0)
     lines: list[dict[str, Any]] = []
     training_s = 0.0
     for step in recording.steps:
@@ -170,14 +174,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(TRIGGERS), choices=list(TRIGGERS))
     args = parser.parse_args()
     recording = Recording.read(args.run)
-    policy = Path(recording.config.policy.model_name)
     args.out.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[dict[str, Any]]] = {}
     with Progress() as bar:
         for name in bar.track(args.only, description="triggers"):
             config = replace(TRIGGERS[name], learning_rate=args.learning_rate, ttt_steps=args.num_drafts)
-            head = load_eagle3_head(args.head, policy)
-            curves[name] = replay(recording, head, config, num_steps=args.steps, num_drafts=args.num_drafts)
+            curves[name] = replay(recording, args.head, config, num_steps=args.steps, num_drafts=args.num_drafts)
             write_atomically(args.out / "drift.json", json.dumps(curves, indent=1))
     draw(curves, args.out / "drift.png")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

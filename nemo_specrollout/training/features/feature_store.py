@@ -129,10 +129,6 @@ class FeatureReader:
         shards = [s for s in self.index().shards if versions is None or s.policy_version in versions]
         return sorted(shards, key=lambda s: s.age_key, reverse=True)
 
-    def data_hash(self) -> str:
-        """Returns a hash of the contents of all shards, for the card of a head."""
-        return hashlib.sha256("".join(sorted(s.digest for s in self.shards())).encode()).hexdigest()
-
     def sequences(self, held_out: bool, versions: Collection[int] | None = None) -> Iterator[SequenceFeatures]:
         """Yields the training or the held-out sequences, newest policy version first."""
         for shard in self.shards(versions):
@@ -156,6 +152,12 @@ class FeatureReader:
                     yield SequenceFeatures(tokens, aux, final, *place, prompt_ids)
 
 
+def data_hash(stores: Iterable[FeatureReader]) -> str:
+    """Returns a hash of the contents of all shards of all stores, for the card of a head."""
+    digests = sorted(shard.digest for store in stores for shard in store.shards())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def newest_sequences(
     stores: Sequence[FeatureReader], held_out: bool, max_tokens: int, versions: Collection[int] | None = None
 ) -> list[SequenceFeatures]:
@@ -164,14 +166,19 @@ def newest_sequences(
     The last sequence is the one that reaches `max_tokens` tokens in total. `versions` limits the policy versions.
     """
     shards = [(shard, store) for store in stores for shard in store.shards(versions)]
+    shards.sort(key=lambda pair: pair[0].age_key, reverse=True)
+    return first_tokens((f for shard, store in shards for f in store.read(shard, held_out)), max_tokens)
+
+
+def first_tokens(sequences: Iterable[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
+    """Returns the first sequences, up to the one that reaches `max_tokens` tokens in total."""
     found: list[SequenceFeatures] = []
     num_tokens = 0
-    for shard, store in sorted(shards, key=lambda pair: pair[0].age_key, reverse=True):
-        for features in store.read(shard, held_out):
-            found.append(features)
-            num_tokens += features.num_tokens
-            if num_tokens >= max_tokens:
-                return found
+    for features in sequences:
+        found.append(features)
+        num_tokens += features.num_tokens
+        if num_tokens >= max_tokens:
+            break
     return found
 
 

@@ -67,8 +67,8 @@ class Refresh:
     candidate: DraftHead
     judgement: Judgement | None
     """Comparison with the head in service; None if training failed."""
-    training: TrainingProgress | None
-    """Totals of the training; None if it failed."""
+    training: TrainingProgress
+    """Totals of the training, up to its failure if it failed."""
     reason: str
     """Verdict of the gate, or why training failed."""
     seconds: float
@@ -145,13 +145,15 @@ def refresh_head(
     """
     started = time.perf_counter()
     trainer = HeadTrainer(copy.deepcopy(start), settings)
+    progress, judgement = trainer.progress, None
     try:
-        trained = trainer.train(data.training, budget)
+        trainer.train(data.training, budget)
     except (FloatingPointError, ValueError) as error:
         reason = f"refused: training failed, {error}"
-        return Refresh(trainer.head, None, None, reason, time.perf_counter() - started)
-    judgement = judge.compare(trainer.head, current, data.held_out)
-    return Refresh(trainer.head, judgement, trained, judgement.decision.reason, time.perf_counter() - started)
+    else:
+        judgement = judge.compare(trainer.head, current, data.held_out)
+        reason = judgement.decision.reason
+    return Refresh(trainer.head, judgement, progress, reason, time.perf_counter() - started)
 
 
 def num_prompts(held_out: Sequence[SequenceFeatures]) -> int:
@@ -172,7 +174,7 @@ def write_card(
     `policy` and `data` are the card's entries about the policy (folder and version) and about the features (hash and counts).
     """
     facts = check_head(folder, policy_folder)
-    trained, judgement = refresh.training or TrainingProgress(), refresh.judgement
+    judgement = refresh.judgement
     names = ("layer_ids", "hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
     checked = "names, shapes and values of all tensors; hidden size, vocabulary, layers and context of the policy"
     card = {
@@ -180,8 +182,8 @@ def write_card(
         "data": dict(data),
         "training": {
             **asdict(settings),
-            "steps": trained.steps,
-            "tokens_seen": trained.tokens,
+            "steps": refresh.training.steps,
+            "tokens_seen": refresh.training.tokens,
             "seconds": refresh.seconds,
         },
         "held_out": {

@@ -25,6 +25,8 @@ from nemo_specrollout.training.features.feature_store import (
     SHARD_OVERHEAD_BYTES,
     FeatureReader,
     FeatureStore,
+    data_hash,
+    first_tokens,
 )
 from nemo_specrollout.training.features.features import (
     SequenceFeatures,
@@ -117,14 +119,6 @@ def load_data(job: RefreshJob, answer_prompts: AnswerPrompts) -> Loaded:
     for sentence in sentences:
         job.view.say(sentence)
     return _from_texts(job, texts)
-
-
-def first_tokens(sequences: Sequence[SequenceFeatures], max_tokens: int) -> list[SequenceFeatures]:
-    """Returns the first sequences that have at most `max_tokens` tokens together, one at least."""
-    totals = accumulate(features.num_tokens for features in sequences)
-    return [
-        features for i, (features, n) in enumerate(zip(sequences, totals, strict=True)) if i == 0 or n <= max_tokens
-    ]
 
 
 @contextmanager
@@ -233,7 +227,7 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[
             f"{MIN_HELD_OUT_PROMPTS} prompts are needed to judge by, give more rollouts"
         )
     facts = {
-        "hash": reader.data_hash(),
+        "hash": data_hash([reader]),
         "rollouts": list(job.options.rollouts) or [f"generated from {job.options.prompts}"],
         "sequences": len(training),
         "tokens": sum(f.num_tokens for f in training),

@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
+from nemo_specrollout.training.features.feature_store import first_tokens
 from nemo_specrollout.training.features.rollout_files import is_feature_store, rollout_files
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
@@ -24,12 +24,11 @@ from nemo_specrollout.training.head.trainer import (
     TrainingSettings,
     default_learning_rate,
 )
-from nemo_specrollout.training.refresh.candidate import Judge, Refresh, RefreshData, write_card
+from nemo_specrollout.training.refresh.candidate import Judge, Judgement, Refresh, RefreshData, write_card
 from nemo_specrollout.training.refresh.offline_data import (
     AnswerPrompts,
     RefreshJob,
     disk_errors,
-    first_tokens,
     load_data,
 )
 from nemo_specrollout.training.refresh.refresh_options import DEFAULT_MINUTES, RefreshOptions
@@ -108,31 +107,31 @@ def _make_head(job: RefreshJob, answer_prompts: AnswerPrompts) -> None:
         seed=options.seed,
     )
     data, data_facts, head = load_data(job, answer_prompts)
-    refresh = _trained(job, HeadTrainer(head, settings), data)
-    if refresh.training is not None:
-        refresh = _judged(job, refresh, data)
+    refresh = _refreshed(job, HeadTrainer(head, settings), data)
     with disk_errors(state.folder):
         policy = {"folder": str(Path(options.policy)), "version": options.policy_version}
         write_card(state.candidate, job.policy, refresh, settings, policy, data_facts)
     state.put(refresh.published, refresh.reason)
 
 
-def _trained(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
-    """Trains a head, or goes on with that, and saves the candidate; returns it without a judgement."""
-    options, state, started = job.options, job.state, time.perf_counter()
+def _refreshed(job: RefreshJob, trainer: HeadTrainer, data: RefreshData) -> Refresh:
+    """Trains a head, or goes on with that, saves the candidate and judges it."""
+    options, state = job.options, job.state
     if state.trainer.is_file():
         trainer.load(state.trainer)
     budget = Budget(steps=options.steps) if options.steps else Budget(seconds=60 * (options.minutes or DEFAULT_MINUTES))
+    progress, failure = trainer.progress, None
     try:
         with job.view.bar("training") as move:
-            result = trainer.train(data.training, budget, _on_step(job, trainer, data, move))
+            trainer.train(data.training, budget, _on_step(job, trainer, data, move))
     except FloatingPointError as error:
-        _save_candidate(job, trainer.head)
-        reason = f"refused: training failed, {error}"
-        return Refresh(trainer.head, None, None, reason, time.perf_counter() - started)
+        failure = f"refused: training failed, {error}"
     _save_candidate(job, trainer.head)
-    job.view.say(f"trained {result.steps} steps, {result.tokens} tokens, in {result.seconds:.0f} s")
-    return Refresh(trainer.head, None, result, "", result.seconds)
+    if failure is not None:
+        return Refresh(trainer.head, None, progress, failure, progress.seconds)
+    job.view.say(f"trained {progress.steps} steps, {progress.tokens} tokens, in {progress.seconds:.0f} s")
+    judgement = _judged(job, trainer.head, data)
+    return Refresh(trainer.head, judgement, progress, judgement.decision.reason, progress.seconds)
 
 
 def _on_step(job: RefreshJob, trainer: HeadTrainer, data: RefreshData, move: Callable[..., None]) -> OnStep:
@@ -174,15 +173,14 @@ def _save_candidate(job: RefreshJob, head: DraftHead) -> None:
         save_head(head, job.state.candidate, dtype)
 
 
-def _judged(job: RefreshJob, refresh: Refresh, data: RefreshData) -> Refresh:
-    """Returns the refresh with the gate's judgement."""
+def _judged(job: RefreshJob, candidate: DraftHead, data: RefreshData) -> Judgement:
     options, draft = job.options, job.options.draft_folder
     with job.view.phase("measuring held-out acceptance"):
         current = None if draft is None else load_eagle3_head(draft, job.policy, job.device)
         judge = Judge(PublishGate(options.confidence, options.tolerance), options.num_drafts, options.temperature)
-        judgement = judge.compare(refresh.candidate, current, data.held_out)
+        judgement = judge.compare(candidate, current, data.held_out)
     job.view.judged(judgement)
-    return replace(refresh, judgement=judgement, reason=judgement.decision.reason)
+    return judgement
 
 
 def _close(options: RefreshOptions, state: RefreshState, view: Any) -> bool:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online refresh: a head that is trained while the policy is. Local runs and NeMo-RL share this module."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from nemo_specrollout.config.block import MIXED_LOSS, DraftRefreshConfig, SpecrolloutConfig
+from nemo_specrollout.config.block import MIXED_LOSS, SpecrolloutConfig
 from nemo_specrollout.config.model_folder import tokenizer_fingerprint
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.scheduling.heads.refresh_schedule import RefreshDecision, RefreshRate, RefreshSchedule, StepFacts
-from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, newest_sequences
+from nemo_specrollout.training.features.feature_store import FeatureReader, FeatureSource, data_hash, newest_sequences
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_folder import HeadFolder, PublishedHead, RefreshRecord
 from nemo_specrollout.training.head.trainer import BATCH_TOKENS, Budget, TrainingSettings, default_learning_rate
@@ -23,37 +22,43 @@ HELD_OUT_TOKENS = 6_000
 """Most tokens of held-out features by which a refresh is judged."""
 
 
-class HeadInService:
-    """Owns the head in service, with the trigger, the learning rate and the gate of its refreshes.
+class OnlineRefresh:
+    """Owns the head in service of a run, with the trigger, the learning rate and the gate of its refreshes.
 
-    Uses no files and no engines. Example: `decision = service.decide(facts)`; if it says refresh,
-    `service.set_policy_weights(tensors)`, then `service.train(data, service.settings())`. A candidate that passed the
-    gate is `service.head` from then on.
+    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains and judges a candidate. One
+    that passes the gate is written into `folder`, and is `online.head` from then on. The caller loads it into the engines.
     """
 
     def __init__(
         self,
-        head: DraftHead,
-        config: DraftRefreshConfig,
+        block: SpecrolloutConfig,
+        policy_folder: Path,
+        first_head: Path,
+        folder: HeadFolder,
         *,
-        num_drafts: int,
-        temperature: float = 1.0,
+        temperature: float,
         in_background: bool = False,
     ) -> None:
-        """Puts a head into service.
+        """Starts with the head that `folder` names, or else with `first_head`. Raises ValueError if it does not fit.
 
         Args:
-            head: The head.
-            config: The block `draft_refresh`.
-            num_drafts: Drafts per step for which heads are judged.
+            block: The block with `draft_refresh`.
+            policy_folder: Hugging Face folder of the policy.
+            first_head: Folder of the configured head.
+            folder: Folder of the run's heads.
             temperature: Sampling temperature of the rollouts.
             in_background: Whether the run goes on while a refresh trains.
         """
-        self.head = head
+        assert block.draft_refresh is not None
+        self._config = config = block.draft_refresh
+        self._policy_folder, self._folder = policy_folder, folder
+        published = folder.published()
+        device = "cuda" if config.trainer_gpus else "cpu"
+        self.head = load_eagle3_head(first_head if published is None else published.folder, policy_folder, device)
         self._promising: DraftHead | None = None
         """Candidate that was refused although it seemed better. The next refresh starts from it."""
-        self._config = config
-        self._judge = Judge(PublishGate(config.confidence, config.tolerance), num_drafts, temperature)
+        gate = PublishGate(config.confidence, config.tolerance)
+        self._judge = Judge(gate, block.num_speculative_tokens, temperature)
         self._schedule, self._rate = RefreshSchedule(config, in_background), RefreshRate()
 
     def decide(self, facts: StepFacts) -> RefreshDecision:
@@ -93,37 +98,6 @@ class HeadInService:
             self.head = refresh.candidate
         return refresh
 
-
-class OnlineRefresh(HeadInService):
-    """Head in service of a run, whose successors that pass the gate are written into `folder`.
-
-    Example: `decision = online.decide(facts)`; if it says refresh, `online.refresh(...)` trains and judges a candidate.
-    The caller loads a published head into the engines.
-    """
-
-    def __init__(
-        self,
-        block: SpecrolloutConfig,
-        policy_folder: Path,
-        first_head: Path,
-        folder: HeadFolder,
-        *,
-        temperature: float,
-        in_background: bool = False,
-    ) -> None:
-        """Starts with the head that `folder` names, or else with `first_head`. Raises ValueError if it does not fit."""
-        assert block.draft_refresh is not None
-        published = folder.published()
-        device = "cuda" if block.draft_refresh.trainer_gpus else "cpu"
-        super().__init__(
-            load_eagle3_head(first_head if published is None else published.folder, policy_folder, device),
-            block.draft_refresh,
-            num_drafts=block.num_speculative_tokens,
-            temperature=temperature,
-            in_background=in_background,
-        )
-        self._policy_folder, self._folder = policy_folder, folder
-
     @property
     def source(self) -> FeatureSource:
         """Policy and layers whose features the head learns from."""
@@ -157,10 +131,8 @@ class OnlineRefresh(HeadInService):
         refresh = self.train(data, settings)
         folder = self._folder.candidate(step, refresh.published)
         save_head(refresh.candidate, folder)
-        hashes = sorted(store.data_hash() for store in stores)
-        data_hash = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
         policy = {"folder": str(self._policy_folder), "version": policy_version}
-        counts = {"hash": data_hash, "sequences": len(data.training), "held_out": len(data.held_out)}
+        counts = {"hash": data_hash(stores), "sequences": len(data.training), "held_out": len(data.held_out)}
         write_card(folder, self._policy_folder, refresh, settings, policy, counts)
         if refresh.published:
             self._folder.publish(PublishedHead(folder, policy_version, refresh.expected_length))

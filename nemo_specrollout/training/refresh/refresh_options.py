@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import MIXED_LOSS
-from nemo_specrollout.config.strict import bounded
+from nemo_specrollout.config.strict import bounded, choice
 
 DEFAULT_MINUTES = 10.0
 """Minutes of training if neither steps nor minutes are given."""
@@ -16,15 +16,12 @@ MAY_DIFFER = ("device", "replace", "restart", "keep_features")
 DTYPES = ("float32", "bfloat16")
 
 
-def _flag(text: str, metavar: str, default: Any = dataclasses.MISSING, **bounds: float) -> Any:
-    """Returns a field for the flag of the same name, with bounds as in `bounded`."""
-    metadata = {**bounded(default, **bounds).metadata, "help": text, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def _choice(text: str, default: str, options: tuple[str, ...]) -> Any:
-    """Returns a field for a flag that has one of `options`."""
-    return dataclasses.field(default=default, metadata={"options": options, "help": text, "metavar": "NAME"})
+def _flag(
+    text: str, metavar: str, default: Any = dataclasses.MISSING, options: tuple[str, ...] = (), **bounds: float
+) -> Any:
+    """Returns a field for the flag of the same name, whose value is one of `options` or within bounds as in `bounded`."""
+    checked = choice(*options) if options else bounded(**bounds)
+    return dataclasses.field(default=default, metadata={**checked.metadata, "help": text, "metavar": metavar})
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class RefreshOptions:
     num_prompts: int = _flag("prompts from --prompts CONFIG, of its bench.workloads or else its data", "N", 256, low=16)
     samples_per_prompt: int = _flag("responses to each of --prompts", "N", 4, low=1)
     max_new_tokens: int = _flag("longest response to --prompts, tokens", "N", 512, low=1)
-    rollout_dtype: str = _choice("dtype of the engine for --prompts: float32 or bfloat16", "float32", DTYPES)
+    rollout_dtype: str = _flag("dtype of the engine for --prompts: float32 or bfloat16", "NAME", "float32", DTYPES)
     hf_config: str | None = _flag(
         "folder with config and tokenizer, for a Megatron checkpoint that does not name its model", "DIR", None
     )
@@ -82,12 +79,12 @@ class RefreshOptions:
     store_gb: float = _flag(
         "most disk space, and memory, of features; beyond it the first rollouts are left out", "G", 8.0, above=0.0
     )
-    dtype: str = _choice("dtype of the saved head: float32 or bfloat16", "float32", DTYPES)
+    dtype: str = _flag("dtype of the saved head: float32 or bfloat16", "NAME", "float32", DTYPES)
     seed: int = _flag(
         "seed of a new head, of the order of its data, and of the rollouts of --prompts", "N", 0, low=0, high=2**32 - 1
     )
     policy_version: int = _flag("step of the policy, for the head's card", "N", 0, low=0)
-    device: str = _choice("auto, cpu or cuda", "auto", ("auto", "cpu", "cuda"))
+    device: str = _flag("auto, cpu or cuda", "NAME", "auto", ("auto", "cpu", "cuda"))
     replace: bool = _flag("replace a head that is at --out", "", False)
     restart: bool = _flag("throw away what an earlier, unfinished command left in DIR.partial", "", False)
     keep_features: bool = _flag("keep the features in DIR.features, for --rollouts of another refresh", "", False)

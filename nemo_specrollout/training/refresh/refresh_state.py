@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_specrollout.config.files import write_atomically
+from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.strict import differences
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
 """Keys of a config.json by which a folder is taken for a head."""
@@ -138,13 +140,13 @@ class RefreshState:
     def _check_same(self, wanted: dict[str, Any]) -> None:
         """Raises ValueError if the unfinished refresh has other arguments or inputs."""
         found = json.loads(self._arguments.read_text())
-        if names := _differing(found["arguments"], wanted["arguments"]):
+        if names := sorted(differences(found["arguments"], wanted["arguments"])):
             old = ", ".join(_as_flag(name, found["arguments"].get(name)) for name in names)
             fix = "repeat the same command, name another --out, or give --restart to begin again"
             raise ValueError(f"{self.folder} holds an unfinished refresh with {old}; {fix}")
         # After the verdict, the new head may have replaced one of the inputs.
-        if self.verdict() is None and (changed := _differing(found["inputs"], wanted["inputs"])):
-            raise ValueError(f"{changed[0]} changed since {self.folder} was begun; give --restart to begin again")
+        if self.verdict() is None and (changed := differences(found["inputs"], wanted["inputs"])):
+            raise ValueError(f"{min(changed)} changed since {self.folder} was begun; give --restart to begin again")
 
     def _take_lock(self) -> None:
         if self._lock is not None:
@@ -162,18 +164,11 @@ class RefreshState:
 
 def is_head(folder: Path) -> bool:
     """Returns whether a folder looks like a draft head, complete or not."""
-    if (folder / "head_card.json").is_file():
-        return True
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and any(key in config for key in _HEAD_KEYS)
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the keys whose values differ."""
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        config = read_object(folder / "config.json")
+    except ValueError:
+        config = {}
+    return (folder / "head_card.json").is_file() or not config.keys().isdisjoint(_HEAD_KEYS)
 
 
 def _as_flag(name: str, value: Any) -> str:
