@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from safetensors.torch import save_file
 
+from nemo_specrollout.training.checkpoints.megatron_checkpoint import (
+    hf_tensors,
+    read_local,
+    read_torch,
+    read_torch_dist,
+)
 from nemo_specrollout.training.checkpoints.policy_shape import PolicyShape
 
 Kind = Literal["hugging_face", "torch_dist", "torch", "local"]
@@ -46,14 +53,27 @@ def policy_folder(checkpoint: Path, out: Path, hf_config: str | None = None) -> 
         hf_config: Folder, or hub name in the local cache, with config.json and tokenizer. By default the model that the
             run's config.yaml or run_config.yaml names.
 
-    Raises ValueError for a checkpoint that cannot be read or converted.
+    A conversion takes twice the memory of the weights. Raises ValueError for a checkpoint that cannot be read or converted,
+    and if it would be converted into a folder that exists.
     """
     source = find_policy(checkpoint)
     if source.kind == "hugging_face":
         if hf_config is not None:
             raise ValueError(f"{source.weights} has a config.json of its own: leave out --hf-config {hf_config}")
         return source.weights
-    _export(source, out, hf_config)
+    if out.exists():
+        raise ValueError(f"{out} exists: name a folder that does not")
+    config = _config_folder(source, hf_config)
+    shape = PolicyShape.from_hf(json.loads((config / "config.json").read_text()))
+    readers = {"torch_dist": read_torch_dist, "torch": read_torch, "local": read_local}
+    tensors = hf_tensors(readers[source.kind](source.weights), shape, source.weights)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    for file in _companion_files(config, source.tokenizer):
+        shutil.copy(file, temporary)
+    os.rename(temporary, out)
     return out
 
 
@@ -133,32 +153,6 @@ def _value(file: Path, keys: tuple[str, ...]) -> str | None:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value if isinstance(value, str) else None
-
-
-def _export(source: PolicySource, out: Path, hf_config: str | None) -> None:
-    """Converts a Megatron or local checkpoint into the Hugging Face folder `out`, completely or not at all.
-
-    Takes twice the memory of the weights. Raises ValueError if `out` exists, and for damaged or unsuitable weights.
-    """
-    from safetensors.torch import save_file
-
-    from nemo_specrollout.training.checkpoints import megatron_checkpoint as checkpoint
-
-    if out.exists():
-        raise ValueError(f"{out} exists: name a folder that does not")
-    config = _config_folder(source, hf_config)
-    shape = PolicyShape.from_hf(json.loads((config / "config.json").read_text()))
-    readers = {
-        "torch_dist": checkpoint.read_torch_dist, "torch": checkpoint.read_torch, "local": checkpoint.read_local,
-    }  # fmt: skip
-    tensors = checkpoint.hf_tensors(readers[source.kind](source.weights), shape, source.weights)
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    for file in _companion_files(config, source.tokenizer):
-        shutil.copy(file, temporary)
-    os.rename(temporary, out)
 
 
 def _config_folder(source: PolicySource, hf_config: str | None) -> Path:
