@@ -288,14 +288,6 @@ def test_features_are_hidden_states_of_the_policy(
         torch.testing.assert_close(features.final_TH @ head.T, output.logits[0], atol=2e-4, rtol=1e-4)
 
 
-def test_features_need_layers_of_the_policy_and_a_response() -> None:
-    policy = load_policy(STEP_ADDER)
-    with pytest.raises(ValueError, match="the policy has layers 0 to 3"):
-        hf_features(policy, [([1, 2, 3], 1)], (1, 4))
-    with pytest.raises(ValueError, match="nothing was generated"):
-        hf_features(policy, [([1, 2, 3], 3)], LAYER_IDS)
-
-
 # Packing
 
 
@@ -607,11 +599,8 @@ def test_a_training_may_end_with_total_variation_alone(head_folder: Path, sequen
     assert losses(loss="kl_div", tv_after=0.0) == always
 
 
-def test_impossible_settings_and_budgets_are_refused(head_folder: Path) -> None:
+def test_impossible_settings_are_refused(head_folder: Path) -> None:
     with pytest.raises(ValueError, match="Unknown loss"):
         small_settings(loss="mse")
-    for limits in ({}, {"steps": 0}, {"seconds": -1.0}, {"steps": 1, "seconds": 1.0}):
-        with pytest.raises(ValueError, match="give a positive number"):
-            Budget(**limits)
     with pytest.raises(ValueError, match="nothing to learn from"):
         new_trainer(head_folder).train([], Budget(steps=1))

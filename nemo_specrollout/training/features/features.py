@@ -108,15 +108,7 @@ def hf_features(
         texts: Texts with at least one generated token each.
         layer_ids: Auxiliary layers. The feature of layer i is the residual stream before the policy's layer i.
         max_tokens: Most positions of a micro-batch, padding included. A longer text is a micro-batch of its own.
-
-    Raises ValueError for a layer that the policy does not have, and for a text without a generated token.
     """
-    num_layers = policy.config.get_text_config().num_hidden_layers
-    if min(layer_ids) < 0 or max(layer_ids) >= num_layers:
-        raise ValueError(f"layer_ids {list(layer_ids)}: the policy has layers 0 to {num_layers - 1}")
-    for ids, prompt_length in texts:
-        if not 0 < prompt_length < len(ids):
-            raise ValueError(f"prompt_length {prompt_length} of a text of {len(ids)} tokens; nothing was generated")
     found: dict[int, SequenceFeatures] = {}
     for batch in _micro_batches([len(ids) for ids, _ in texts], max_tokens):
         ids_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(texts[i][0]) for i in batch], batch_first=True)

@@ -85,9 +85,7 @@ class Budget:
     """Seconds of training."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless there is one positive limit."""
-        if (self.steps is None) == (self.seconds is None) or (self.steps or self.seconds or 0) <= 0:
-            raise ValueError(f"{self}: give a positive number of steps or seconds")
+        assert (self.steps is None) != (self.seconds is None) and (self.steps or self.seconds or 0) > 0
 
     def used_share(self, progress: TrainingProgress) -> float:
         """Returns the share of the budget that is used, 1 at the end."""
