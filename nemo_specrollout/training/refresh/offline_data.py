@@ -45,8 +45,8 @@ from nemo_specrollout.training.features.rollout_files import (
     read_rollouts,
 )
 from nemo_specrollout.training.head.head import DraftHead, create_head, load_eagle3_head
-from nemo_specrollout.training.head.head_facts import PolicyFacts, read_head_facts
-from nemo_specrollout.training.refresh.candidate import RefreshData
+from nemo_specrollout.training.head.head_facts import PolicyFacts
+from nemo_specrollout.training.refresh.candidate import RefreshData, num_prompts
 from nemo_specrollout.training.refresh.online_refresh import source_of
 from nemo_specrollout.training.refresh.refresh_options import RefreshOptions
 from nemo_specrollout.training.refresh.refresh_state import RefreshState
@@ -140,13 +140,16 @@ def _from_texts(job: RefreshJob, texts: list[RolloutText]) -> Loaded:
     share = held_out_share((t.first_prompt for t in texts), options.held_out_share)
     # The gate counts all samples of a prompt as one, so later turns of a held-out conversation cannot be used.
     texts = [t for t in texts if t.is_first_turn or not is_held_out(t.first_prompt, share)]
-    num_bytes = _feature_bytes(job, texts)
+    head = _starting_head(job, [t.text for t in texts])
+    per_token = 4 + (len(head.layer_ids) + 1) * job.facts.hidden_size * job.feature_dtype.itemsize
+    overhead = SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES
+    num_bytes = [len(t.token_ids) * per_token + overhead for t in texts]
     num_left_out = sum(total > options.store_gb * 1e9 for total in accumulate(reversed(num_bytes)))
     if num_left_out:
         texts, num_bytes = texts[num_left_out:], num_bytes[num_left_out:]
         job.view.say(f"{num_left_out} of the first texts are left out, to stay within --store-gb {options.store_gb}")
         held_out_share((t.first_prompt for t in texts), share)
-    head, needed = _starting_head(job, [t.text for t in texts]), sum(num_bytes)
+    needed = sum(num_bytes)
     free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in folder.glob("features/shard-*"))
     if needed > free:
         raise ValueError(
@@ -161,14 +164,6 @@ def _from_texts(job: RefreshJob, texts: list[RolloutText]) -> Loaded:
         with disk_errors(folder):
             store.close()
     return *_data_of(job, store), head
-
-
-def _feature_bytes(job: RefreshJob, texts: Sequence[RolloutText]) -> list[int]:
-    """Returns the most disk space that the features of each text take, in bytes."""
-    draft = job.options.draft_folder
-    num_layers = len(job.options.layer_ids) or 3 if draft is None else len(read_head_facts(draft).layer_ids)
-    per_token = 4 + (num_layers + 1) * job.facts.hidden_size * job.feature_dtype.itemsize
-    return [len(t.token_ids) * per_token + SEQUENCE_OVERHEAD_BYTES + SHARD_OVERHEAD_BYTES for t in texts]
 
 
 def _capture(job: RefreshJob, texts: Sequence[RolloutText], store: FeatureStore, lm_head_VH: torch.Tensor) -> None:
@@ -220,10 +215,10 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[
     """Reads a store. Raises ValueError if it has too little to train on or to judge by."""
     training = _shuffled(reader, held_out=False)
     held_out = first_tokens(_shuffled(reader, held_out=True), HELD_OUT_TOKENS)
-    prompts = {tuple(f.token_ids_T[: f.prompt_length].tolist()) for f in held_out}
-    if len(prompts) < MIN_HELD_OUT_PROMPTS or not training:
+    prompts = num_prompts(held_out)
+    if prompts < MIN_HELD_OUT_PROMPTS or not training:
         raise ValueError(
-            f"{reader.folder}: {len(training)} sequences to train on and {len(prompts)} held-out prompts are too few; "
+            f"{reader.folder}: {len(training)} sequences to train on and {prompts} held-out prompts are too few; "
             f"{MIN_HELD_OUT_PROMPTS} prompts are needed to judge by, give more rollouts"
         )
     facts = {
@@ -232,7 +227,7 @@ def _data_of(job: RefreshJob, reader: FeatureReader) -> tuple[RefreshData, dict[
         "sequences": len(training),
         "tokens": sum(f.num_tokens for f in training),
         "held_out_share": reader.index().held_out_share,
-        "held_out_prompts": len(prompts),
+        "held_out_prompts": prompts,
         "temperature": job.options.temperature,
     }
     return RefreshData(training, held_out), facts
