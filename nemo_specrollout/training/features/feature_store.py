@@ -101,6 +101,11 @@ class FeatureIndex:
     """Shards in the order of writing."""
 
 
+def is_feature_store(folder: Path) -> bool:
+    """Returns whether the folder is a feature store."""
+    return (folder / INDEX).is_file()
+
+
 class FeatureReader:
     """Reads a store, which another process may be writing.
 

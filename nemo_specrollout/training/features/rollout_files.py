@@ -55,11 +55,6 @@ class RolloutText:
         return self.token_ids, self.prompt_length
 
 
-def is_feature_store(path: Path) -> bool:
-    """Returns whether the folder is a feature store rather than a folder of rollouts."""
-    return (path / "index.json").is_file()
-
-
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files that `paths` name, each once.
 

@@ -27,6 +27,7 @@ from nemo_specrollout.training.features.feature_store import (
     FeatureStore,
     data_hash,
     first_tokens,
+    is_feature_store,
 )
 from nemo_specrollout.training.features.features import (
     SequenceFeatures,
@@ -41,7 +42,6 @@ from nemo_specrollout.training.features.rollout_files import (
     MIN_HELD_OUT_PROMPTS,
     RolloutText,
     held_out_share,
-    is_feature_store,
     read_rollouts,
 )
 from nemo_specrollout.training.head.head import DraftHead, create_head, load_eagle3_head

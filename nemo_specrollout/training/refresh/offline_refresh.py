@@ -11,8 +11,8 @@ from transformers.utils import logging as transformers_logging
 
 from nemo_specrollout.scheduling.heads.publish_gate import PublishGate
 from nemo_specrollout.training.checkpoints.policy_source import find_policy, policy_folder
-from nemo_specrollout.training.features.feature_store import first_tokens
-from nemo_specrollout.training.features.rollout_files import is_feature_store, rollout_files
+from nemo_specrollout.training.features.feature_store import first_tokens, is_feature_store
+from nemo_specrollout.training.features.rollout_files import rollout_files
 from nemo_specrollout.training.head.acceptance import measure_acceptance
 from nemo_specrollout.training.head.head import DraftHead, load_eagle3_head, save_head
 from nemo_specrollout.training.head.head_facts import check_head, read_policy_facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued. Does not load torch."""
+"""Folder DIR.partial of an unfinished offline refresh, from which a killed command is continued."""
 
 import fcntl
 import json
@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import differences
+from nemo_specrollout.training.features.feature_store import is_feature_store
 
 _HEAD_KEYS = ("speculators_model_type", "eagle_config", "transformer_layer_config")
 """Keys of a config.json by which a folder is taken for a head."""
@@ -58,7 +59,7 @@ class RefreshState:
             )
         if self.refused.exists() and not is_head(self.refused):
             raise ValueError(f"{self.refused}, where a refused head goes, is not a draft head; name another --out")
-        if self.kept_features.exists() and not (self.kept_features / "index.json").is_file():
+        if self.kept_features.exists() and not is_feature_store(self.kept_features):
             raise ValueError(f"{self.kept_features}, where features go, is not a feature store; name another --out")
 
     def recover(self) -> None:
