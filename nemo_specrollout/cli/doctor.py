@@ -16,13 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_specrollout.cli.check import nemo_rl_findings
-from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
-from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out, check_trains, place_drafter, prepare_local
+from nemo_specrollout.cli.check import subject_of
+from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_tree import Tree, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
 from nemo_specrollout.doctor import environment, patch_point_check, self_test
@@ -31,7 +29,6 @@ from nemo_specrollout.nemo_rl.patch_points import in_one_line
 
 CONFIG = Section("config")
 _STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
-_STATES = {"error": State.FAIL, "warning": State.WARN}
 _CHANGE_IT = "Change the config or the command line as this says."
 Source = Callable[[], Iterable[Diagnosis]]
 
@@ -93,29 +90,19 @@ def _guarded(section: Section, source: Source) -> Iterator[Diagnosis]:
 def diagnose_config(path: Path, overrides: list[str]) -> Iterator[Diagnosis]:
     """Yields a diagnosis for each line and each error that `check` prints about a config."""
     try:
-        tree = load_config(path, overrides)
-        yield from _of_nemo_rl(tree) if runtime_of(tree) == "nemo_rl" else _of_local(tree)
+        subject = subject_of(load_config(path, overrides))
     except ConfigError as error:
         yield CONFIG.fail("error", str(error), _CHANGE_IT)
+        return
     except OSError as error:
         yield CONFIG.fail("error", f"{path}: {error.strerror}", "Name a file that can be read.")
-
-
-def _of_local(tree: Tree) -> Iterator[Diagnosis]:
-    prepared = prepare_local(dict(tree))
-    check_trains(prepared)
-    for name, text in describe_local(place_drafter(prepared)):
+        return
+    for name, text in subject.lines:
         yield CONFIG.ok(name, text)
-
-
-def _of_nemo_rl(tree: Tree) -> Iterator[Diagnosis]:
-    findings = nemo_rl_findings(tree)
-    for name, text in describe_nemo_rl(tree):
-        yield CONFIG.ok(name, text)
-    for finding in sorted(findings, key=lambda found: found.kind == "error"):
-        state = _STATES.get(finding.kind, State.OK)
-        to_do = _CHANGE_IT if state is State.FAIL else ""
-        yield Diagnosis(CONFIG.title, finding.kind, state, str(finding), to_do)
+    for kind, text in subject.notes:
+        yield Diagnosis(CONFIG.title, kind, State.WARN if kind == "warning" else State.OK, text)
+    for text in subject.errors:
+        yield CONFIG.fail("error", text, _CHANGE_IT)
 
 
 def to_json(found: Iterable[Diagnosis]) -> str:

@@ -2,26 +2,22 @@
 """`nemo-specrollout explain`: what a config does, what to expect of it, and its known traps; without torch."""
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from nemo_specrollout.cli.check import nemo_rl_findings
+from nemo_specrollout.cli.check import Subject, subject_of
 from nemo_specrollout.cli.commands import DEFAULT_ACCEPTANCE
-from nemo_specrollout.cli.describe import describe_local, describe_nemo_rl
 from nemo_specrollout.cli.plan import show_plan
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, place_drafter, prepare_local
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT
 from nemo_specrollout.cli.simulate import comparison_table, of_run
 from nemo_specrollout.cli.terminal import complain, log_console, new_table
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import REMOTE_DRAFTER
 from nemo_specrollout.config.known_traps import known_traps
 from nemo_specrollout.config.load import load_config
-from nemo_specrollout.config.nemo_rl_config import effective_config
-from nemo_specrollout.config.nemo_rl_tree import Finding, Tree, at, runtime_of
+from nemo_specrollout.config.nemo_rl_tree import Tree, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.racing.draft_ladder import ANY_TASK, PLAIN, LadderFile, methods_of
 from nemo_specrollout.scheduling.racing.straggler_policy import LEAST_CHANCE, RACE_PREMIUM
@@ -29,24 +25,6 @@ from nemo_specrollout.simulation.compare import TAIL, Comparison, as_configured,
 from nemo_specrollout.simulation.data_sheets import device_named
 from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import Fleet
-
-OFF = SpecrolloutConfig(enabled=False)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A config, and all that is known of it without a prediction."""
-
-    tree: dict[str, Any]
-    lines: list[tuple[str, str]]
-    """Names and sentences of `check`."""
-    block: SpecrolloutConfig
-    findings: list[Finding]
-    """Conflicts in the config, and notes on it."""
-
-    @property
-    def errors(self) -> list[str]:
-        return [str(finding) for finding in self.findings if finding.kind == "error"]
 
 
 def explain(parsed: argparse.Namespace) -> int:
@@ -58,7 +36,7 @@ def explain(parsed: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--device: {parsed.device!r}; a local run is on this machine's CPU: remove it, or give --profile"
             )
-    subject = _subject(tree)
+    subject = subject_of(tree, trains=False)
     console = log_console()
     _section(console, "What will run", (f"{name:<12} {text}" for name, text in subject.lines))
     errors = subject.errors or _show_predictions(subject, parsed, console)
@@ -68,31 +46,16 @@ def explain(parsed: argparse.Namespace) -> int:
     return EXIT_BAD_INPUT if errors else 0
 
 
-def _subject(tree: dict[str, Any]) -> Subject:
-    if runtime_of(tree) == "local":
-        prepared = place_drafter(prepare_local(tree))
-        return Subject(tree, describe_local(prepared), prepared.config.policy.generation.specrollout, [])
-    findings = nemo_rl_findings(tree)
-    is_valid = not any(finding.kind == "error" for finding in findings)
-    block = (effective_config(tree) if is_valid else None) or OFF
-    return Subject(tree, describe_nemo_rl(tree), block, findings)
-
-
-def _section(console: Console, title: str, lines: Any) -> None:
+def _section(console: Console, title: str, lines: Iterable[str]) -> None:
     console.print(f"\n{title}", style="bold")
-    _print(console, lines)
-
-
-def _print(console: Console, lines: Any) -> None:
     for line in lines:
         console.print(line)
 
 
 def _trap_lines(subject: Subject) -> Iterator[str]:
     """Yields the notes on this config, then the known traps of the installed versions."""
-    for finding in subject.findings:
-        if finding.kind != "error":
-            yield f"{finding.kind:<12} {finding}"
+    for kind, text in subject.notes:
+        yield f"{kind:<12} {text}"
     met = known_traps(subject.tree)
     for trap in met:
         yield f"{'avoided' if trap.is_avoided else 'not avoided':<12} {trap}"
@@ -120,7 +83,8 @@ def _show_predictions(subject: Subject, parsed: argparse.Namespace, console: Con
     _section(console, "Expected benefit", benefit)
     if expected is not None:
         console.print(comparison_table(expected, boxed=console.is_terminal))
-    _print(console, _ladder_lines(subject.tree, subject.block, parsed.ladder))
+    for line in _ladder_lines(subject.tree, subject.block, parsed.ladder):
+        console.print(line)
     _section(console, "Placement and window", [_drafters_line(subject.block)])
     if parsed.profile is not None:
         show_plan(subject.tree, parsed.profile, {"acceptance": DEFAULT_ACCEPTANCE}, console)

@@ -45,12 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_NO_READER
-        end = _end_of(error)
-        if end is None:
+        if (end := _end_of(error)) is None:
             raise
-        sentence, code = end
-        complain(sentence)
-        return code
+        complain(end[0])
+        return end[1]
 
 
 def _output_is_closed() -> bool:
@@ -73,16 +71,12 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
         return "terminated by SIGTERM", EXIT_TERMINATED
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_INTERRUPTED
-    return _end_of_os_error(error) if isinstance(error, OSError) else None
-
-
-def _end_of_os_error(error: OSError) -> tuple[str, int] | None:
-    where = f"{str(error.filename)[:200]}: " if error.filename else ""
+    if not isinstance(error, OSError) or error.errno not in _PATH_ERRORS | _MACHINE_ERRORS:
+        return None
+    what = f"{str(error.filename)[:200]}: {error.strerror}" if error.filename else str(error.strerror)
     if error.errno in _PATH_ERRORS:
-        return f"{where}{error.strerror}; mend that, or name another path", EXIT_BAD_INPUT
-    if error.errno in _MACHINE_ERRORS:
-        return f"{where}{error.strerror}; what was finished is kept: mend that and run it again", EXIT_FAILED
-    return None
+        return f"{what}; mend that, or name another path", EXIT_BAD_INPUT
+    return f"{what}; what was finished is kept: mend that and run it again", EXIT_FAILED
 
 
 if __name__ == "__main__":

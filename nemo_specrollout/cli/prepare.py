@@ -105,8 +105,12 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     return Prepared(tree, config, ignored, model_config)
 
 
-def check_trains(prepared: Prepared) -> None:
-    """Raises ConfigError for a config that `bench` can measure, but that the local trainer cannot train."""
+def prepare_run(tree: dict[str, Any]) -> Prepared:
+    """Checks a config tree that the local trainer is to train, and applies `placement: auto`. Raises ConfigError.
+
+    `bench` can measure configs that the trainer cannot train.
+    """
+    prepared = prepare_local(tree)
     config, generation = prepared.config, prepared.config.policy.generation
     try:
         check_trainable(Path(config.policy.model_name), prepared.model_config)
@@ -124,6 +128,7 @@ def check_trains(prepared: Prepared) -> None:
         (mode != PROCESSED_LOGPROBS, "policy.generation.vllm_kwargs.logprobs_mode",
          f"{mode!r}; the trainer scores samples at their temperature: remove it"),
     )  # fmt: skip
+    return place_drafter(prepared)
 
 
 def check_out(path: Path, flag: str = "--out") -> None:
@@ -144,8 +149,8 @@ def place_drafter(prepared: Prepared) -> Prepared:
     if remote is None or remote.placement != "auto":
         return prepared
     tables = CostTables.read(Path(str(remote.profile)), f"{BLOCK_PATH}.drafters.profile")
-    cores = os.cpu_count() or 1
-    machine = Machine(config.most_in_flight, int(os.environ.get("OMP_NUM_THREADS", cores)), cores)
+    num_threads = int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
+    machine = Machine(config.most_in_flight, num_threads, os.cpu_count() or 1)
     option = choose(generation.specrollout, tables, machine)
     block = placed(generation.specrollout, option)
     policy = replace(config.policy, generation=replace(generation, specrollout=block))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, check_trains, place_drafter, prepare_local, use_threads
+from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
@@ -69,10 +69,8 @@ def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
 
 
 def _run_local(tree: dict[str, Any]) -> int:
-    prepared = prepare_local(tree)
-    check_trains(prepared)
+    prepared = prepare_run(tree)
     use_threads(prepared.config.cluster.threads)
-    prepared = place_drafter(prepared)
     from nemo_specrollout.local.progress import Progress
     from nemo_specrollout.local.run_directory import CompleteRun, RunDirectory
     from nemo_specrollout.local.run_report import results_are_of, write_results
