@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     Tree,
     asynchronous_block,
     at,
+    generating_gpus,
     model_config,
     native_drafts,
     num_engines,
@@ -41,9 +42,11 @@ def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
     """Returns names and sentences that describe a local run."""
     config, model = prepared.config, prepared.model_config
     grpo, generation = config.grpo, config.policy.generation
-    samples = grpo.samples_per_step
+    samples, num_workers = grpo.samples_per_step, config.cluster.rollout_workers
+    processes = f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
     lines = [
-        ("runtime", f"{config.runtime}: one machine's CPU, {_describe_processes(config.cluster.rollout_workers)}"),
+        ("runtime", f"{config.runtime}: one machine's CPU, "
+                    f"{processes if num_workers > 1 else 'vLLM and Megatron-Core in one process'}"),
         ("versions", ", ".join(f"{n} {v}" for n, v in installed_versions().items())),
         ("policy", f"{config.policy.model_name}: {_sizes(model)}, {config.policy.precision}"),
         ("task", _describe_task(config.data)),
@@ -53,7 +56,7 @@ def describe_local(prepared: Prepared) -> list[tuple[str, str]]:
                      f"up to {generation.max_new_tokens} tokens"),
         *_describe_speculation(generation.specrollout, generation.vllm_kwargs.get("speculative_config")),
         ("engine", engine_in_words(generation.vllm_kwargs, on_gpu=False, is_eager=generation.vllm_cfg.enforce_eager)),
-        *_describe_workers(generation.specrollout, config.cluster.rollout_workers),
+        *_describe_workers(generation.specrollout, num_workers),
         ("output", config.logger.log_dir),
     ]  # fmt: skip
     if prepared.placement:
@@ -71,12 +74,6 @@ def _describe_task(data: DataConfig) -> str:
     if data.dataset_name == "free_text":
         return f"{data.dataset_name}: stories, letters, explanations; no reward, so for `bench` only"
     return f"{data.dataset_name}: additions of 2 to {data.max_terms} terms, answers checked by a rule"
-
-
-def _describe_processes(num_workers: int) -> str:
-    if num_workers == 1:
-        return "vLLM and Megatron-Core in one process"
-    return f"Megatron-Core in the run's own process, vLLM in {num_workers} others, which are Ray actors"
 
 
 def _describe_workers(block: SpecrolloutConfig, num_workers: int) -> list[tuple[str, str]]:
@@ -245,16 +242,15 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
 def _describe_placement(tree: Tree) -> str:
     nodes, gpus = size_at(tree, "cluster.num_nodes"), size_at(tree, "cluster.gpus_per_node")
     tensor, pipeline, _ = parallel_sizes(tree)
-    resources, per_engine = f"{GENERATION}.colocated.resources", tensor * pipeline
-    if at(tree, f"{GENERATION}.colocated.enabled"):
-        where, generating = f"generation and training share {nodes} x {gpus} GPUs", nodes * gpus
+    if at(tree, f"{GENERATION}.colocated.enabled", True):
+        where = f"generation and training share {nodes} x {gpus} GPUs"
     elif nodes == 1:
-        generating = size_at(tree, f"{resources}.gpus_per_node", 0, low=0)
+        generating = generating_gpus(tree)
         where = f"{generating} GPUs generate, {gpus - generating} train"
     else:
-        apart = size_at(tree, f"{resources}.num_nodes", 0, low=0)
-        where, generating = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train", apart * gpus
-    return f"{where}; {generating // per_engine} engines of {per_engine} GPU{'s' if per_engine > 1 else ''}"
+        apart = size_at(tree, f"{GENERATION}.colocated.resources.num_nodes", low=0)
+        where = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train"
+    return f"{where}; {num_engines(tree)} engines of {tensor * pipeline} GPU{'s' if tensor * pipeline > 1 else ''}"
 
 
 def is_asynchronous(vllm_kwargs: Mapping[str, Any]) -> bool:

@@ -183,12 +183,6 @@ class LaunchDirectory:
         for name, text in files.items():
             write_atomically(self.path / name, text)
 
-    def note_submission(self, job_id: str, command: list[str]) -> None:
-        """Appends a line to `submissions.jsonl`."""
-        record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
-        with (self.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
 
 def _submit(directory: LaunchDirectory, command: list[str], num_jobs: int, dry_run: bool) -> int:
     print(f"{'resumes' if directory.submitted else 'run'}: {directory.path}")
@@ -200,6 +194,8 @@ def _submit(directory: LaunchDirectory, command: list[str], num_jobs: int, dry_r
         if done.returncode != 0:
             raise ConfigError(f"sbatch refused {shlex.join(command)}: {' '.join(done.stderr.split())}")
         job_id = done.stdout.strip().split(";")[0]
-        directory.note_submission(job_id, command)
+        record = {"job_id": job_id, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "command": command}
+        with (directory.path / "submissions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
         print(f"submitted job {job_id}; its driver writes {directory.path}/slurm/{job_id}-logs/ray-driver.log")
     return 0
