@@ -11,7 +11,6 @@ from typing import Any
 from nemo_specrollout.config.strict import ConfigError, bounded, choice, refuse, required
 
 DRAFT_SAMPLING = ("shared_noise", "greedy")
-PLACEMENTS = ("as_written", "auto")
 
 SECRET_VARIABLE = "NEMO_SPECROLLOUT_SECRET"
 """Environment variable with the shared secret."""
@@ -200,7 +199,7 @@ class RemoteDrafterConfig(DrafterConfig):
     """IP addresses of the hosts that may ask for drafts; empty allows every host that knows the secret."""
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the drafter's vLLM engine, e.g. gpu_memory_utilization."""
-    placement: str = choice(*PLACEMENTS, default="as_written")
+    placement: str = choice("as_written", "auto", default="as_written")
     """`as_written`, or with `workers` also `auto`: beside the policy's engine, inside it, or no drafter, whichever is
     fastest by the times in `profile` (`scheduling/placement/planner.py`)."""
     profile: str | None = None
@@ -224,24 +223,22 @@ class RemoteDrafterConfig(DrafterConfig):
             check_address(f"{path}.addresses", address, any_port=False)
 
 
-_CLASSES = (
+DRAFTERS: dict[str, type[DrafterConfig]] = {cls.type: cls for cls in (
     NgramDrafterConfig, SuffixDrafterConfig, RandomDrafterConfig, Eagle3DrafterConfig, DraftModelDrafterConfig,
     MtpDrafterConfig, DflashDrafterConfig, DsparkDrafterConfig, RemoteDrafterConfig,
-)  # fmt: skip
-DRAFTERS: dict[str, type[DrafterConfig]] = {cls.type: cls for cls in _CLASSES}
+)}  # fmt: skip
 """The class of each `type`."""
 
 
-def types_of(base: type[DrafterConfig]) -> tuple[str, ...]:
-    """Returns the types whose options have the base class `base`."""
+def _types_of(base: type[DrafterConfig]) -> tuple[str, ...]:
     return tuple(name for name, cls in DRAFTERS.items() if issubclass(cls, base))
 
 
-TEXT_DRAFTERS = types_of(TextDrafterConfig)
+TEXT_DRAFTERS = _types_of(TextDrafterConfig)
 """Types of the drafters without weights."""
-MODEL_DRAFTERS = types_of(ModelDrafterConfig)
+MODEL_DRAFTERS = _types_of(ModelDrafterConfig)
 """Types of the drafters with weights inside the policy's engine."""
-BLOCK_DRAFTERS = types_of(BlockDrafterConfig)
+BLOCK_DRAFTERS = _types_of(BlockDrafterConfig)
 """Types of the drafters that propose all draft tokens of a step in one pass."""
 REMOTE_DRAFTER = RemoteDrafterConfig.type
 """Type of the drafter in an engine of its own."""

@@ -55,12 +55,6 @@ class KnownTrap:
     needs_block: bool = True
     """Whether the remedy works only if the block is enabled. Otherwise it works wherever this package runs."""
 
-    @property
-    def versions(self) -> str:
-        """The affected versions in words."""
-        low = "" if self.since == _BEGINNING else f" from {_in_words(self.since)}"
-        return f"{self.package}{low}" + ("" if self.before is None else f" before {_in_words(self.before)}")
-
 
 @dataclass(frozen=True)
 class MetTrap:
@@ -73,9 +67,12 @@ class MetTrap:
     """Whether the remedy is in force."""
 
     def __str__(self) -> str:
+        trap = self.trap
+        low = "" if trap.since == _BEGINNING else f" from {_in_words(trap.since)}"
+        high = "" if trap.before is None else f" before {_in_words(trap.before)}"
         here = "not installed here" if self.version is None else f"here {self.version}"
-        remedy = self.trap.remedy if self.is_avoided else f"not avoided, because the block is off ({self.trap.remedy})"
-        return f"{self.trap.versions}, {here}: {self.trap.text}; {remedy}"
+        remedy = trap.remedy if self.is_avoided else f"not avoided, because the block is off ({trap.remedy})"
+        return f"{trap.package}{low}{high}, {here}: {trap.text}; {remedy}"
 
 
 def known_traps(tree: Tree) -> list[MetTrap]:

@@ -2,6 +2,7 @@
 """A NeMo-RL config with the block `specrollout`: its script, its block for the vLLM workers, and its findings."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,16 +61,9 @@ def effective_config(tree: Tree) -> SpecrolloutConfig | None:
 
 
 def effective_block(tree: Tree) -> dict[str, Any] | None:
-    """Returns `effective_config` as plain values, with all defaults filled in."""
+    """Returns `effective_config` as plain values with lists instead of tuples, and with all defaults filled in."""
     config = effective_config(tree)
-    return None if config is None else dict(_plain(dataclasses.asdict(config)))
-
-
-def _plain(value: Any) -> Any:
-    """Returns a copy with lists instead of tuples, as in YAML."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return None if config is None else dict(json.loads(json.dumps(dataclasses.asdict(config))))
 
 
 def check_nemo_rl(tree: Tree) -> list[Finding]:

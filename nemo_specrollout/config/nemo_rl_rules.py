@@ -4,6 +4,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from nemo_specrollout.config.nemo_rl_tree import (
     broken,
     drafter_types,
     findings,
-    is_off,
     is_on,
     is_set,
     model_config,
@@ -78,10 +78,10 @@ _REFUSED = (
 )  # fmt: skip
 """Options that NeMo-RL refuses in asynchronous training."""
 _ASYNCHRONOUS = (
-    Rule(f"{VLLM_CFG}.async_engine", is_off, "asynchronous training needs it: set it to true"),
+    Rule(f"{VLLM_CFG}.async_engine", not_, "asynchronous training needs it: set it to true"),
     Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on its own GPUs: set it to false and "
          "list them in colocated.resources"),
-    Rule("loss_fn.use_importance_sampling_correction", is_off, "asynchronous training has samples of an older policy: "
+    Rule("loss_fn.use_importance_sampling_correction", not_, "asynchronous training has samples of an older policy: "
          "set it to true"),
     *(Rule(path, bool, "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false")
       for path in _REFUSED),
@@ -89,8 +89,8 @@ _ASYNCHRONOUS = (
 _NO_VALIDATION = "the SingleController has no validation"
 _CONTROLLER = (
     Rule("grpo.async_grpo", is_set, "the SingleController reads only async_rl: set it to null"),
-    Rule("data_plane.enabled", is_off, "the SingleController keeps rollouts in the data plane: set it to true"),
-    Rule(f"{VLLM_CFG}.async_engine", is_off, "the SingleController requests rollouts one at a time: set it to true"),
+    Rule("data_plane.enabled", not_, "the SingleController keeps rollouts in the data plane: set it to true"),
+    Rule(f"{VLLM_CFG}.async_engine", not_, "the SingleController requests rollouts one at a time: set it to true"),
     Rule(f"{GENERATION}.colocated.enabled", lambda v: v is None or v, "the SingleController generates while it trains: "
          "set it to false and list GPUs in colocated.resources"),
     *(Rule(path, bool, f"{_NO_VALIDATION}: set it to 0 or false")
@@ -99,7 +99,7 @@ _CONTROLLER = (
          "metric of training, e.g. train:loss, or set it to null", when=is_on("checkpointing.enabled")),
 )  # fmt: skip
 _DRAFT_TRAINING = (
-    Rule("policy.megatron_cfg.enabled", is_off, "NeMo-RL trains a draft head only beside a Megatron policy: set it to true, "
+    Rule("policy.megatron_cfg.enabled", not_, "NeMo-RL trains a draft head only beside a Megatron policy: set it to true, "
          "or policy.draft.enabled to false"),
     Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false"),
     Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it, and then captures its default layers: set "
@@ -137,13 +137,11 @@ def _controller_batch(tree: Tree) -> Iterator[Finding]:
 
 
 def _data_plane(tree: Tree) -> Iterator[Finding]:
-    fastest, path = at(tree, f"{BLOCK_PATH}.fastest_of_n"), f"{BLOCK_PATH}.fastest_of_n"
+    path = f"{BLOCK_PATH}.fastest_of_n"
     is_elsewhere = at(tree, "data_plane.enabled") and not (_is_controlled(tree) or at(tree, f"{VLLM_CFG}.async_engine"))
-    if is_elsewhere and isinstance(fastest, Mapping) and fastest.get("enabled", True):
-        text = (
-            "with data_plane.enabled, another process requests rollouts: set async_engine to true, or remove the block"
-        )
-        yield Finding(path, text, "error")
+    if is_elsewhere and isinstance(at(tree, path), Mapping) and at(tree, f"{path}.enabled", True):
+        text = "with data_plane.enabled, another process requests rollouts"
+        yield Finding(path, f"{text}: set async_engine to true, or remove the block", "error")
 
 
 def _sampling(tree: Tree) -> Iterator[Finding]:

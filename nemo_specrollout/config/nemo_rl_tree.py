@@ -159,11 +159,6 @@ def is_on(path: str) -> Callable[[Tree], bool]:
     return lambda tree: bool(at(tree, path))
 
 
-def is_off(value: Any) -> bool:
-    """Returns whether a value is false, zero, empty or absent."""
-    return not value
-
-
 def is_set(value: Any) -> bool:
     """Returns whether a value is neither absent nor null."""
     return value is not None
@@ -172,18 +167,13 @@ def is_set(value: Any) -> bool:
 RUNTIMES = ("local", "nemo_rl")
 
 
-def runtime_of(tree: Mapping[str, Any]) -> str:
+def runtime_of(tree: Tree) -> str:
     """Returns `local` or `nemo_rl`: what the key `runtime` says, else what the config is written for.
 
     NeMo-RL's own configs have no such key. All of them name the GPUs of a node, which the local runner does not use.
     Raises ConfigError for another value.
     """
-    runtime = tree.get("runtime", "nemo_rl" if _has_gpus(tree) else "local")
+    runtime = tree.get("runtime", "nemo_rl" if at(tree, "cluster.gpus_per_node") else "local")
     if runtime not in RUNTIMES:
         raise ConfigError(f"runtime: {runtime!r} is not available{nearest(str(runtime), RUNTIMES)}")
     return str(runtime)
-
-
-def _has_gpus(tree: Mapping[str, Any]) -> bool:
-    cluster = tree.get("cluster")
-    return isinstance(cluster, Mapping) and bool(cluster.get("gpus_per_node"))
