@@ -8,6 +8,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,9 @@ def tail_chart(timelines: Sequence[Record]) -> str:
 
 def gap_chart(steps: Sequence[Record]) -> str:
     """Returns the chart of the absolute difference between the engine's and the trainer's log-probs, on a log scale."""
-    has_gap = has_any(steps, "logprob_gap.max", "logprob_gap.mean")
-    return svg_chart("gap", (4.4, 2.3), steps, panels.draw_gap) if has_gap else ""
+    lines = (("max", "logprob_gap.max", panels.GREY), ("mean", "logprob_gap.mean", panels.BLUE))
+    draw = partial(panels.draw_gaps, title="Log-prob gap, engine to trainer (nats)", lines=lines)
+    return svg_chart("gap", (4.4, 2.3), steps, draw) if has_any(steps, *(key for _, key, _ in lines)) else ""
 
 
 def run_picture(run_dir: Path, path: Path) -> None:

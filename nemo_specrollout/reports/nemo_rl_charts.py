@@ -81,6 +81,7 @@ CHARTS = {
 """Charts in the order of the page: title -> names of panels, explanation."""
 PICTURE = ("reward", "speedup", "time", "tokens", "acceptance", "gap", "share")
 """Panels of the picture, the most important first."""
+GAP_LINES = (("KL error", "gen_kl_error", ORANGE), ("gap", "logprob_gap.mean", BLUE))
 Draw = Callable[[Axes, Sequence[Record]], None]
 
 
@@ -91,19 +92,14 @@ class LinePanel:
     title: str
     lines: Sequence[tuple[str, str, str]]
     """Label, key of the step and colour of each line. A label may contain the line's {last}, {mean} and {total}."""
-
     floor: float | None = None
     """Lower end of the y axis, or None to fit the lines."""
-
     top: float = math.nan
     """Least upper end of the y axis, if it has a floor."""
-
     level: float | None = None
     """Height of a grey line across the panel."""
-
     is_share: bool = False
     """Whether the values are shares of a whole, shown in per cent."""
-
     is_count: bool = False
     """Whether the y axis has whole numbers only."""
 
@@ -186,13 +182,25 @@ def panels_of(run: NemoRlRun) -> dict[str, Draw]:
     is_stale = any(run.most(key) > 0 for key in ("policy_lag_max", "avg_trajectory_age"))
     found["staleness"] = (LINE_PANELS["staleness"], is_stale)
     totals = acceptance_totals(run.steps)
+    ratios, overall = series(run.steps, "speedup_estimate"), run.mean("speedup_estimate")
+    title = "Log-prob gap and KL error (nats a token)"
+    gap = partial(panels.draw_gaps, title=title, lines=GAP_LINES, alarm=run.alarm_bound)
     has_refreshed_head = has_any(run.steps, "head_age", "heads_published", "draft_refresh.refresh_s")
     found |= {
         "reward": (panels.draw_reward, has_any(run.steps, "reward")),
-        "speedup": (_draw_speedup, has_any(run.steps, "speedup_estimate")),
+        "speedup": (
+            partial(
+                panels.draw_ratios,
+                title="Decoding speedup, by estimate (x)",
+                ratios=ratios,
+                overall=overall,
+                name="mean",
+            ),
+            has_any(run.steps, "speedup_estimate"),
+        ),
         "time": (_draw_time, has_any(run.steps, "step_s")),
         "positions": (lambda ax, steps: panels.draw_acceptance(ax, totals), bool(totals)),
-        "gap": (partial(_draw_gap, bound=run.alarm_bound), has_any(run.steps, "logprob_gap.mean", "gen_kl_error")),
+        "gap": (gap, has_any(run.steps, *(key for _, key, _ in GAP_LINES))),
         "head_acceptance": (
             panels.draw_head_acceptance,
             has_refreshed_head and bool((panels.head_acceptance(run.steps) >= 0).any()),
@@ -219,6 +227,10 @@ def picture(run: NemoRlRun, path: Path) -> None:
     save_picture([(draw, run.steps) for draw in chosen], path)
 
 
+def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
+    panels.label_right(ax, panels.stack_phases(ax, steps, STEP_PHASES, MOST_BARS))
+
+
 def figure_of(path: Path) -> Figure:
     """Returns the picture at `path` as a figure with the same pixels, for loggers that take figures.
 
@@ -231,17 +243,3 @@ def figure_of(path: Path) -> Figure:
     ax.imshow(pixels, aspect="auto", interpolation="none")
     ax.set_axis_off()
     return figure
-
-
-def _draw_speedup(ax: Axes, steps: Sequence[Record]) -> None:
-    ratios = series(steps, "speedup_estimate")
-    panels.draw_ratios(ax, steps, "Decoding speedup, by estimate (x)", ratios, float(np.nanmean(ratios)), "mean")
-
-
-def _draw_time(ax: Axes, steps: Sequence[Record]) -> None:
-    panels.label_right(ax, panels.stack_phases(ax, steps, STEP_PHASES, MOST_BARS))
-
-
-def _draw_gap(ax: Axes, steps: Sequence[Record], bound: float) -> None:
-    lines = (("KL error", "gen_kl_error", ORANGE), ("gap", "logprob_gap.mean", BLUE))
-    panels.draw_gaps(ax, steps, "Log-prob gap and KL error (nats a token)", lines, bound)

@@ -183,11 +183,6 @@ def draw_drafts(ax: Axes, trace: Record) -> None:
               borderpad=0, handlelength=1, columnspacing=1.2)  # fmt: skip
 
 
-def draw_gap(ax: Axes, steps: Sequence[Record]) -> None:
-    lines = (("max", "logprob_gap.max", GREY), ("mean", "logprob_gap.mean", BLUE))
-    draw_gaps(ax, steps, "Log-prob gap, engine to trainer (nats)", lines)
-
-
 def draw_gaps(
     ax: Axes, steps: Sequence[Record], title: str, lines: Sequence[tuple[str, str, str]], alarm: float = math.nan
 ) -> None:
