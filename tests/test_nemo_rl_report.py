@@ -148,7 +148,7 @@ def test_a_long_run_has_its_last_rows_and_alarms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"acceptance": {"suffix": 7}}, {"acceptance": {"suffix": {"proposed": [1]}}}])
 def test_a_damaged_record_is_a_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"a line of metrics\.jsonl, timing\.jsonl or samples\.jsonl is damaged"):
+    with pytest.raises(ConfigError, match=r"a line of metrics\.jsonl or timing\.jsonl is damaged"):
         write_pages(write_run(tmp_path, [metrics(1, random.Random(0), **changes)]))
 
 
@@ -159,14 +159,9 @@ def test_lag_is_from_the_policy_that_began_a_sample() -> None:
     assert policy_lag([], 5) == policy_lag([{"seed": 1}], 5) == {}
 
 
-def test_lag_of_records_that_have_it_only_in_samples(tmp_path: Path) -> None:
+def test_a_run_without_samples_has_no_chart_of_staleness(tmp_path: Path) -> None:
     steps = [{k: v for k, v in metrics(i, random.Random(0)).items() if "lag" not in k} for i in (1, 2)]
-    folder = write_run(tmp_path, steps)
-    assert "Staleness" not in page_of(folder).text  # of asynchronous GRPO without samples
-    line = {"step": 2, "samples": [{"seed": 3, "policy_spans": [[0, 0], [1, 9]]}]}
-    (folder / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    assert [s.get("policy_lag_max") for s in NemoRlRun.read(folder).steps] == [None, 1.0]
-    assert "Staleness" in charts_on(page_of(folder))
+    assert "Staleness" not in page_of(write_run(tmp_path, steps)).text
 
 
 def test_the_picture_as_a_figure_is_the_picture(tmp_path: Path) -> None:

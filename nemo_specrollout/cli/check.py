@@ -27,7 +27,7 @@ class Subject:
     """Names and sentences that describe the run."""
     block: SpecrolloutConfig
     findings: list[Finding]
-    """Of a NeMo-RL config: its errors, and warnings and notes on it."""
+    """Errors in a NeMo-RL config, and warnings and notes on it."""
 
     @property
     def errors(self) -> list[str]:

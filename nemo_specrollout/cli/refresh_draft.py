@@ -46,8 +46,6 @@ def refresh_draft(parsed: argparse.Namespace) -> int:
         partial = f"{options.out}.partial"
         print(f"nemo-specrollout: the same command goes on from what is in {partial}", file=sys.stderr)
         raise
-    except ConfigError:
-        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ConfigError(f"{where}{error.strerror or error}") from error

@@ -75,7 +75,7 @@ def write_pages(folder: Path) -> tuple[Path, Path]:
     Raises ConfigError for damaged records, and OSError.
     """
     report, image = folder / "report.html", folder / "picture.png"
-    with naming_damage(folder, "metrics.jsonl, timing.jsonl or samples.jsonl"):
+    with naming_damage(folder, "metrics.jsonl or timing.jsonl"):
         run = NemoRlRun.read(folder)
         write_atomically(report, _page(run, folder.resolve().parent.name))
         picture(run, image)

@@ -207,9 +207,6 @@ class NemoRlRun:
         """Reads `<log_dir>/specrollout`. Missing files and torn lines are skipped."""
         timings = {line["step"]: line for line in read_lines(folder / "timing.jsonl")}
         steps = [_step(line, timings.get(line["step"], {})) for line in read_lines(folder / METRICS)]
-        if not any("policy_lag_mean" in step for step in steps):  # an older record
-            samples = {line["step"]: line.get("samples") or () for line in read_lines(folder / "samples.jsonl")}
-            steps = [{**step, **policy_lag(samples.get(step["step"], ()), step["step"])} for step in steps]
         return cls(steps, read_object_or_nothing(folder / "summary.json"))
 
     @property
