@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, tensor
 
+from nemo_specrollout.config.drafter_configs import SuffixDrafterConfig
+from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Proposals, Texts
 from nemo_specrollout.drafters.device_index import (
     BUCKET_SLOTS,
@@ -26,9 +28,9 @@ from nemo_specrollout.drafters.device_index import (
     FEWEST_SLOTS,
     MAX_COUNT,
     MAX_LEAD,
+    MOST_SLOTS,
     NUM_CANDIDATES,
     RANK_MASK,
-    SLOT_BYTES,
     ContextIndex,
     context_orders,
     slots_for,
@@ -321,14 +323,10 @@ def test_contexts_spread_over_all_buckets(log2_slots):
 
 def test_the_index_has_the_size_that_requests_need_within_memory():
     assert slots_for(512, 16384, ORDERS) == 1 << 24
-    assert slots_for(512, 16384, ORDERS, max_bytes=200 << 20) == 1 << 22
+    assert slots_for(10_000, 10_000, ORDERS) == MOST_SLOTS
     assert slots_for(64, 512, ORDERS) == 1 << 16
     assert slots_for(65, 512, ORDERS) == 1 << 17
     assert slots_for(1, 1, (1,)) == FEWEST_SLOTS
-    for max_bytes in (1 << 17, 1 << 20, 3 << 20):
-        assert ContextIndex(slots_for(10_000, 10_000, ORDERS, max_bytes), ORDERS, CPU).num_bytes <= max_bytes
-    with pytest.raises(ValueError, match="max_bytes=1000"):
-        slots_for(1, 1, ORDERS, max_bytes=1000)
 
 
 def test_orders():
@@ -336,25 +334,15 @@ def test_orders():
     assert context_orders(2, 8) == (2, 4, 6, 8)
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "orders", "match"),
-    [
-        (1000, (1,), "power of two"),
-        (4, (1,), "at least 8"),
-        (64, (), "ascend"),
-        (64, (2, 1), "ascend"),
-        (64, (0,), "1.."),
-    ],
-)
-def test_impossible_indexes_are_refused(num_slots, orders, match):
-    with pytest.raises(ValueError, match=match):
-        ContextIndex(num_slots, orders, CPU)
+def test_an_impossible_index_is_refused():
+    with pytest.raises(ConfigError, match=r"1500 is not a power of two; the next is 2048"):
+        build(SuffixDrafterConfig, {"num_slots": 1500}, "drafters")
 
 
 def test_a_bucket_is_a_cache_line():
     index = new_index(1 << 10)
     assert index.words.data_ptr() % 64 == 0
-    assert index.num_bytes == (1 << 10) * SLOT_BYTES
+    assert index.words.nbytes + index.candidates.nbytes == (1 << 10) * 40
 
 
 # Replacement

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from nemo_specrollout.config.drafter_configs import DRAFTERS, TEXT_DRAFTERS, LookupDrafterConfig
-from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text import SMALLEST_SHARE
+from nemo_specrollout.drafters.text import SMALLEST_SHARE, build_text_drafter
 from nemo_specrollout.generation.requests import RequestIdentity
 
 pytestmark = pytest.mark.unit

@@ -45,9 +45,6 @@ BUCKET_SLOTS = 8
 """Contexts in a bucket."""
 NUM_CANDIDATES = 4
 """Candidates of a context."""
-SLOT_BYTES = 8 * (1 + NUM_CANDIDATES)
-"""Bytes of a context: its word and its candidates."""
-
 RANK_BITS = 16
 """Bits of a rank."""
 RANK_MASK = (1 << RANK_BITS) - 1
@@ -68,12 +65,8 @@ MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page."""
-LONGEST_ORDER = 32
-"""Longest context, in tokens."""
-FEWEST_SLOTS = 1 << 10
-"""Contexts that the smallest index holds."""
-MOST_BYTES = 1 << 30
-"""Bytes that an index takes at most, unless a user asks for more."""
+FEWEST_SLOTS, MOST_SLOTS = 1 << 10, 1 << 24
+"""Contexts that an index holds, 40 bytes each, unless a user asks for another number."""
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
@@ -81,20 +74,15 @@ def context_orders(shortest: int, longest: int) -> tuple[int, ...]:
     return (*range(shortest, min(longest, 2) + 1), *range(4, longest + 1, 2))
 
 
-def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int], max_bytes: int = MOST_BYTES) -> int:
+def slots_for(max_num_seqs: int, max_model_len: int, orders: Sequence[int]) -> int:
     """Returns the number of contexts that an index should hold, a power of two.
 
     Every token creates one context of each order. Rollouts of a group, and repetitions in them, share half of the contexts or
-    more. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, within
-    `max_bytes`. A smaller index only drafts less, because it forgets earlier.
-
-    Raises ValueError if `max_bytes` is too few for any index.
+    more. So the index gets a slot for half of the contexts of `max_num_seqs` texts of full length, rounded up, up to
+    `MOST_SLOTS`. A smaller index only drafts less, because it forgets earlier.
     """
-    if max_bytes < FEWEST_SLOTS * SLOT_BYTES:
-        raise ValueError(f"an index takes at least {FEWEST_SLOTS * SLOT_BYTES} bytes, got max_bytes={max_bytes}")
     wanted = max(FEWEST_SLOTS, max_num_seqs * max_model_len * len(orders) // 2)
-    affordable = max_bytes // SLOT_BYTES
-    return min(1 << (wanted - 1).bit_length(), 1 << (affordable.bit_length() - 1))
+    return min(1 << (wanted - 1).bit_length(), MOST_SLOTS)
 
 
 class ContextIndex:
@@ -106,23 +94,12 @@ class ContextIndex:
     """
 
     def __init__(self, num_slots: int, orders: tuple[int, ...], device: torch.device) -> None:
-        """Creates an empty index of `num_slots` contexts; `orders` are the context lengths to count, ascending.
-
-        Raises ValueError if `num_slots` is not a power of two, or if `orders` do not ascend within 1..LONGEST_ORDER.
-        """
-        if num_slots & (num_slots - 1) or num_slots < BUCKET_SLOTS:
-            raise ValueError(f"num_slots must be a power of two of at least {BUCKET_SLOTS}, got {num_slots}")
-        if not orders or list(orders) != sorted(set(orders)) or not 1 <= orders[0] <= orders[-1] <= LONGEST_ORDER:
-            raise ValueError(f"orders must ascend and lie within 1..{LONGEST_ORDER}, got {orders}")
+        """Creates an empty index of `num_slots` contexts, a power of two; `orders` are their lengths, ascending."""
+        assert num_slots.bit_count() == 1 and num_slots >= BUCKET_SLOTS
         self.orders = orders
         self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
         self.candidates = _zeros(num_slots, NUM_CANDIDATES, device)
         self._kernels = kernels_for("index", device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tables."""
-        return self.words.nbytes + self.candidates.nbytes
 
     def learn(self, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int) -> None:
         """Counts the new tokens of each text as continuations of their contexts.

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
+from nemo_specrollout.config.drafter_configs import (
+    LookupDrafterConfig,
+    RandomDrafterConfig,
+    SuffixDrafterConfig,
+    TextDrafterConfig,
+)
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.device_index import ContextIndex, context_orders
+from nemo_specrollout.drafters.device_index import ContextIndex, context_orders, slots_for
 
 SMALLEST_SHARE = 0.02
 """Survival below which a draft token is not looked up."""
@@ -46,8 +52,9 @@ class LookupDrafter(TextDrafter):
     shortest_context: int
     """Length of the shortest context that is counted, in tokens."""
 
-    def __init__(self, num_slots: int, max_order: int, index_slots: int, device: torch.device) -> None:
-        self.index = ContextIndex(index_slots, context_orders(self.shortest_context, max_order), device)
+    def __init__(self, config: LookupDrafterConfig, num_slots: int, max_model_len: int, device: torch.device) -> None:
+        orders = context_orders(self.shortest_context, config.max_order)
+        self.index = ContextIndex(config.num_slots or slots_for(num_slots, max_model_len, orders), orders, device)
         self._salts_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._learned_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
@@ -104,3 +111,14 @@ class RandomTokens(TextDrafter):
         out.tokens_BK[:num_requests].random_(0, self._vocab_size)
         out.levels_BK[:num_requests] = NUM_LEVELS - 1
         out.found_B[:num_requests] = out.tokens_BK.shape[1]
+
+
+def build_text_drafter(
+    config: TextDrafterConfig, num_slots: int, max_model_len: int, vocab_size: int, device: torch.device
+) -> TextDrafter:
+    """Returns the text drafter that `config` names, for `num_slots` concurrent requests on the engine's device."""
+    if isinstance(config, RandomDrafterConfig):
+        return RandomTokens(vocab_size)
+    assert isinstance(config, LookupDrafterConfig)
+    lookup = SuffixLookup if isinstance(config, SuffixDrafterConfig) else NgramLookup
+    return lookup(config, num_slots, max_model_len, device)

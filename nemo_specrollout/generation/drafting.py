@@ -24,9 +24,9 @@ from nemo_specrollout.config.drafter_configs import (
     shared_secret,
 )
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
-from nemo_specrollout.drafters import build_text_drafter
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
+from nemo_specrollout.drafters.text import build_text_drafter
 from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import head_context
