@@ -10,12 +10,7 @@ from typing import Any
 from nemo_specrollout.config.versions import NEMO_RL_NEEDED, nemo_rl_version, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
 from nemo_specrollout.generation.vllm_names import VllmSource, installed_source, vllm_names
-from nemo_specrollout.nemo_rl.patch_points import (
-    ALL_PATCH_POINTS,
-    EXTENSION_PATCH_POINTS,
-    PatchPoint,
-    change_of,
-)
+from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint, change_of
 
 PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0

@@ -24,8 +24,6 @@ ENGINE = Section("engine")
 SELF_TEST = Section("self-test")
 TIMEOUT_S = 300.0
 """Seconds for starting two engines and for decoding."""
-PLUGIN_GROUP = "vllm.platform_plugins"
-"""Group of entry points in which vLLM looks for platforms."""
 PLUGIN = "nemo_specrollout_cpu"
 """Our platform, with the V2 model runner on a CPU."""
 _SEND = "Send us the file of --json FILE"
@@ -55,7 +53,6 @@ LONGEST_TEXT = 512
 """Longest text of the model, in tokens."""
 _SHARPNESS = 12.0
 """Factor of the logits, with which samples differ from each other but some drafts are accepted."""
-_SEED = 7
 _SHARE = 0.1
 """Share of a GPU's memory that must be free; a tiny model takes far less."""
 
@@ -78,7 +75,7 @@ def diagnose_environment(environment: Mapping[str, str] = os.environ) -> Iterato
 
 def platform_plugin(allowed: str | None) -> Diagnosis:
     """Checks that vLLM finds our platform for a CPU. `allowed`: value of VLLM_PLUGINS, the list of allowed plug-ins."""
-    if PLUGIN not in {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}:
+    if PLUGIN not in {entry.name for entry in metadata.entry_points(group="vllm.platform_plugins")}:
         text = "the entry point is missing: this package is on the path, but not installed"
         to_do = "Install it, `pip install --no-deps -e .`: vLLM finds the V2 model runner for a CPU by its entry point."
         return ENGINE.fail("platform plug-in", text, to_do)
@@ -114,8 +111,7 @@ def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
     if outcome.failure:
         yield SELF_TEST.fail("engine", outcome.failure, _cause(outcome), outcome.log)
     else:
-        seconds = f"{outcome.seconds:.1f} s, including loading libraries and starting two engines"
-        yield SELF_TEST.ok("time", seconds)
+        yield SELF_TEST.ok("time", f"{outcome.seconds:.1f} s, including loading libraries and starting two engines")
 
 
 def _tokens(name: str, comparison: Mapping[str, Any]) -> Diagnosis:
@@ -131,11 +127,11 @@ def _drafts(counts: Mapping[str, Any]) -> Diagnosis:
     totals = [(sum(p), sum(a)) for p, a in zip(counts["proposed"], counts["accepted"], strict=True)]
     proposed, accepted = sum(p for p, _ in totals), sum(a for _, a in totals)
     if not proposed:
-        to_do = f"{_SEND}: without drafts nothing was compared."
-        return SELF_TEST.fail("drafts", "none was verified", to_do)
+        return SELF_TEST.fail("drafts", "none was verified", f"{_SEND}: without drafts nothing was compared.")
     each = ", ".join(f"{name} {a} of {p}" for name, (p, a) in zip(counts["drafters"], totals, strict=True))
-    text = f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
-    return SELF_TEST.ok("drafts", text)
+    return SELF_TEST.ok(
+        "drafts", f"{accepted} of {proposed} verified drafts accepted ({accepted / proposed:.0%}): {each}"
+    )
 
 
 def _cause(outcome: Outcome) -> str:
@@ -153,7 +149,7 @@ def compare_engines(order: Any, tell: Tell) -> None:
         make_tiny_model(model)
         rollouts, stats = {}, None
         for way, block in {"plain": PLAIN, "drafted": DRAFTED}.items():
-            engine = RolloutEngine(model, _generation(block), _SEED)
+            engine = RolloutEngine(model, _generation(block), seed=7)
             tell("facts", {**engine.facts(), **engine.device_facts()})
             rollouts[way] = [engine.generate(_requests(), temperature=t) for t in TEMPERATURES]
             stats = engine.stats()
