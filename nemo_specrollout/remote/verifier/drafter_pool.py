@@ -217,6 +217,9 @@ def drafter_spec(
     """Returns the settings of a drafter process for a policy's engine. Raises ConfigError if the model's folder is missing."""
     if drafter.model.startswith(("/", ".")) and not Path(drafter.model).is_dir():
         raise ConfigError(f"drafters.model: {drafter.model} does not exist; name the folder of the draft model")
+    memory: dict[str, float] = {"kv_cache_memory_bytes": CPU_KV_BYTES} if on_cpu else {}
+    if not on_cpu and drafter.gpus:
+        memory = {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus}
     return DrafterSpec(
         address=address,
         model=drafter.model,
@@ -225,15 +228,8 @@ def drafter_spec(
         max_requests=drafter.max_requests,
         most_ahead=drafter.most_ahead,
         allowed_hosts=drafter.allowed_hosts,
-        vllm_kwargs={"enforce_eager": engine.enforce_eager, **_memory(drafter, on_cpu), **drafter.vllm_kwargs},
+        vllm_kwargs={"enforce_eager": engine.enforce_eager, **memory, **drafter.vllm_kwargs},
     )
-
-
-def _memory(drafter: RemoteDrafterConfig, on_cpu: bool) -> dict[str, Any]:
-    """Returns vLLM arguments for the memory of a drafter, which takes its share of a GPU that it shares."""
-    if on_cpu:
-        return {"kv_cache_memory_bytes": CPU_KV_BYTES}
-    return {"gpu_memory_utilization": GPU_MEMORY_SHARE * drafter.gpus} if drafter.gpus else {}
 
 
 def shared_vllm_config(vllm_cfg: Mapping[str, Any]) -> VllmConfig:
