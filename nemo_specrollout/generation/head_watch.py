@@ -110,7 +110,7 @@ class HeadWatch:
             fails = self._contexts.fails_in_long_contexts
             found = head_health(self._runner, self._folder, self._previous)
             found = replace(found, age_in_versions=health.age_in_versions, fails_in_long_contexts=fails)
-            self._raise(alarm.explained_by(found))
+            self._raise(replace(alarm, health=found))
 
     def _raise(self, alarm: Any) -> None:
         """Records an alarm, and stops the drafter if it is broken."""

@@ -4,16 +4,15 @@
 Nothing else fails if a head is all zeros or sees the wrong layers: its drafts are merely never right. Drafts that fail only
 in long contexts reveal a wrong RoPE or a head with a shorter context.
 
-Shapes: B requests, C classes of context length, shortest first; K draft positions. A rate at position k is P(the first k + 1
+Shapes: C classes of context length, shortest first; K draft positions. A rate at position k is P(the first k + 1
 drafts are all accepted).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-EVENTS = ("refit", "publish", "wake")
 COLLAPSE_SHARE = 1 / 3
 """Acceptance after a collapse, as a share of the expected acceptance."""
 STALE_SHARE = 0.75
@@ -101,14 +100,22 @@ class Alarm:
     """Expected share."""
     num_drafted: int
     """Draft tokens behind both shares."""
-    cause: str
-    """Word for the likely cause (`likely_cause`)."""
-    sentence: str
-    """Text for the log."""
+    health: HeadHealth
+    """Evidence for the cause."""
 
-    def explained_by(self, health: HeadHealth) -> "Alarm":
-        """Returns the same alarm with the cause that newer evidence suggests."""
-        return alarm_of(self.event, self.seen, self.expected, self.num_drafted, health)
+    @property
+    def cause(self) -> str:
+        """Word for the likely cause (`likely_cause`)."""
+        return likely_cause(self.health, self.event)[0]
+
+    @property
+    def sentence(self) -> str:
+        """Text for the log."""
+        after = "while running" if self.event == "running" else f"after a {self.event}"
+        return (
+            f"{after} {self.seen:.1%} of {self.num_drafted:,} draft tokens were accepted, {self.expected:.1%} expected: "
+            f"{likely_cause(self.health, self.event)[1]}"
+        )
 
 
 @dataclass
@@ -117,13 +124,17 @@ class _Evidence:
 
     score: float = 0.0
     """Log likelihood ratio of a collapse to health, at least 0."""
+    carried: float = 0.0
+    """Score at the last event."""
+    num_requests: int = 0
+    """Largest number of requests in a step since the last event."""
     num_drafted: float = 0.0
     num_accepted: float = 0.0
     num_expected: float = 0.0
 
 
 @dataclass
-class _Level:
+class Level:
     """Decayed counts by position, and the rates that follow from them."""
 
     drafted_K: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -140,6 +151,15 @@ class _Level:
         missing = num_positions - len(rates_K)
         last = rates_K[-1] if len(rates_K) else 1.0
         return np.concatenate([rates_K, last * step ** np.arange(1, missing + 1)])[:num_positions]
+
+    def expected(self, drafted_K: np.ndarray) -> float:
+        """Returns the expected number of accepted drafts."""
+        return float((drafted_K * self.rates(len(drafted_K))).sum())
+
+    def assume(self, rates_K: np.ndarray) -> None:
+        """Takes over these rates, until there is more data."""
+        drafted_K = np.full(len(rates_K), GATE_DRAFTED / len(rates_K))
+        self.learn(drafted_K, drafted_K * rates_K)
 
     def learn(self, drafted_K: np.ndarray, accepted_K: np.ndarray) -> None:
         num_positions = max(len(drafted_K), len(self.drafted_K))
@@ -169,42 +189,24 @@ class Canary:
         self._told_stale = self._told_old = False
         self.begin_again()
 
-    @property
-    def knows(self) -> bool:
-        """Whether the expected rates are known."""
-        return self._level.is_known
-
-    def expected(self, drafted_K: np.ndarray) -> float:
-        """Returns the expected number of accepted drafts."""
-        return float((drafted_K * self._level.rates(len(drafted_K))).sum())
-
-    def begin_like(self, other: "Canary", num_positions: int) -> None:
-        """Takes over the expected rates of `other`, until there is more data."""
-        drafted_K = np.full(num_positions, GATE_DRAFTED / num_positions)
-        self._level.learn(drafted_K, drafted_K * other._level.rates(num_positions))
-
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
-        """Notes an event: a refit, a publish or a wake from sleep.
+        """Notes an event: a `refit`, a `publish` or a `wake` from sleep.
 
         The expected rates stay the same unless `expected_length` is given. This is the publish gate's held-out acceptance
-        length of a head that drafts `num_positions` tokens. Raises ValueError if the event is not one of `EVENTS`.
+        length of a head that drafts `num_positions` tokens.
         """
-        if event not in EVENTS:
-            raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
-        self._event, self.is_silent, self._num_requests = event, False, 0
+        self._event, self.is_silent = event, False
         if event == "publish":
-            self._evidence, self._reference = _Evidence(), _Level()
+            self._evidence, self._reference = _Evidence(), Level()
             self._told_stale = self._told_old = False
             if expected_length is not None:
-                rates_K = geometric_rates(expected_length, num_positions)
-                drafted_K = np.full(num_positions, GATE_DRAFTED / num_positions)
-                self._level = _Level(drafted_K, drafted_K * rates_K)
-        self._carried = self._evidence.score
+                self.level = Level()
+                self.level.assume(geometric_rates(expected_length, num_positions))
+        self._evidence.carried, self._evidence.num_requests = self._evidence.score, 0
 
     def begin_again(self) -> None:
         """Forgets the expected rates, and learns them again before the next alarm."""
-        self._level, self._reference, self._evidence = _Level(), _Level(), _Evidence()
-        self._carried, self._num_requests, self.is_silent = 0.0, 0, False
+        self.level, self._reference, self._evidence, self.is_silent = Level(), Level(), _Evidence(), False
 
     def observe(
         self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth = HeadHealth(), num_steps: int = 1
@@ -213,49 +215,47 @@ class Canary:
 
         Both counts are by position, [K], and non-increasing.
         """
-        num_drafted = float(drafted_K.sum())
-        if num_drafted == 0 or self.is_silent:
+        if self.is_silent or not drafted_K.any():
             return None
-        if self._level.is_known:
-            self._num_requests = max(self._num_requests, int(drafted_K[0]) // num_steps)
+        if self.level.is_known:
+            self._evidence.num_requests = max(self._evidence.num_requests, int(drafted_K[0]) // num_steps)
             alarm = self._collapse(drafted_K, accepted_K, health)
             if alarm is not None:
                 return alarm
-        self._level.learn(drafted_K, accepted_K)
+        self.level.learn(drafted_K, accepted_K)
         if float(self._reference.drafted_K.sum()) < MEMORY_DRAFTED / 2:
             self._reference.learn(drafted_K, accepted_K)
         return self._decline(health)
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
-        evidence, rates_K = self._evidence, self._level.rates(len(drafted_K))
-        most = self._carried + self.threshold / MIN_REQUESTS * self._num_requests
+        evidence, rates_K = self._evidence, self.level.rates(len(drafted_K))
+        most = evidence.carried + self.threshold / MIN_REQUESTS * evidence.num_requests
         evidence.score = min(evidence.score + log_likelihood_ratio(drafted_K, accepted_K, rates_K), most)
         if evidence.score <= 0.0:
-            self._evidence, self._carried, self._num_requests = _Evidence(), 0.0, 0
+            self._evidence = _Evidence()
             return None
         evidence.num_drafted += float(drafted_K.sum())
         evidence.num_accepted += float(accepted_K.sum())
-        evidence.num_expected += float((drafted_K * rates_K).sum())
+        evidence.num_expected += self.level.expected(drafted_K)
         if evidence.score < self.threshold:
             return None
         self.is_silent, self._evidence = True, _Evidence()
         seen, expected = evidence.num_accepted / evidence.num_drafted, evidence.num_expected / evidence.num_drafted
-        return alarm_of(self._event, seen, expected, int(evidence.num_drafted), health)
+        return Alarm(self._event, seen, expected, int(evidence.num_drafted), health)
 
     def _decline(self, health: HeadHealth) -> Alarm | None:
         """Returns an alarm once after each publish if the head is stale, and once if it is too old."""
         if health.age_in_versions == 0 or float(self._reference.drafted_K.sum()) < MEMORY_DRAFTED / 2:
             return None
-        drafted_K = self._level.drafted_K
-        num_drafted = float(drafted_K.sum())
-        seen = float(self._level.accepted_K.sum()) / num_drafted
-        expected = float((drafted_K * self._reference.rates(len(drafted_K))).sum()) / num_drafted
+        num_drafted = float(self.level.drafted_K.sum())
+        seen = float(self.level.accepted_K.sum()) / num_drafted
+        expected = self._reference.expected(self.level.drafted_K) / num_drafted
         is_old = self.max_age is not None and health.age_in_versions > self.max_age and not self._told_old
         is_stale = seen < STALE_SHARE * expected and not self._told_stale
         if not (is_old or is_stale):
             return None
         self._told_old, self._told_stale = self._told_old or is_old, self._told_stale or is_stale
-        return alarm_of(self._event, seen, expected, int(num_drafted), health)
+        return Alarm(self._event, seen, expected, int(num_drafted), health)
 
 
 def log_likelihood_ratio(drafted_K: np.ndarray, accepted_K: np.ndarray, rates_K: np.ndarray) -> float:
@@ -284,31 +284,9 @@ def geometric_rates(acceptance_length: float, num_positions: int) -> np.ndarray:
     return np.clip(low**positions_K, MIN_RATE, MAX_RATE)
 
 
-def alarm_of(event: str, seen: float, expected: float, num_drafted: int, health: HeadHealth) -> Alarm:
-    """Returns an alarm with the likely cause that follows from `health`."""
-    cause, why = likely_cause(health, event)
-    after = "while running" if event == "running" else f"after a {event}"
-    sentence = f"{after} {seen:.1%} of {num_drafted:,} draft tokens were accepted, {expected:.1%} expected: {why}"
-    return Alarm(event, seen, expected, num_drafted, cause, sentence)
-
-
 def context_edges(longest: int, head_context: int | None) -> np.ndarray:
     """Returns the context lengths where the second and third class begin, int64 [C - 1]."""
     return np.array([longest // 8, longest // 2] if head_context is None else [head_context // 2, head_context])
-
-
-def count_by_context(
-    contexts_B: np.ndarray, drafted_B: np.ndarray, accepted_B: np.ndarray, edges: np.ndarray, num_positions: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a step's verified and accepted draft tokens by class of context length and position: two counts [C, K]."""
-    first_B = np.searchsorted(edges, contexts_B, side="right") * (num_positions + 1)
-    shape = len(edges) + 1, num_positions + 1
-
-    def reach(counts_B: np.ndarray) -> np.ndarray:
-        ending_here = np.bincount(first_B + counts_B, minlength=shape[0] * shape[1]).reshape(shape)
-        return ending_here[:, :0:-1].cumsum(axis=1)[:, ::-1]
-
-    return reach(drafted_B), reach(accepted_B)
 
 
 class ContextCanary:
@@ -316,7 +294,7 @@ class ContextCanary:
 
     It raises an alarm, once after each publish or wake, if a class collapses while the shortest class is as before. An
     unseen class is expected to behave like the shortest one, because a head may never have worked there. Steps may be left
-    out. Example: after `canary.begin("publish")`, call `alarm = canary.observe(*count_by_context(...))` in some steps.
+    out. Example: after `canary.begin("publish")`, call `alarm = canary.observe(drafted_CK, accepted_CK)` in some steps.
     """
 
     def __init__(self) -> None:
@@ -350,17 +328,15 @@ class ContextCanary:
         """
         alarm = None
         for c in np.flatnonzero(drafted_CK[:, 0]):
-            canary, drafted_K, accepted_K = self._canaries[c], drafted_CK[c], accepted_CK[c]
-            if not canary.knows and self._canaries[0].knows:
-                canary.begin_like(self._canaries[0], len(drafted_K))
-            if canary.knows:
+            level, drafted_K, accepted_K = self._canaries[c].level, drafted_CK[c], accepted_CK[c]
+            if not level.is_known and self._canaries[0].level.is_known:
+                level.assume(self._canaries[0].level.rates(len(drafted_K)))
+            if level.is_known:
                 self._recent_C3[c] *= np.exp(-drafted_K.sum() / RECENT_DRAFTED)
-                self._recent_C3[c] += drafted_K.sum(), accepted_K.sum(), canary.expected(drafted_K)
-            found = canary.observe(drafted_K, accepted_K, num_steps=num_steps)
+                self._recent_C3[c] += drafted_K.sum(), accepted_K.sum(), level.expected(drafted_K)
+            found = self._canaries[c].observe(drafted_K, accepted_K, num_steps=num_steps)
             alarm = found if c > 0 and found is not None else alarm
         if alarm is None or self._has_told or not self.fails_in_long_contexts:
             return None
         self._has_told = True
-        return alarm_of(
-            self._event, alarm.seen, alarm.expected, alarm.num_drafted, HeadHealth(fails_in_long_contexts=True)
-        )
+        return replace(alarm, health=HeadHealth(fails_in_long_contexts=True))

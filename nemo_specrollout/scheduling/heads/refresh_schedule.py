@@ -4,7 +4,6 @@
 Acceptance length: mean tokens that a request emits in a decode step, 1 without drafts.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -139,103 +138,71 @@ class RefreshDecision:
     """Sentence for the log."""
 
 
-class RefreshTrigger(ABC):
-    """Decides once in each RL step whether to refresh. Refreshes never take more than `max_time_share` of the run's time."""
+class RefreshTrigger:
+    """Decides once in each RL step whether to refresh, as `config.trigger` says. Owns the time that a stale head has cost.
 
-    def __init__(self, max_time_share: float) -> None:
-        self.max_time_share = max_time_share
+    Refreshes never take more than `config.max_time_share` of the run's time. The trigger `auto` refreshes when the stale head
+    has cost as much time since the last refresh as a refresh takes. This ski-rental rule is optimal if acceptance falls
+    evenly, and otherwise never costs more than twice the optimum. The rest of the run must also repay the refresh with
+    `config.margin` to spare. At least `config.min_gap` steps lie between two refreshes. The gap doubles after each candidate
+    in a row that the gate refused.
+    """
+
+    def __init__(self, config: DraftRefreshConfig) -> None:
+        self._config = config
+        self._lost_s = 0.0
+        self._since = 0
 
     def decide(self, observed: RefreshObservation) -> RefreshDecision:
         """Returns the decision with its reason."""
         gain_s = observed.gain_s_per_step * observed.steps_to_come
         refresh, reason = self._judge(observed, gain_s)
         waited_s, run_s = observed.waited_s + observed.cost_s, observed.run_s + observed.cost_s
-        if refresh and waited_s > self.max_time_share * run_s:
+        if refresh and waited_s > self._config.max_time_share * run_s:
             refresh = False
             reason = (
                 f"refreshes would have taken {waited_s:.3g} s of the run's {run_s:.3g} s, more than the share "
-                f"{self.max_time_share} of it"
+                f"{self._config.max_time_share} of it"
             )
         return RefreshDecision(refresh, gain_s, f"{'refreshed' if refresh else 'skipped'}: {reason}")
 
-    @abstractmethod
     def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
         """Returns whether to refresh, without regard to `max_time_share`, and the reason."""
+        if self._config.trigger == "never":
+            return False, "the trigger is never"
+        if self._config.trigger == "auto":
+            return self._judge_gain(observed, gain_s)
+        interval = self._config.interval if self._config.trigger == "interval" else 1
+        steps = f"{observed.steps_since_refresh} steps since the last refresh (interval: {interval})"
+        if observed.steps_to_come == 0 or observed.steps_since_refresh < interval:
+            return False, f"{steps}, {observed.steps_to_come} to come"
+        return True, steps
 
-
-class AutoTrigger(RefreshTrigger):
-    """Refreshes when the stale head has cost as much time since the last refresh as a refresh takes.
-
-    This ski-rental rule is optimal if acceptance falls evenly, and otherwise never costs more than twice the optimum. The rest
-    of the run must also repay the refresh with `margin` to spare. At least `min_gap` steps lie between two refreshes. The gap
-    doubles after each candidate in a row that the gate refused.
-    """
-
-    def __init__(self, max_time_share: float, margin: float = 0.25, min_gap: int = 2) -> None:
-        super().__init__(max_time_share)
-        self.margin, self.min_gap = margin, min_gap
-        self._lost_s = 0.0
-        self._since = 0
-
-    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
+    def _judge_gain(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
         if observed.steps_since_refresh <= self._since:
             self._lost_s = 0.0
         self._since = observed.steps_since_refresh
         self._lost_s += observed.gain_s_per_step
-        gap = self.min_gap * min(2**observed.outlook.num_rejected, MAX_BACKOFF)
-        outlook = _outlook_sentence(observed, gain_s)
+        gap = self._config.min_gap * min(2**observed.outlook.num_rejected, MAX_BACKOFF)
         if observed.steps_since_refresh < gap:
             after = " after a head that was refused" if observed.outlook.num_rejected else ""
             return False, f"{observed.steps_since_refresh} of at least {gap} steps since the last refresh{after}"
-        if gain_s <= (1.0 + self.margin) * observed.cost_s:
+        price = f"for {observed.cost_s:.2g} s of training" if observed.cost_weight else "and wait for no training"
+        fell = "fell" if observed.acceptance_length < observed.published_length else "went"
+        outlook = (
+            f"acceptance length {fell} from {observed.published_length:.2f} to {observed.acceptance_length:.2f}; at "
+            f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s "
+            f"{price}"
+        )
+        if gain_s <= (1.0 + self._config.margin) * observed.cost_s:
             return False, f"{outlook}, too little"
         if self._lost_s < observed.cost_s:
             return False, f"{outlook}, but the fall has cost {self._lost_s:.2g} s so far; it is too early"
         return True, outlook
 
 
-class FixedInterval(RefreshTrigger):
-    """Refreshes every `interval` steps, whatever the gain."""
-
-    def __init__(self, interval: int, max_time_share: float = 1.0) -> None:
-        super().__init__(max_time_share)
-        self.interval = interval
-
-    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
-        steps = f"{observed.steps_since_refresh} steps since the last refresh (interval: {self.interval})"
-        if observed.steps_to_come == 0 or observed.steps_since_refresh < self.interval:
-            return False, f"{steps}, {observed.steps_to_come} to come"
-        return True, steps
-
-
-class Never(RefreshTrigger):
-    """Never refreshes."""
-
-    def _judge(self, observed: RefreshObservation, gain_s: float) -> tuple[bool, str]:
-        return False, "the trigger is never"
-
-
-def build_trigger(config: DraftRefreshConfig) -> RefreshTrigger:
-    """Returns the policy that `config.trigger` names."""
-    if config.trigger == "auto":
-        return AutoTrigger(config.max_time_share, config.margin, config.min_gap)
-    if config.trigger == "never":
-        return Never(config.max_time_share)
-    return FixedInterval(config.interval if config.trigger == "interval" else 1, config.max_time_share)
-
-
 def _towards(old: float, new: float) -> float:
     return old + LEARNING_WEIGHT * (new - old)
-
-
-def _outlook_sentence(observed: RefreshObservation, gain_s: float) -> str:
-    price = f"for {observed.cost_s:.2g} s of training" if observed.cost_weight else "and wait for no training"
-    fell = "fell" if observed.acceptance_length < observed.published_length else "went"
-    return (
-        f"acceptance length {fell} from {observed.published_length:.2f} to {observed.acceptance_length:.2f}; at "
-        f"{observed.tokens_per_step:,.0f} tokens a step the {observed.steps_to_come} steps left gain {gain_s:.2g} s "
-        f"{price}"
-    )
 
 
 @dataclass(frozen=True)
@@ -288,7 +255,7 @@ class RefreshSchedule:
 
     def __init__(self, config: DraftRefreshConfig, in_background: bool = False) -> None:
         self._config, self._in_background = config, in_background
-        self._trigger = build_trigger(config)
+        self._trigger = RefreshTrigger(config)
         self._outlook = RefreshOutlook(config.max_train_seconds or FIRST_REFRESH_S)
         self._length: float | None = None
         self._published_length: float | None = None
