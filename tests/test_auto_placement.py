@@ -19,14 +19,14 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.strict import ConfigError, build, build_tagged
 from nemo_specrollout.remote.verifier.drafter_pool import with_addresses
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
-from nemo_specrollout.scheduling.placement.planner import Machine, choose, placed
+from nemo_specrollout.scheduling.placement.planner import choose, placed
 
 pytestmark = pytest.mark.unit
 
 POLICY = "examples/models/step_adder"
 REMOTE = RemoteDrafterConfig(model="draft", workers=1, placement="auto", profile="profile.json", acceptance=0.9)
 BLOCK = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), REMOTE))
-MACHINE = Machine(num_requests=4, threads=1, cores=2)
+MACHINE = {"num_requests": 4, "threads": 1, "cores": 2}
 
 
 def curve(size: int, seconds: float, row_s: float = 0.0) -> tuple[CostCurve, ...]:
@@ -43,40 +43,40 @@ def types(block: SpecrolloutConfig) -> list[str]:
 
 
 def test_a_fast_drafter_stays_separate_with_the_planned_window() -> None:
-    option = choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE)
+    option = choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), **MACHINE)
     block = placed(BLOCK, option)
     assert types(block) == ["suffix", "remote"] and block.remote is not None
     assert block.remote.workers == 1 and block.remote.most_ahead == option.window > BLOCK.num_speculative_tokens
 
 
 def test_a_placed_block_with_addresses_is_valid() -> None:
-    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), MACHINE))
+    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.001, coupled_s=0.001), **MACHINE))
     told = with_addresses(block, ["tcp://127.0.0.1:9"])
     assert build(SpecrolloutConfig, asdict(told), BLOCK_PATH) == told
 
 
 def test_a_drafter_fast_only_in_the_policys_engine_moves_there() -> None:
-    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.02, coupled_s=0.0005), MACHINE))
+    block = placed(BLOCK, choose(BLOCK, tables(draft_s=0.02, coupled_s=0.0005), **MACHINE))
     assert types(block) == ["suffix", "draft_model"] and block.drafters[1].model == "draft"
 
 
 def test_on_one_core_the_drafter_moves_into_the_engine() -> None:
-    block = placed(BLOCK, choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=1, cores=1)))
+    block = placed(BLOCK, choose(BLOCK, tables(0.001, 0.001), 4, threads=1, cores=1))
     assert types(block) == ["suffix", "draft_model"]
 
 
 def test_a_drafter_that_does_not_pay_is_removed() -> None:
     poor = replace(BLOCK, drafters=(SuffixDrafterConfig(), replace(REMOTE, acceptance=0.3)))
-    assert types(placed(poor, choose(poor, tables(0.02, 0.02, row_s=0.01), MACHINE))) == ["suffix"]
+    assert types(placed(poor, choose(poor, tables(0.02, 0.02, row_s=0.01), **MACHINE))) == ["suffix"]
 
 
 def test_an_engine_has_at_most_one_draft_model() -> None:
     both = SpecrolloutConfig(drafters=(REMOTE, MtpDrafterConfig()))
-    assert types(placed(both, choose(both, tables(draft_s=0.02, coupled_s=0.0001), MACHINE))) == ["mtp"]
+    assert types(placed(both, choose(both, tables(draft_s=0.02, coupled_s=0.0001), **MACHINE))) == ["mtp"]
 
 
 def test_unmeasured_thread_counts_use_the_measured_ones() -> None:
-    assert choose(BLOCK, tables(0.001, 0.001), Machine(4, threads=2, cores=4)).mode == "decoupled"
+    assert choose(BLOCK, tables(0.001, 0.001), 4, threads=2, cores=4).mode == "decoupled"
 
 
 @pytest.mark.parametrize("change", [{"workers": 0, "addresses": ("tcp://127.0.0.1:9",)}, {"profile": None}])

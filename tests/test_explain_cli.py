@@ -151,7 +151,7 @@ def test_fastest_of_n_as_configured_equals_the_comparison() -> None:
     assert found.steps[-1].rollout_s == racing.rollout_s
     assert found.steps[-1].rollout.num_races == racing.rollout.num_races > 0
     first = onset(found.steps[-1])
-    assert first is not None and 0.0 < first.at_s < racing.rollout_s and 0.1 < first.finished_share < 1.0
+    assert first is not None and 0.0 < first[0] < racing.rollout_s and 0.1 < first[1] < 1.0
     assert onset(found.steps[1]) is None
 
 

@@ -247,7 +247,12 @@ def test_the_ladder_keeps_measurements_and_guesses_the_rest() -> None:
     assert ladder.tokens_per_s(1, 1) == pytest.approx(150), "a method without measurements differs from the others"
     ladder.observe(ANY_TASK, 1, 1, 900, 3.0)
     assert ladder.tokens_per_s(1, 1) == pytest.approx(300)
-    assert [rung.method for rung in ladder.rungs()] == ["suffix", "plain"]
+    ladder.observe_prefill(1000, 1.0)
+    file = ladder.file("a machine", "a policy", (0.0, 0.4))
+    assert file is not None and [(rung.method, rung.acceptance) for rung in file.rungs] == [
+        ("suffix", 0.4),
+        ("plain", 0.0),
+    ]
 
 
 def test_ladder_speeds_never_rise_with_the_batch_size() -> None:

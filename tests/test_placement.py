@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -228,8 +229,9 @@ def test_a_curve_interpolates_and_extrapolates_linearly() -> None:
     assert CostCurve(1, (4,), (0.5,)).at(100) == 0.5
 
 
-def test_a_cost_file_round_trips() -> None:
-    assert CostTables.from_json(tables().to_json(), "x.json") == tables()
+def test_a_cost_file_round_trips(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(tables().to_json())
+    assert CostTables.read(tmp_path / "x.json", "--profile") == tables()
 
 
 def written(**changes: object) -> str:
@@ -242,13 +244,13 @@ ONE = {"size": 1, "counts": [1, 2], "seconds": [0.1, 0.2]}
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "x.json: not JSON"),
-        ("[]", "x.json: config: expected a block of keys"),
-        (written(verfy_s=[]), "x.json: verfy_s: unknown key; did you mean 'verify_s'"),
-        (json.dumps({"device": "x"}), "x.json: policy: missing"),
+        ("{", r"x.json is not a profile \(JSONDecodeError"),
+        ("[]", r"x.json is not a profile \(config: expected a block of keys"),
+        (written(verfy_s=[]), "verfy_s: unknown key; did you mean 'verify_s'"),
+        (json.dumps({"device": "x"}), "policy: missing"),
         (written(verify_s=[]), "verify_s: empty"),
         (written(verify_s=[ONE, ONE]), r"verify_s: sizes \[1, 1\]; keep one curve a size"),
-        (written(verify_s=[{**ONE, "seconds": [0.1]}]), r"verify_s\[0\].seconds: 1 for 2 counts"),
+        (written(verify_s=[{**ONE, "seconds": [0.1]}]), r"verify_s\[0\]: 2 counts, 1 seconds"),
         (written(draft_s=[{**ONE, "counts": [2, 1]}]), r"draft_s\[0\].counts: \[2, 1\]; write them from small to large"),
         (written(draft_s=[{**ONE, "seconds": [0.1, 0.0]}]), r"draft_s\[0\].seconds\[1\]: 0.0 is out of range"),
         (written(draft_s=[{**ONE, "seconds": [0.1, "soon"]}]), r"draft_s\[0\].seconds\[1\]: expected float, got 'soon'"),
@@ -257,6 +259,7 @@ ONE = {"size": 1, "counts": [1, 2], "seconds": [0.1, 0.2]}
         (written(format=2), "format: 2 is out of range"),
     ],
 )  # fmt: skip
-def test_bad_cost_files_are_refused(text: str, words: str) -> None:
+def test_bad_cost_files_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
-        CostTables.from_json(text, "x.json")
+        CostTables.read(tmp_path / "x.json", "--profile")

@@ -160,7 +160,7 @@ def test_plan_reads_the_file_that_profile_writes(file: Path, capsys: pytest.Capt
     arguments = ["--out", str(file), "--threads", "1", "--steps", "4", *small]
     assert main(["profile", str(QUICKSTART), *arguments]) == 0
     assert f"written to {file}" in capsys.readouterr().out
-    measured = CostTables.from_json(file.read_text(), "x")
+    measured = CostTables.read(file, "--profile")
     assert measured.policy == measured.draft_model == POLICY and (ROOT / POLICY).samefile(STEP_ADDER)
     for curves in (measured.verify_s, measured.draft_s, measured.coupled_draft_s):
         (curve,) = curves

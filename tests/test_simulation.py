@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from nemo_specrollout.config.block import BudgetConfig, FastestOfNConfig
+from nemo_specrollout.config.strict import build
 from nemo_specrollout.scheduling.placement.pipeline import coupled_tokens
 from nemo_specrollout.scheduling.racing.straggler_policy import in_shards
 from nemo_specrollout.scheduling.speculation.step_time import plain_estimate_s
 from nemo_specrollout.simulation.compare import compare, simulate_step
-from nemo_specrollout.simulation.costs import Calibration, Costs, LinearCosts, Parallel, RooflineCosts, RoundCosts
+from nemo_specrollout.simulation.costs import Calibration, Costs, LinearCosts, RooflineCosts, RoundCosts
 from nemo_specrollout.simulation.data_sheets import DEVICES, MODELS, eagle3_head, model_named
 from nemo_specrollout.simulation.event_loop import Rollout, RolloutResult
-from nemo_specrollout.simulation.scenario import Scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.scenario import Scenario, read_scenario, shipped
 from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.simulation.simulated_engine import SimulatedEngine
 from nemo_specrollout.simulation.speculation import (
@@ -26,7 +27,6 @@ from nemo_specrollout.simulation.speculation import (
     Speculation,
 )
 from nemo_specrollout.simulation.workload import (
-    AcceptanceTerms,
     LengthConfig,
     Workload,
     acceptance_for,
@@ -63,7 +63,7 @@ def rolled(requests: Workload, speculation: Speculation, num_engines: int = 1, n
 
 
 def small(**changes: object) -> Scenario:
-    return scenario_of({**SMALL, **changes})
+    return build(Scenario, {**SMALL, **changes}, "")
 
 
 # Closed forms
@@ -88,7 +88,7 @@ def test_a_plain_engine_agrees_with_the_counterfactual() -> None:
 
 @pytest.mark.parametrize(("prompt_tokens", "computed"), [(16, 6 * 16), (17, 2 * 16 + 6 * 1), (40, 2 * 32 + 6 * 8)])
 def test_samples_share_the_full_blocks_of_their_prompt(prompt_tokens: int, computed: int) -> None:
-    requests = workload(np.full((2, 3), 10), prompt_tokens, (AcceptanceTerms(0.7, 0.0),), 0.0, np.random.default_rng(0))
+    requests = workload(np.full((2, 3), 10), prompt_tokens, np.array([0.7]), np.zeros(1), 0.0, np.random.default_rng(0))
     assert requests.tokens_to_prefill(np.arange(6)) == computed
 
 
@@ -182,7 +182,7 @@ def test_the_comparison_moves_and_races_stragglers() -> None:
 
 def test_no_request_runs_twice_unless_it_is_raced() -> None:
     lengths = LengthConfig(400, 1.0, 3000).draw(16, 8, np.random.default_rng(0))
-    requests = workload(lengths, 10, (AcceptanceTerms(0.7, 0.5),), 0.5, np.random.default_rng(1))
+    requests = workload(lengths, 10, np.array([0.7]), np.array([0.5]), 0.5, np.random.default_rng(1))
     rollout = Rollout(requests, [SimulatedEngine(i, NoSpeculation(SLOPED), 0, 8) for i in range(4)])
     rollout.start(np.arange(128), in_shards(128, 4))
     while np.isnan(rollout.end_R).any():
@@ -222,7 +222,7 @@ def test_a_shape_is_read_from_a_folder(tmp_path: Path) -> None:
 def test_the_roofline_has_the_expected_limits() -> None:
     ideal = Calibration(1.0, 1.0, 0.0, 0.0)
     h100 = DEVICES["H100"]
-    dense = RooflineCosts(MODELS["Qwen3-8B"], h100, Parallel(), "bf16", "bf16", ideal)
+    dense = RooflineCosts(MODELS["Qwen3-8B"], h100, "bf16", "bf16", ideal)
     weights_s = 2 * MODELS["Qwen3-8B"].shared_params / h100.hbm_bytes_per_s
     assert dense.step_s(1, 1.0, 0.0) == pytest.approx(weights_s)
     assert dense.step_s(4096, 4096.0, 0.0) == pytest.approx(dense.ideal_s(4096))
@@ -248,8 +248,10 @@ def test_siblings_have_the_configured_correlation() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.8])
 def test_a_given_acceptance_length_is_reproduced(spread: float) -> None:
-    terms = AcceptanceTerms(acceptance_for(2.8, 3, spread), spread)
-    requests = workload(np.full((3000, 1), 500), 10, (terms,), 0.5, np.random.default_rng(0))
+    centre = acceptance_for(2.8, 3, spread)
+    requests = workload(
+        np.full((3000, 1), 500), 10, np.array([centre]), np.array([spread]), 0.5, np.random.default_rng(0)
+    )
     result = rolled(requests, CoupledSpeculation(FLAT, BudgetConfig("fixed", k=3), 3, False), num_slots=5000)
     assert result.num_tokens / result.num_request_steps == pytest.approx(2.8, rel=0.01)
 

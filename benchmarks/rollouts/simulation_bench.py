@@ -28,7 +28,7 @@ from nemo_specrollout.config.block import BLOCK_PATH, BudgetConfig, FastestOfNCo
 from nemo_specrollout.config.drafter_configs import DrafterConfig
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.run_config import RunConfig, read_run_config
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import this_machine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
@@ -40,7 +40,7 @@ from nemo_specrollout.scheduling.racing.draft_ladder import Ladder
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
 from nemo_specrollout.scheduling.racing.straggler_policy import FastestOfN
 from nemo_specrollout.simulation.compare import simulate_step
-from nemo_specrollout.simulation.scenario import Scenario, scenario_of
+from nemo_specrollout.simulation.scenario import Scenario
 from nemo_specrollout.simulation.setting import AUTO, FIXED, PLAIN, Fleet, Setting, Variant
 from nemo_specrollout.simulation.workload import acceptance_for, fitted
 from nemo_specrollout.telemetry.engine_stats import StepRows
@@ -201,8 +201,8 @@ def _scenario(case: Case, lengths_PS: np.ndarray, known: Calibration, config: Ru
     profile.write_text(tables.to_json(), encoding="utf-8")
     lengths = fitted(lengths_PS.ravel(), max_tokens)
     head = {"name": "head", "draft": "eagle3", "acceptance": known.acceptance, "spread": known.spread}
-    return scenario_of(
-        {
+    return build(
+        Scenario, {
             "title": case.name, "model": config.policy.model_name,
             "cluster": {"device": "measured", "num_gpus": case.num_workers},
             "batch": {
@@ -212,7 +212,7 @@ def _scenario(case: Case, lengths_PS: np.ndarray, known: Calibration, config: Ru
             "lengths": {"median": lengths.median, "sigma": lengths.sigma, "max_tokens": max_tokens},
             "drafting": {"k": K, "methods": [head]},
             "costs": {"kind": "tables", "profile": str(profile)},
-        }
+        }, "",
     )  # fmt: skip
 
 

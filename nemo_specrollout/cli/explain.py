@@ -171,7 +171,7 @@ def _racing_lines(block: SpecrolloutConfig, expected: Comparison | None) -> Iter
     steps = expected.scenario.training.num_steps if expected.scenario.training.mode == "async" else 1
     over = f" of {steps} steps" if steps > 1 else ""
     yield (
-        f"when it begins: {first.at_s:.1f} s into a simulated rollout{over}, with {first.finished_share:.0%} of its requests "
+        f"when it begins: {first[0]:.1f} s into a simulated rollout{over}, with {first[1]:.0%} of its requests "
         f"finished; {counts.num_moves} moves and {counts.num_races} races in all"
     )
     seconds, before = with_racing.rollout_s, without.rollout_s

@@ -27,7 +27,7 @@ from nemo_specrollout.config.strict import ConfigError, refuse
 from nemo_specrollout.config.versions import unsupported_version, vllm_version
 from nemo_specrollout.generation.arguments import with_specrollout
 from nemo_specrollout.scheduling.placement.cost_tables import CostTables
-from nemo_specrollout.scheduling.placement.planner import Machine, choose, placed
+from nemo_specrollout.scheduling.placement.planner import choose, placed
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 from nemo_specrollout.training.checkpoints.policy_folder import check_model_folder, check_trainable, has_mtp_layers
 from nemo_specrollout.training.head.head_facts import check_head
@@ -149,13 +149,12 @@ def place_drafter(prepared: Prepared) -> Prepared:
     if remote is None or remote.placement != "auto":
         return prepared
     tables = CostTables.read(Path(str(remote.profile)), f"{BLOCK_PATH}.drafters.profile")
-    num_threads = int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
-    machine = Machine(config.most_in_flight, num_threads, os.cpu_count() or 1)
-    option = choose(generation.specrollout, tables, machine)
+    num_requests, threads = config.most_in_flight, int(os.environ.get("OMP_NUM_THREADS", config.cluster.threads))
+    option = choose(generation.specrollout, tables, num_requests, threads, os.cpu_count() or 1)
     block = placed(generation.specrollout, option)
     policy = replace(config.policy, generation=replace(generation, specrollout=block))
     words = (
-        f"auto: {option.in_words(tables.unit)}; {option.speedup:.2f}x plain expected of {machine.num_requests} requests at "
+        f"auto: {option.in_words(tables.unit)}; {option.speedup:.2f}x plain expected of {num_requests} requests at "
         f"acceptance {remote.acceptance:g}"
     )
     return replace(prepared, config=replace(config, policy=policy), placement=words)

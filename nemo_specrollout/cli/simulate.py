@@ -15,12 +15,12 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_tree import runtime_of
 from nemo_specrollout.config.run_config import read_run_config
-from nemo_specrollout.config.strict import ConfigError, nearest
+from nemo_specrollout.config.strict import ConfigError, build, nearest
 from nemo_specrollout.simulation.compare import Comparison, StepResult, compare
 from nemo_specrollout.simulation.data_sheets import DEVICES, device_named
 from nemo_specrollout.simulation.from_config import of_local, of_nemo_rl
 from nemo_specrollout.simulation.papers import account
-from nemo_specrollout.simulation.scenario import Scenario, is_scenario, read_scenario, scenario_of, shipped
+from nemo_specrollout.simulation.scenario import Scenario, read_scenario, shipped
 from nemo_specrollout.simulation.workload import fitted, read_trace
 
 LIST = "list"
@@ -64,9 +64,9 @@ def _scenario(parsed: argparse.Namespace) -> Scenario:
         known = nearest(parsed.config, [*shipped(), LIST, PAPERS])
         raise ConfigError(f"SCENARIO: {parsed.config!r} is neither a file nor one that ships{known}")
     tree = load_config(path, parsed.overrides)
-    if is_scenario(tree):
+    if "policy" not in tree:
         _refuse_more(parsed, str(path), "device", "profile")
-        return scenario_of(tree)
+        return build(Scenario, tree, "")
     return of_run(tree, parsed)
 
 

@@ -6,7 +6,7 @@ A step is synchronous, or asynchronous with a lag and separate GPUs for each sid
 Shapes: R requests, T steps, B requests of a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,14 +54,9 @@ def _synchronous(setting: Setting) -> StepResult:
     rollout.start(np.arange(num_requests), in_shards(num_requests, len(rollout.engines)))
     rollout.run()
     result = rollout.result()
-    parts_s = _with_generation(setting.parts_s(requests.num_tokens, num_requests), result.seconds)
+    parts_s = setting.parts_s(requests.num_tokens, num_requests) | {"generate": result.seconds}
     idle_share = result.idle_share * result.seconds / sum(parts_s.values())
     return StepResult(setting.variant.name, parts_s, result.seconds, idle_share, result)
-
-
-def _with_generation(parts_s: Mapping[str, float], generate_s: float) -> dict[str, float]:
-    """Returns all parts in the order of a step."""
-    return {"data": parts_s["data"], "prepare": parts_s["prepare"], "generate": generate_s, **parts_s}
 
 
 def _asynchronous(setting: Setting) -> StepResult:
@@ -86,7 +81,7 @@ def _asynchronous(setting: Setting) -> StepResult:
     idle_generating = result.idle_share_between(float(trained_s_T[first - 1]), float(trained_s_T[last - 1]))
     idle_gpus = cluster.generating_gpus * idle_generating + cluster.training_gpus * idle_training
     rollout_s = float(generated_s_T[first:last].mean())
-    parts_s = _with_generation(parts_s, waited_s)
+    parts_s["generate"] = waited_s
     return StepResult(setting.variant.name, parts_s, rollout_s, idle_gpus / cluster.num_gpus, result)
 
 
@@ -153,7 +148,7 @@ class Comparison:
         if policy is None:
             return None
         gpus_s = self.scenario.cluster.generating_gpus * rollout.seconds
-        return policy.ideal_s(rollout.num_tokens) * policy.parallel.num_gpus / gpus_s
+        return policy.ideal_s(rollout.num_tokens) * policy.num_gpus / gpus_s
 
 
 def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison:
@@ -196,21 +191,15 @@ def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:
     return FIXED if block.budget.policy == "fixed" else AUTO
 
 
-@dataclass(frozen=True)
-class Onset:
-    """Moment of the first move or race."""
+def onset(step: StepResult) -> tuple[float, float] | None:
+    """Returns the second of a step's first move or race, and the share of requests that have ended by then.
 
-    at_s: float
-    finished_share: float
-    """Share of requests that have ended by then."""
-
-
-def onset(step: StepResult) -> Onset | None:
-    """Returns the moment of a step's first move or race; None if there is none."""
+    Returns None if there is none.
+    """
     if not step.rollout.changes:
         return None
     at_s = step.rollout.changes[0].at_s
-    return Onset(at_s, float(np.mean(step.rollout.end_R <= at_s)))
+    return at_s, float(np.mean(step.rollout.end_R <= at_s))
 
 
 @dataclass(frozen=True)
@@ -228,17 +217,16 @@ def drafted(scenario: Scenario, block: SpecrolloutConfig) -> list[Drafted]:
     """Returns the drafts of the first method with 1, 4, 16, ... requests in an engine, up to its share of a step."""
     fleet = Fleet(scenario)
     kind = drafting_kind(fleet, block)
+    if kind == PLAIN:
+        return []
     share = -(-scenario.batch.num_requests // fleet.num_engines(kind))
     most = min(share, fleet.num_slots)
-    sizes = sorted({4**i for i in range(12) if 4**i < most} | {most})
-    return [_drafted(fleet, kind, size) for size in sizes] if kind != PLAIN else []
-
-
-def _drafted(fleet: Fleet, kind: str, size: int) -> Drafted:
-    scenario = fleet.scenario
     context = scenario.batch.prompt_tokens + scenario.lengths.median / 2
-    p_B = np.full(size, fleet.terms_M[0].centre)
     speculation, plain = fleet.speculation(kind, 0), fleet.speculation(PLAIN, 0)
-    step = speculation.decode_step(p_B, context)
-    speedup = speculation.tokens_per_s(p_B, context) / plain.tokens_per_s(p_B, context)
-    return Drafted(size, step.num_rows / size - 1.0, float(step.tokens_B.mean()), speedup)
+    rows = []
+    for size in sorted({4**i for i in range(12) if 4**i < most} | {most}):
+        p_B = np.full(size, scenario.drafting.methods[0].centre)
+        step = speculation.decode_step(p_B, context)
+        speedup = speculation.tokens_per_s(p_B, context) / plain.tokens_per_s(p_B, context)
+        rows.append(Drafted(size, step.num_rows / size - 1.0, float(step.tokens_B.mean()), speedup))
+    return rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nemo_specrollout.config.strict import ConfigError, bounded, check_rising
+from nemo_specrollout.config.strict import bounded, check_columns
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve
 from nemo_specrollout.simulation.data_sheets import Device, ModelShape
 
@@ -68,11 +68,7 @@ class RoundCosts(Costs):
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
-        if not self.num_drafts or len(self.num_drafts) != len(self.plain_steps):
-            raise ConfigError(
-                f"{path}.plain_steps: {len(self.plain_steps)} for {len(self.num_drafts)} num_drafts; give one for each"
-            )
-        check_rising(f"{path}.num_drafts", self.num_drafts)
+        check_columns(path, num_drafts=self.num_drafts, plain_steps=self.plain_steps)
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         k = np.asarray(num_rows, float) / num_requests - 1.0
@@ -132,16 +128,6 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """Parallelism of an engine."""
-
-    num_gpus: int = 1
-    """GPUs of an engine."""
-    expert_parallel: bool = False
-    """Whether each expert lies whole on one GPU, reached all-to-all, instead of split across all GPUs."""
-
-
-@dataclass(frozen=True)
 class RooflineCosts(Costs):
     """Costs of a model's engine on some GPUs. `drafter` has the costs of its own drafting.
 
@@ -152,10 +138,13 @@ class RooflineCosts(Costs):
 
     shape: ModelShape
     device: Device
-    parallel: Parallel
     precision: str
     kv_precision: str
     calibration: Calibration
+    num_gpus: int = 1
+    """GPUs of an engine."""
+    expert_parallel: bool = False
+    """Whether each expert lies whole on one GPU, reached all-to-all, instead of split across all GPUs."""
     drafter: Costs | None = None
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
@@ -176,12 +165,12 @@ class RooflineCosts(Costs):
     @property
     def kv_tokens(self) -> float:
         """Capacity of the KV cache in tokens, with 90 % of the memory in use."""
-        weights = self.shape.params * _BYTES[self.precision] / self.parallel.num_gpus
+        weights = self.shape.params * _BYTES[self.precision] / self.num_gpus
         return (0.9 * self.device.hbm_bytes - weights) / self._kv_bytes
 
     @property
     def _peak(self) -> float:
-        return self.device.flops(self.precision) * self.parallel.num_gpus
+        return self.device.flops(self.precision) * self.num_gpus
 
     @property
     def _bandwidth(self) -> float:
@@ -190,29 +179,29 @@ class RooflineCosts(Costs):
     @property
     def _kv_bytes(self) -> float:
         """KV cache bytes of a token on each GPU. With more GPUs than KV heads, heads are replicated."""
-        copies = max(1.0, self.parallel.num_gpus / self.shape.num_key_value_heads)
-        return self.shape.kv_values_per_token * _BYTES[self.kv_precision] * copies / self.parallel.num_gpus
+        copies = max(1.0, self.num_gpus / self.shape.num_key_value_heads)
+        return self.shape.kv_values_per_token * _BYTES[self.kv_precision] * copies / self.num_gpus
 
     def _linear_s(self, num_rows: Rows) -> Rows:
-        weights_s = self.shape.params_read(num_rows) * _BYTES[self.precision] / self.parallel.num_gpus / self._bandwidth
+        weights_s = self.shape.params_read(num_rows) * _BYTES[self.precision] / self.num_gpus / self._bandwidth
         compute_s = 2.0 * self.shape.active_params * num_rows / (self._peak * self.calibration.compute_share)
         return np.maximum(weights_s, compute_s)
 
     def _attention_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
         read_s = num_requests * context * self._kv_bytes / self._bandwidth
-        peak = self.device.bf16_flops * self.parallel.num_gpus * self.calibration.compute_share
+        peak = self.device.bf16_flops * self.num_gpus * self.calibration.compute_share
         return np.maximum(read_s, self.shape.attention_flops(num_rows, context) / peak)
 
     def _exchange_s(self, num_rows: Rows) -> Rows:
         """Returns the seconds of communication: two all-reduces a layer, or one and two all-to-alls with expert
         parallelism."""
-        n, shape = self.parallel.num_gpus, self.shape
+        n, shape = self.num_gpus, self.shape
         if n == 1:
             return 0.0 * num_rows
         link = self.device.link_bytes_per_s(n)
         row_bytes = _ACTIVATION_BYTES * shape.hidden_size * num_rows
         all_reduce_s = 2.0 * (n - 1) / n * row_bytes / link
-        if not (self.parallel.expert_parallel and shape.num_experts):
+        if not (self.expert_parallel and shape.num_experts):
             return shape.num_hidden_layers * 2.0 * all_reduce_s
         to_experts_s = 2.0 * (n - 1) / n * shape.num_experts_per_tok * row_bytes / n / link
         return shape.num_hidden_layers * (all_reduce_s + to_experts_s)
@@ -223,5 +212,4 @@ def drafter_costs(engine: RooflineCosts, shape: ModelShape, num_gpus: int | None
     calibration = engine.calibration
     if num_gpus is None:
         calibration = replace(calibration, host_s=calibration.draft_host_s)
-    parallel = Parallel(num_gpus or engine.parallel.num_gpus)
-    return RooflineCosts(shape, engine.device, parallel, "bf16", "bf16", calibration)
+    return RooflineCosts(shape, engine.device, "bf16", "bf16", calibration, num_gpus or engine.num_gpus)

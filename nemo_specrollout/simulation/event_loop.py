@@ -143,8 +143,12 @@ class Rollout:
             self._finish(request, engine)
         self._admit(engine)
         self._plan(engine)
-        if self.tail is not None:
-            self._tend_tail(engine, self.tail)
+        if self.tail is None:
+            return
+        if not engine.load:
+            engine.became_idle()
+        if self.tail.is_due(self.engines, self.now_s):
+            self._carry_out(self.tail.decide(self.workload, self.engines, self.now_s))
 
     def _finish(self, request: int, winner: SimulatedEngine) -> None:
         self.end_R[request] = self.now_s
@@ -156,7 +160,7 @@ class Rollout:
             self._plan(self.engines[index])
         self._num_wasted += self._made.pop(request) - length
         if self.tail is not None:
-            self.tail.ended(int(self.workload.prompt_R[request]), length)
+            self.tail.estimator.finished(int(self.workload.prompt_R[request]), length)
 
     def _take_away(self, engine: SimulatedEngine, request: int) -> None:
         """Ends an attempt before its request ends."""
@@ -189,12 +193,6 @@ class Rollout:
 
     # The tail
 
-    def _tend_tail(self, engine: SimulatedEngine, tail: TailPolicy) -> None:
-        if not engine.load:
-            engine.became_idle()
-        if tail.is_due(self.engines, self.now_s):
-            self._carry_out(tail.decide(self.workload, self.engines, self.now_s))
-
     def _carry_out(self, decision: TailDecision) -> None:
         """Stops and starts attempts. A new attempt continues from the furthest one, because all make the same tokens."""
         moved = {request for request, _ in decision.stops}
@@ -204,7 +202,11 @@ class Rollout:
             self._attempts[request].discard(index)
             self._take_away(self.engines[index], request)
         for request, index in decision.starts:
-            self._move_to(request, self.engines[index], furthest[request])
+            engine, num_tokens = self.engines[index], furthest[request]
+            engine.advance(self.now_s)
+            engine.prefill(self.now_s, self.workload.prompt_tokens + num_tokens)
+            self._given[request, index] = num_tokens
+            self._take(engine, np.array([request]), np.array([num_tokens]))
             self._changes.append(TailChange(self.now_s, is_race=request not in moved))
         for index in stopped | {index for _, index in decision.starts}:
             self._admit(self.engines[index])
@@ -213,12 +215,6 @@ class Rollout:
     def _furthest(self, request: int) -> float:
         engines = [self.engines[index] for index in self._attempts[request]]
         return max((float(e.tokens_at(self.now_s)[e.requests_B == request][0]) for e in engines), default=0.0)
-
-    def _move_to(self, request: int, engine: SimulatedEngine, num_tokens: float) -> None:
-        engine.advance(self.now_s)
-        engine.prefill(self.now_s, self.workload.prompt_tokens + num_tokens)
-        self._given[request, engine.index] = num_tokens
-        self._take(engine, np.array([request]), np.array([num_tokens]))
 
 
 def _seconds_since(starts_N: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -21,9 +21,9 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.nemo_rl_config import effective_config
 from nemo_specrollout.config.nemo_rl_tree import GENERATION, VLLM_CFG, Tree, at, generating_gpus, size_at
 from nemo_specrollout.config.run_config import RunConfig
-from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.placement.cost_tables import CostTables, sizes_of
-from nemo_specrollout.simulation.scenario import HEAD, TEXT, Scenario, scenario_of
+from nemo_specrollout.config.strict import ConfigError, build
+from nemo_specrollout.scheduling.placement.cost_tables import CostTables
+from nemo_specrollout.simulation.scenario import HEAD, TEXT, Scenario
 
 OWN_BLOCK = "simulation"
 """Key of the config block that overrides the scenario."""
@@ -80,7 +80,7 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
 
     Contention of engines for the machine's memory and caches is not modelled.
     """
-    size = min(sizes_of(CostTables.read(profile, "--profile").verify_s))
+    size = min(curve.size for curve in CostTables.read(profile, "--profile").verify_s)
     generation, num_engines = config.policy.generation, config.cluster.rollout_workers
     found = {
         "title": f"{config.policy.model_name} on this machine, rollouts alone",
@@ -104,14 +104,16 @@ def of_local(config: RunConfig, tree: Tree, profile: Path) -> Scenario:
 def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
     """Returns the drafting of a block, models before text drafters.
 
-    If all engines have all drafters, the first drafter represents all, because the draft board takes the best. An engine
-    without drafters is represented by a look-up that is always wrong.
+    The first drafter of an engine represents all, because the draft board takes the best. An engine without drafters is
+    represented by a look-up that is always wrong.
     """
     drafters = sorted(block.drafters, key=lambda drafter: isinstance(drafter, TextDrafterConfig))
     if not all(block.drafters_of_engines) and USELESS not in [drafter.type for drafter in drafters]:
         drafters.append(RandomDrafterConfig())
-    of_workers = _methods_of_workers(block, [drafter.type for drafter in drafters])
-    methods = [_method(d) for d in drafters if d.type in (of_workers or [drafters[0].type])]
+    types = [drafter.type for drafter in drafters]
+    given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
+    of_workers = [min(of_worker or (USELESS,), key=types.index) for of_worker in given]
+    methods = [_method(d) for d in drafters if d.type in (of_workers or types[:1])]
     k = block.budget.k if block.budget.policy == "fixed" else min(3, block.num_speculative_tokens)
     is_apart = block.remote is not None and methods[0]["draft"] not in (HEAD, TEXT)
     return {
@@ -122,12 +124,6 @@ def _drafting(block: SpecrolloutConfig) -> dict[str, Any]:
         "freed_workers_switch": False,
         "drafter_gpus": [1] if is_apart else [],
     }
-
-
-def _methods_of_workers(block: SpecrolloutConfig, types: list[str]) -> list[str]:
-    """Returns one drafter type for each engine: the first in `types` of those that it has."""
-    given = block.fastest_of_n.methods if block.fastest_of_n is not None else ()
-    return [min(of_worker or (USELESS,), key=types.index) for of_worker in given]
 
 
 def _method(drafter: DrafterConfig) -> dict[str, Any]:
@@ -148,7 +144,7 @@ def _scenario(found: dict[str, Any], tree: Tree) -> Scenario:
     own = tree.get(OWN_BLOCK, {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"{OWN_BLOCK}: expected a block of keys, got {own!r}")
-    return scenario_of(_merged(found, own), OWN_BLOCK)
+    return build(Scenario, _merged(found, own), OWN_BLOCK)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

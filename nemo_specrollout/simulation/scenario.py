@@ -4,15 +4,15 @@
 Calibrated figures are in `calibration` and `costs`; `calibrated_from` names their source.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import bounded, build, choice, join, nearest, refuse
 from nemo_specrollout.simulation.costs import Calibration, LinearCosts, RoundCosts
 from nemo_specrollout.simulation.data_sheets import device_named, model_named
-from nemo_specrollout.simulation.workload import LengthConfig
+from nemo_specrollout.simulation.workload import LengthConfig, acceptance_for
 
 HEAD, TEXT = "eagle3", "text"
 """Special values of `draft`: an EAGLE-3 head of the policy's width, and a look-up in text, which costs no GPU time."""
@@ -85,6 +85,14 @@ class MethodConfig:
     at_k: int = bounded(3, low=1)
     spread: float = bounded(0.0, low=0.0, high=3.0)
     """Standard deviation of the acceptance's log-odds over requests."""
+
+    @cached_property
+    def centre(self) -> float:
+        """P(a draft token is right) of the typical request."""
+        if self.acceptance is not None:
+            return self.acceptance
+        assert self.acceptance_length is not None
+        return acceptance_for(self.acceptance_length, self.at_k, self.spread)
 
     def check(self, path: str) -> None:
         """Raises ConfigError unless exactly one acceptance is given and it is possible."""
@@ -264,14 +272,4 @@ def shipped() -> list[str]:
 
 def read_scenario(name: str, overrides: list[str]) -> Scenario:
     """Reads a scenario that ships with the package. Raises ConfigError."""
-    return scenario_of(load_config(FOLDER / f"{name}.yaml", overrides))
-
-
-def scenario_of(tree: Mapping[str, object], path: str = "") -> Scenario:
-    """Builds a scenario from plain values at `path` of the user's config. Raises ConfigError."""
-    return build(Scenario, tree, path)
-
-
-def is_scenario(tree: Mapping[str, object]) -> bool:
-    """Returns whether a config is a scenario rather than a run's config."""
-    return "policy" not in tree
+    return build(Scenario, load_config(FOLDER / f"{name}.yaml", overrides), "")

@@ -15,13 +15,13 @@ from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement.planner import DECOUPLED, Option, place
 from nemo_specrollout.scheduling.racing.request_estimates import LengthEstimator
-from nemo_specrollout.simulation.costs import Costs, Parallel, RooflineCosts, TabledCosts, drafter_costs
+from nemo_specrollout.simulation.costs import Costs, RooflineCosts, TabledCosts, drafter_costs
 from nemo_specrollout.simulation.data_sheets import device_named, eagle3_head, model_named
 from nemo_specrollout.simulation.event_loop import Rollout
-from nemo_specrollout.simulation.scenario import HEAD, TEXT, MethodConfig, Scenario
+from nemo_specrollout.simulation.scenario import HEAD, TEXT, Scenario
 from nemo_specrollout.simulation.simulated_engine import SimulatedEngine, SimulatedSpeeds, TailPolicy
 from nemo_specrollout.simulation.speculation import CoupledSpeculation, DecoupledSpeculation, NoSpeculation, Speculation
-from nemo_specrollout.simulation.workload import AcceptanceTerms, Workload, acceptance_for, workload
+from nemo_specrollout.simulation.workload import Workload, workload
 
 PLAIN, FIXED, AUTO, APART = "plain", "fixed", "auto", "apart"
 _ASKED = 50
@@ -42,16 +42,10 @@ class Fleet:
         s = self.scenario
         if s.costs.kind != "roofline":
             return None
-        parallel = Parallel(s.cluster.gpus_per_engine, s.cluster.expert_parallel)
-        device = device_named(s.cluster.device, "cluster.device")
         return RooflineCosts(
-            model_named(s.model, "model"), device, parallel, s.precision, s.kv_precision, s.calibration
-        )
-
-    @cached_property
-    def terms_M(self) -> tuple[AcceptanceTerms, ...]:
-        """Acceptance of each method."""
-        return tuple(AcceptanceTerms(_typical(m), m.spread) for m in self.scenario.drafting.methods)
+            model_named(s.model, "model"), device_named(s.cluster.device, "cluster.device"), s.precision, s.kv_precision,
+            s.calibration, s.cluster.gpus_per_engine, s.cluster.expert_parallel,
+        )  # fmt: skip
 
     @cached_property
     def num_slots(self) -> int:
@@ -118,7 +112,8 @@ class Fleet:
         if not s.drafting.drafter_gpus or self.policy is None:
             return None
         tables = self._tables()
-        found = place(tables, s.batch.num_requests, s.cluster.generating_gpus, self.terms_M[0].centre, s.drafting.max_k)
+        p = s.drafting.methods[0].centre
+        found = place(tables, s.batch.num_requests, s.cluster.generating_gpus, p, s.drafting.max_k)
         return next((option for option in found.options if option.mode == DECOUPLED), None)
 
     def _tables(self) -> CostTables:
@@ -154,14 +149,6 @@ def _tabled(tables: CostTables, size: int) -> TabledCosts:
     return TabledCosts(verify[size], {curve.size: curve for curve in tables.coupled_draft_s}.get(size))
 
 
-def _typical(method: MethodConfig) -> float:
-    if method.acceptance is not None:
-        return method.acceptance
-    if method.acceptance_length is None:
-        raise ConfigError(f"drafting.methods: {method.name!r} has no acceptance; give it")
-    return acceptance_for(method.acceptance_length, method.at_k, method.spread)
-
-
 @dataclass(frozen=True)
 class Variant:
     """Enabled features."""
@@ -187,15 +174,23 @@ class Setting:
         """Returns the requests of `num_steps` steps, one after the other, equally many of each."""
         scenario, rng = self.fleet.scenario, np.random.default_rng(self.fleet.scenario.seed)
         lengths = self._traced(num_steps) if self.traced else [self._drawn(rng) for _ in range(num_steps)]
-        correlation = scenario.drafting.method_correlation
-        return workload(np.concatenate(lengths), scenario.batch.prompt_tokens, self.fleet.terms_M, correlation, rng)
+        drafting = scenario.drafting
+        centres_M, spreads_M = np.array([(m.centre, m.spread) for m in drafting.methods]).T
+        return workload(
+            np.concatenate(lengths),
+            scenario.batch.prompt_tokens,
+            centres_M,
+            spreads_M,
+            drafting.method_correlation,
+            rng,
+        )
 
     def rollout(self, requests: Workload) -> Rollout:
         """Returns a rollout whose engines have no requests yet."""
         return Rollout(requests, self._engines(), self._tail())
 
     def parts_s(self, num_tokens: int, num_requests: int) -> dict[str, float]:
-        """Returns the seconds of all parts except generation.
+        """Returns the seconds of all parts, with 0 for generation.
 
         A token costs two operations for each parameter in a forward pass, and four more in a backward pass.
         """
@@ -208,8 +203,8 @@ class Setting:
             logprob_s = forward_s / scenario.calibration.logprob_share if logprob_s is None else logprob_s
             train_s = 3.0 * forward_s / scenario.calibration.train_share if train_s is None else train_s
         return {
-            "data": training.data_s, "prepare": training.prepare_s, "log-prob": logprob_s or 0.0, "train": train_s or 0.0,
-            "refit": training.refit_s,
+            "data": training.data_s, "prepare": training.prepare_s, "generate": 0.0, "log-prob": logprob_s or 0.0,
+            "train": train_s or 0.0, "refit": training.refit_s,
         }  # fmt: skip
 
     def _drawn(self, rng: np.random.Generator) -> np.ndarray:
@@ -224,13 +219,18 @@ class Setting:
     def _engines(self) -> list[SimulatedEngine]:
         """Returns an engine for each policy engine, or for each pair of verifier and drafter."""
         fleet, methods = self.fleet, self._methods()
-        kinds = [fleet.speculation(self.variant.speculation, m) for m in range(len(fleet.terms_M))]
+        kinds = self._speculations()
         if not fleet.scenario.drafting.freed_workers_switch:
             return [SimulatedEngine(i, kinds[m], m, fleet.num_slots) for i, m in enumerate(methods)]
         engines = [SimulatedEngine(i, kinds[0], 0, fleet.num_slots) for i in range(len(methods))]
         for engine, method in zip(engines, methods, strict=True):
             engine.after_idle = (kinds[method], method)
         return engines
+
+    def _speculations(self) -> list[Speculation]:
+        """Returns the speculation of an engine with each method."""
+        num_methods = len(self.fleet.scenario.drafting.methods)
+        return [self.fleet.speculation(self.variant.speculation, m) for m in range(num_methods)]
 
     def _methods(self) -> list[int]:
         """Returns the method of each engine. Methods differ only if they race or are split."""
@@ -245,10 +245,10 @@ class Setting:
     def _tail(self) -> TailPolicy | None:
         if self.variant.tail is None:
             return None
-        fleet, scenario = self.fleet, self.fleet.scenario
-        methods = tuple(fleet.speculation(self.variant.speculation, m) for m in range(len(fleet.terms_M)))
+        scenario = self.fleet.scenario
         context = scenario.batch.prompt_tokens + scenario.lengths.max_tokens / 2
-        speeds = SimulatedSpeeds(methods, tuple(terms.centre for terms in fleet.terms_M), context)
+        centres = tuple(method.centre for method in scenario.drafting.methods)
+        speeds = SimulatedSpeeds(tuple(self._speculations()), centres, context)
         every_s = scenario.lengths.max_tokens / speeds.tokens_per_s(0, 1) / _ASKED
         return TailPolicy(self.variant.tail, speeds, self._estimator(), every_s)
 

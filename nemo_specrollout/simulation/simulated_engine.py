@@ -167,10 +167,6 @@ class TailPolicy:
         self.every_s = every_s
         self._next_s = 0.0
 
-    def ended(self, prompt: int, length: int) -> None:
-        """Adds a complete response to the length estimates."""
-        self.estimator.finished(prompt, length)
-
     def is_due(self, engines: Sequence[SimulatedEngine], now_s: float) -> bool:
         """Returns whether to ask the policy now that a request has ended."""
         return now_s >= self._next_s and any(not engine.load for engine in engines)

@@ -98,26 +98,19 @@ class Workload:
         return num_prompts * shared + len(requests_b) * (self.prompt_tokens - shared)
 
 
-@dataclass(frozen=True)
-class AcceptanceTerms:
-    """Distribution of a method's acceptance over requests: normal in log-odds."""
-
-    centre: float
-    """P(a draft token is right) of the typical request."""
-    spread: float
-    """Standard deviation of the log-odds."""
-
-
 def workload(
-    lengths_PS: np.ndarray, prompt_tokens: int, methods: tuple[AcceptanceTerms, ...], shared: float,
+    lengths_PS: np.ndarray, prompt_tokens: int, centres_M: np.ndarray, spreads_M: np.ndarray, shared: float,
     rng: np.random.Generator,
 ) -> Workload:  # fmt: skip
-    """Returns requests of these lengths. `shared` is the correlation of two methods' log-odds on the same request."""
+    """Returns requests of these lengths. The acceptance of a method is normal in log-odds.
+
+    `centres_M` is the acceptance of the typical request, and `spreads_M` the standard deviation of the log-odds. `shared` is
+    the correlation of two methods' log-odds on the same request.
+    """
     num_prompts, num_samples = lengths_PS.shape
     num = lengths_PS.size
-    common_R1, own_RM = rng.standard_normal((num, 1)), rng.standard_normal((num, len(methods)))
+    common_R1, own_RM = rng.standard_normal((num, 1)), rng.standard_normal((num, len(centres_M)))
     score_RM = np.sqrt(shared) * common_R1 + np.sqrt(1.0 - shared) * own_RM
-    centres_M, spreads_M = np.array([m.centre for m in methods]), np.array([m.spread for m in methods])
     acceptance_RM = _from_odds(_log_odds(centres_M) + spreads_M * score_RM)
     return Workload(np.repeat(np.arange(num_prompts), num_samples), lengths_PS.ravel(), acceptance_RM, prompt_tokens)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit  # the quantile of Student's t
 
+MIN_FIRST_GAIN = 0.1
+"""Acceptance length by which a first head must beat drafting nothing."""
 MIN_SAMPLES = 8
 """Minimum number of held-out prompts."""
 SKEWNESS_WEIGHT = 2.0
@@ -37,11 +39,11 @@ class PublishGate:
 
     Of the candidates that are worse by `tolerance` or more, at most the share 1 - confidence passes. The test is a one-sided
     paired t-test of the weighted mean difference. Samples of one prompt are alike and count as one. A first head must beat
-    drafting nothing by `min_first_gain`. `confidence` is at least 0.5 and below 1.
+    drafting nothing by `MIN_FIRST_GAIN`. `confidence` is at least 0.5 and below 1.
     """
 
-    def __init__(self, confidence: float = 0.95, tolerance: float = 0.0, min_first_gain: float = 0.1) -> None:
-        self.confidence, self.tolerance, self.min_first_gain = confidence, tolerance, min_first_gain
+    def __init__(self, confidence: float = 0.95, tolerance: float = 0.0) -> None:
+        self.confidence, self.tolerance = confidence, tolerance
 
     def decide(
         self,
@@ -57,7 +59,7 @@ class PublishGate:
         not positive.
         """
         is_first = current_N is None
-        reference_N = np.full(len(candidate_N), 1.0 + self.min_first_gain) if current_N is None else current_N
+        reference_N = np.full(len(candidate_N), 1.0 + MIN_FIRST_GAIN) if current_N is None else current_N
         groups_N = np.arange(len(candidate_N)) if groups_N is None else groups_N
         if not len(candidate_N) == len(reference_N) == len(weights_N) == len(groups_N):
             raise ValueError("candidate, current, weights and groups must be of the same sequences")
@@ -77,7 +79,7 @@ class PublishGate:
         published = bound >= -self.tolerance
         against = "drafting nothing" if is_first else "the head in service"
         means = (float(np.average(values, weights=weights_N)) for values in (candidate_N, reference_N))
-        required = f" (1 plus the required gain of {self.min_first_gain})" if is_first else ""
+        required = f" (1 plus the required gain of {MIN_FIRST_GAIN})" if is_first else ""
         reason = (
             f"{'published' if published else 'refused'}: held-out acceptance length {next(means):.3f}, {against} "
             f"{next(means):.3f}{required}; the difference is at least {bound:+.3f} at confidence {self.confidence} "

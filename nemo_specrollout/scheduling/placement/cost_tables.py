@@ -5,16 +5,14 @@
 hand. A size is a number of threads or GPUs.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from nemo_specrollout.config.files import read_regular
-from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising, choice
+from nemo_specrollout.config.measured_file import MeasuredFile
+from nemo_specrollout.config.strict import ConfigError, bounded, check_columns, choice
 
 FORMAT = 1
 
@@ -32,11 +30,7 @@ class CostCurve:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
-        if not self.counts or len(self.counts) != len(self.seconds):
-            raise ConfigError(
-                f"{path}.seconds: {len(self.seconds)} for {len(self.counts)} counts; give one for each, and at least one"
-            )
-        check_rising(f"{path}.counts", self.counts)
+        check_columns(path, counts=self.counts, seconds=self.seconds)
 
     def at(self, count: float) -> float:
         """Returns the seconds of a step of `count`, interpolated linearly. Never falls as `count` grows.
@@ -60,9 +54,10 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
-class CostTables:
-    """Measurements for the placement planner. Example: `CostTables.from_json(text, name).verify_s[0].at(64)`."""
+class CostTables(MeasuredFile):
+    """Measurements for the placement planner. Example: `CostTables.read(path, "--profile").verify_s[0].at(64)`."""
 
+    KIND: ClassVar = "profile"
     device: str
     """Description of the measured device."""
     policy: str
@@ -83,38 +78,8 @@ class CostTables:
     def check(self, path: str) -> None:
         """Raises ConfigError if a size has two curves or there is no verifier."""
         for name in ("verify_s", "draft_s", "coupled_draft_s"):
-            sizes = sorted(sizes_of(getattr(self, name)))
+            sizes = sorted(curve.size for curve in getattr(self, name))
             if len(set(sizes)) < len(sizes):
                 raise ConfigError(f"{name}: sizes {sizes}; keep one curve a size")
         if not self.verify_s:
             raise ConfigError("verify_s: empty; without it nothing can be planned")
-
-    def to_json(self) -> str:
-        """Returns the text of the file; `from_json` is its inverse."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def read(cls, path: Path, field: str) -> "CostTables":
-        """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
-        try:
-            text = read_regular(path).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"{field}: {path} cannot be read ({type(error).__name__}); `nemo-specrollout profile` writes such a file"
-            ) from error
-        return cls.from_json(text, str(path))
-
-    @classmethod
-    def from_json(cls, text: str, name: str) -> "CostTables":
-        """Builds the tables from the text of the file `name`. Raises ConfigError with the field, the value and the fix."""
-        try:
-            return build(cls, json.loads(text), "")
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{name}: not JSON ({error}); `nemo-specrollout profile` writes such a file") from error
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
-
-
-def sizes_of(curves: Sequence[CostCurve]) -> list[int]:
-    """Returns the measured sizes."""
-    return [curve.size for curve in curves]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import DrafterConfig, DraftModelDrafterConfig, RemoteDrafterConfig
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables, sizes_of
+from nemo_specrollout.scheduling.placement.cost_tables import CostCurve, CostTables
 from nemo_specrollout.scheduling.placement.pipeline import SteadyState, StreamedRates, coupled_tokens, steady_state
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
@@ -134,7 +134,7 @@ def place(
     search = _Search(tables, num_requests, num_devices, acceptance, max_k, max_groups)
     plain = list(search.plain())
     if not plain:
-        smallest = min(sizes_of(tables.verify_s))
+        smallest = min(curve.size for curve in tables.verify_s)
         raise ConfigError(
             f"devices: {num_devices}; the smallest verifier that was measured has {smallest}: give at least as many"
         )
@@ -213,29 +213,19 @@ class _Search:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Resources of a run."""
+def choose(block: SpecrolloutConfig, tables: CostTables, num_requests: int, threads: int, cores: int) -> Option:
+    """Returns the best option for a run with `num_requests` requests in flight, on a machine of `cores` cores.
 
-    num_requests: int
-    """Requests in flight at a time."""
-    threads: int
-    """Threads of the policy's process."""
-    cores: int
-    """Cores of the machine."""
-
-
-def choose(block: SpecrolloutConfig, tables: CostTables, machine: Machine) -> Option:
-    """Returns the best option for a run. Raises ConfigError if the cores are too few for every measured verifier."""
+    The policy's process has `threads` threads. Raises ConfigError if the cores are too few for every measured verifier.
+    """
     assert block.remote is not None
     own = replace(
         tables,
-        verify_s=_of_size(tables.verify_s, machine.threads) or tables.verify_s,
-        coupled_draft_s=_of_size(tables.coupled_draft_s, machine.threads) if block.model_drafter is None else (),
+        verify_s=_of_size(tables.verify_s, threads) or tables.verify_s,
+        coupled_draft_s=_of_size(tables.coupled_draft_s, threads) if block.model_drafter is None else (),
         draft_s=_of_size(tables.draft_s, 1),  # A drafter process has one thread.
     )
-    requests, k = machine.num_requests, block.num_speculative_tokens
-    return place(own, requests, machine.cores, block.remote.acceptance, k, max_groups=1).best
+    return place(own, num_requests, cores, block.remote.acceptance, block.num_speculative_tokens, max_groups=1).best
 
 
 def placed(block: SpecrolloutConfig, option: Option) -> SpecrolloutConfig:

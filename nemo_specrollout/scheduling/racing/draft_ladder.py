@@ -6,18 +6,17 @@ SpecActor (arXiv 2511.16193), Algorithm 3. SpecActor ranks methods by acceptance
 second, which includes both acceptance and the cost of drafting.
 """
 
-import json
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from nemo_specrollout.config.block import SpecrolloutConfig
-from nemo_specrollout.config.files import read_regular
-from nemo_specrollout.config.strict import ConfigError, bounded, build, check_rising
+from nemo_specrollout.config.measured_file import MeasuredFile
+from nemo_specrollout.config.strict import bounded, check_columns
 
 FORMAT = 1
 ANY_TASK = "any"
@@ -71,19 +70,14 @@ class Rung:
 
     def check(self, path: str) -> None:
         """Raises ConfigError if the lists differ in length, are empty or not ascending."""
-        sizes = len(self.batches), len(self.tokens_per_s), len(self.weights_s)
-        if len(set(sizes)) > 1 or not sizes[0]:
-            raise ConfigError(
-                f"{path}: {sizes[0]} batches, {sizes[1]} tokens_per_s, {sizes[2]} weights_s; give as many of each, and at "
-                "least one"
-            )
-        check_rising(f"{path}.batches", self.batches)
+        check_columns(path, batches=self.batches, tokens_per_s=self.tokens_per_s, weights_s=self.weights_s)
 
 
 @dataclass(frozen=True)
-class LadderFile:
+class LadderFile(MeasuredFile):
     """File that `nemo-specrollout ladder` writes."""
 
+    KIND: ClassVar = "ladder"
     device: str
     """Description of the machine."""
     policy: str
@@ -94,21 +88,6 @@ class LadderFile:
     """Measurements by task; the fastest method with one request first."""
     format: int = bounded(FORMAT, low=FORMAT, high=FORMAT)
     """Version of the file format."""
-
-    def to_json(self) -> str:
-        """Returns the text of the file."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def read(cls, path: Path, field: str) -> "LadderFile":
-        """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
-        try:
-            return build(cls, json.loads(read_regular(path).decode("utf-8")), "")
-        except (OSError, ValueError) as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{field}: {path} is not a ladder ({reason}); create one with `nemo-specrollout ladder`"
-            ) from error
 
 
 class Ladder:
@@ -127,8 +106,14 @@ class Ladder:
         self._rates: dict[tuple[str, int], _RatesByBatch] = defaultdict(_RatesByBatch)
         """Measurements by task and method."""
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        if file is not None:
-            self._start_from(file)
+        if file is None:
+            return
+        self._prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
+        for rung in file.rungs:
+            if rung.method in self.methods:
+                means = self._rates[rung.task, self.methods.index(rung.method)]
+                for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
+                    means[batch].add(rate * weight_s, weight_s)
 
     def observe(self, task: str, method: int, batch: int, num_tokens: int, seconds: float) -> None:
         """Adds `num_tokens` tokens in `seconds`, both summed over requests of `task` in an engine of `batch` requests."""
@@ -164,32 +149,18 @@ class Ladder:
         weight = sum(s for _, _, s in shared)
         return float(np.exp(sum(s * np.log(a / b) for a, b, s in shared) / weight)) if weight else 1.0
 
-    def rungs(self, task: str = ANY_TASK) -> list[Rung]:
-        """Returns the measurements of each method, the fastest with one request first."""
-        seen = [m for m in range(len(self.methods)) if self._rates.get((task, m))]
-        return [self._rung(task, m) for m in sorted(seen, key=lambda m: -self.tokens_per_s(m, 1))]
-
     def file(self, device: str, policy: str, acceptance: Sequence[float]) -> LadderFile | None:
         """Returns all measurements as a file, with the acceptance of each method; None if there are none."""
         if not self._prefill.seconds or not self._rates:
             return None
         tasks = sorted({task for (task, _), means in self._rates.items() if means}, key=lambda task: task == ANY_TASK)
-        of_method = dict(zip(self.methods, acceptance, strict=True))
-        rungs = (replace(r, acceptance=of_method[r.method]) for task in tasks for r in self.rungs(task))
+        fastest = sorted(range(len(self.methods)), key=lambda m: -self.tokens_per_s(m, 1))
+        rungs = []
+        for task, method in itertools.product(tasks, fastest):
+            if means := sorted(self._rates.get((task, method), {}).items()):
+                batches, ratios, seconds = zip(*((b, m.ratio, m.seconds) for b, m in means), strict=True)
+                rungs.append(Rung(task, self.methods[method], batches, ratios, seconds, acceptance[method]))
         return LadderFile(device, policy, 1.0 / self._prefill.ratio, tuple(rungs))
-
-    def _rung(self, task: str, method: int) -> Rung:
-        means = sorted(self._rates[task, method].items())
-        batches, ratios, seconds = zip(*((b, m.ratio, m.seconds) for b, m in means), strict=True)
-        return Rung(task, self.methods[method], batches, ratios, seconds)
-
-    def _start_from(self, file: LadderFile) -> None:
-        self._prefill.add(MEMORY_S / file.prefill_s_per_token, MEMORY_S)
-        for rung in file.rungs:
-            if rung.method in self.methods:
-                means = self._rates[rung.task, self.methods.index(rung.method)]
-                for batch, rate, weight_s in zip(rung.batches, rung.tokens_per_s, rung.weights_s, strict=True):
-                    means[batch].add(rate * weight_s, weight_s)
 
 
 @dataclass

@@ -48,7 +48,13 @@ class LengthEstimator:
 
     def remaining(self, groups_R: Sequence[int], lengths_R: np.ndarray) -> np.ndarray:
         """Returns the expected remaining tokens, float64 [R], of responses with `lengths_R` tokens so far; at least 1."""
-        totals_R, weights_R = self._population(lengths_R)
+        if self._sorted is None:
+            self._sorted = np.sort(self._recent[: self._num_seen])
+        beyond_N = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
+        first_R = np.searchsorted(self._sorted, lengths_R, "right")
+        num_longer_R = len(self._sorted) - first_R
+        weights_R = (num_longer_R > 0).astype(float)
+        totals_R = weights_R * (beyond_N[first_R] / np.maximum(num_longer_R, 1) - lengths_R)
         for r, group in enumerate(groups_R):
             longer = [n for n in self._groups.get(group, ()) if n > lengths_R[r]]
             totals_R[r] += SIBLING_WEIGHT * sum(n - lengths_R[r] for n in longer)
@@ -56,17 +62,6 @@ class LengthEstimator:
         guess_R = np.maximum(lengths_R, 1)
         mean_R = np.divide(totals_R, weights_R, out=guess_R.astype(float), where=weights_R > 0)
         return np.clip(mean_R, 1.0, np.maximum(self.max_length - lengths_R, 1))
-
-    def _population(self, lengths_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the mean excess of longer remembered lengths over `lengths_R`, and 1 if there are any; both float64 [R]."""
-        if self._sorted is None:
-            self._sorted = np.sort(self._recent[: min(self._num_seen, NUM_REMEMBERED)])
-        beyond_N = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
-        first_R = np.searchsorted(self._sorted, lengths_R, "right")
-        num_longer_R = len(self._sorted) - first_R
-        has_R = num_longer_R > 0
-        means_R = np.divide(beyond_N[first_R], num_longer_R, out=np.zeros(len(lengths_R)), where=has_R)
-        return np.where(has_R, means_R - lengths_R, 0.0), has_R.astype(float)
 
 
 SPREAD = 0.35
@@ -95,7 +90,13 @@ class RequestSpeeds:
 
     def begin(self, num_requests: int, task_speed_M: np.ndarray) -> list[int]:
         """Returns the rows of `num_requests` more requests of one task."""
-        self._grow_for(num_requests)
+        size, missing = len(self._made_RM), num_requests - len(self._free)
+        if missing > 0:
+            num_new = max(missing, size)  # At least twice the size, so that each row is copied once or twice.
+            self._free += range(size + num_new - 1, size - 1, -1)
+            self._task_log_RM, self._made_RM, self._typical_RM = (
+                np.pad(x, ((0, num_new), (0, 0))) for x in (self._task_log_RM, self._made_RM, self._typical_RM)
+            )
         rows = [self._free.pop() for _ in range(num_requests)]
         self._task_log_RM[rows] = np.log(task_speed_M)
         self._made_RM[rows] = self._typical_RM[rows] = 0.0
@@ -104,16 +105,6 @@ class RequestSpeeds:
     def forget(self, rows: Sequence[int]) -> None:
         """Releases the rows of requests that have ended."""
         self._free += rows
-
-    def _grow_for(self, num_requests: int) -> None:
-        """Grows at least to twice the size, so that each row is copied once or twice."""
-        size, missing = len(self._made_RM), num_requests - len(self._free)
-        if missing > 0:
-            num_new = max(missing, size)
-            self._free += range(size + num_new - 1, size - 1, -1)
-            self._task_log_RM, self._made_RM, self._typical_RM = (
-                np.pad(x, ((0, num_new), (0, 0))) for x in (self._task_log_RM, self._made_RM, self._typical_RM)
-            )
 
     def observe(self, requests_K: np.ndarray, method: int, made_K: np.ndarray, typical: float | np.ndarray) -> None:
         """Adds attempts by `method` that made `made_K` tokens in the time of `typical` tokens of a typical request."""

@@ -6,6 +6,7 @@ engine.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,8 +100,8 @@ class TailForecast:
 
     def __init__(self, seen: TailObservation, speeds: SpeedModel) -> None:
         self.seen, self.speeds = seen, speeds
-        self.changes: list[tuple[int, int, bool]] = []
-        """Changes so far as (request, engine, whether the attempt starts)."""
+        self.changes: list[tuple[int, int]] = []
+        """Attempts that were started or stopped so far, as (request, engine)."""
         self._speed_M = np.array([speeds.tokens_per_s(m, 1) for m in range(seen.speed_RM.shape[1])])
         self._slowdowns: dict[int, list[float]] = {}
         self._ends_s: dict[int, float] = {}
@@ -195,22 +196,19 @@ class TailForecast:
         self._alone_s[engine] = self._with((request,), engine)
         self._engines.setdefault(request, {})[engine] = None
         self._forget_ends(engine)
-        self.changes.append((request, engine, True))
+        self.changes.append((request, engine))
 
     def stop(self, request: int, engine: int) -> None:
         """Removes an attempt."""
         self._forget_ends(engine)
         del self._alone_s[engine][request], self._engines[request][engine]
-        self.changes.append((request, engine, False))
+        self.changes.append((request, engine))
 
     def net_changes(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
         """Returns the attempts to start and to stop, without those that were both started and stopped."""
-        final: dict[tuple[int, int], bool | None] = {}
-        for request, engine, is_start in self.changes:
-            pair = request, engine
-            final[pair] = None if final.get(pair) is (not is_start) else is_start
-        starts = tuple(pair for pair, is_start in final.items() if is_start is True)
-        return starts, tuple(pair for pair, is_start in final.items() if is_start is False)
+        changed = [pair for pair, count in Counter(self.changes).items() if count % 2]
+        starts = tuple((r, e) for r, e in changed if e in self.engines_of(r))
+        return starts, tuple((r, e) for r, e in changed if e not in self.engines_of(r))
 
     def _alone(self, request_A: np.ndarray, engine_A: np.ndarray, lag_A: np.ndarray) -> np.ndarray:
         """Returns the seconds that attempts would take alone on their engines, float64 [A]."""

@@ -203,7 +203,9 @@ class StepTimeTable:
         return min(max(seconds, 0.0), CLIP_OF_NEW * float(costs.plain_s[min(num_rows, self._max_rows)]))
 
     def _predict(self) -> StepCosts | None:
-        weights = self._fresh_weights()
+        # Weights decay since the last sample of a bucket: one slow sample must not count for good.
+        ages = self._num_samples - np.array(self._last_sample)
+        weights = np.minimum(self._weight, MAX_WEIGHT) * FORGET**ages
         known = weights > 0
         if not known.any():
             return None
@@ -219,11 +221,6 @@ class StepTimeTable:
         discount_s = min(discount_s, row_s)
         plain[beyond] += (grid[beyond] - rows[-1]) * max(OPTIMISM * row_s, discount_s)
         return StepCosts(plain, overhead_s, discount_s)
-
-    def _fresh_weights(self) -> np.ndarray:
-        """Returns the buckets' weights, decayed since their last sample: one slow sample must not count for good."""
-        ages = self._num_samples - np.array(self._last_sample)
-        return np.minimum(self._weight, MAX_WEIGHT) * FORGET**ages
 
 
 def _line(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of measurements: a command writes one, and a run or another command reads it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from nemo_specrollout.config.files import read_regular
+from nemo_specrollout.config.strict import ConfigError, build
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """Base of the classes whose fields are the keys of such a file."""
+
+    KIND: ClassVar[str]
+    """Name of the command that writes the file, and of its content."""
+
+    def to_json(self) -> str:
+        """Returns the text of the file."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path, field: str) -> Self:
+        """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
+        try:
+            return build(cls, json.loads(read_regular(path)), "")
+        except (OSError, ValueError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `nemo-specrollout {cls.KIND}`"
+            ) from error
