@@ -138,7 +138,7 @@ def test_asynchronous_steps_take_the_longer_of_both_sides(lag: int, train_s: flo
     step = simulate_step(Setting(Fleet(scenario), Variant(PLAIN)))
     assert step.rollout_s == pytest.approx(10.0)
     assert step.step_s == pytest.approx(max(train_s, (10.0 + train_s) / (lag + 1)), rel=0.01)
-    assert step.exposed_s == pytest.approx(step.step_s - train_s)
+    assert step.parts_s["generate"] == pytest.approx(step.step_s - train_s)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 8])

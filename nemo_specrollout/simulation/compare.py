@@ -36,11 +36,6 @@ class StepResult:
         """Seconds of the whole step."""
         return sum(self.parts_s.values())
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of generation for which training waits."""
-        return self.parts_s["generate"]
-
 
 def simulate_step(setting: Setting) -> StepResult:
     """Simulates a step of the setting."""
@@ -122,8 +117,11 @@ class Comparison:
 
     scenario: Scenario
     steps: tuple[StepResult, ...]
-    lengths: np.ndarray
-    """Response lengths of all simulated steps, int64."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Response lengths of all simulated steps, int64."""
+        return self.plain.rollout.length_R
 
     @property
     def plain(self) -> StepResult:
@@ -167,7 +165,7 @@ def compare(scenario: Scenario, traced: Sequence[np.ndarray] = ()) -> Comparison
         steps.append(simulated(MOVING, kind, FastestOfNConfig(max_racers=1)))
         if len(scenario.drafting.methods) > 1:
             steps.append(simulated(RACING, kind, FastestOfNConfig()))
-    return Comparison(scenario, tuple(steps), steps[0].rollout.length_R)
+    return Comparison(scenario, tuple(steps))
 
 
 def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
@@ -178,8 +176,7 @@ def as_configured(scenario: Scenario, block: SpecrolloutConfig) -> Comparison:
     variants = [Variant(PLAIN, PLAIN)] + ([Variant(kind, kind, is_split=is_split)] if kind != PLAIN else [])
     if tail is not None and tail.enabled and fleet.num_engines(kind) > 1:
         variants.append(Variant(TAIL, kind, tail, is_split))
-    steps = tuple(simulate_step(Setting(fleet, variant)) for variant in variants)
-    return Comparison(scenario, steps, steps[0].rollout.length_R)
+    return Comparison(scenario, tuple(simulate_step(Setting(fleet, variant)) for variant in variants))
 
 
 def drafting_kind(fleet: Fleet, block: SpecrolloutConfig) -> str:

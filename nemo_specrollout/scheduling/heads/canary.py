@@ -17,6 +17,8 @@ COLLAPSE_SHARE = 1 / 3
 """Acceptance after a collapse, as a share of the expected acceptance."""
 STALE_SHARE = 0.75
 """Share of the acceptance after the last publish below which a head is stale."""
+THRESHOLD = math.log(1e9)
+"""Score of an alarm: the logarithm of the draft tokens per false alarm."""
 OVERDISPERSION = 2.0
 """Factor on the variance of a step's accepted drafts, because requests differ beyond chance."""
 MEMORY_DRAFTED = 20_000.0
@@ -174,7 +176,7 @@ class Canary:
 
     A collapse alarm is a CUSUM test (Page, Biometrika 1954) of the log likelihood ratio of "a third of the acceptance" to "as
     before". The correlation of nested positions is exact; `OVERDISPERSION` allows for differences of content. With
-    independent requests, a healthy head is accused less than once in `drafts_per_false_alarm` draft tokens. At least
+    independent requests, a healthy head is accused less than once in 10^9 draft tokens. At least
     `MIN_REQUESTS` requests must support an alarm. The expected rates follow the observed ones, so slow changes cause no
     collapse alarm. A staleness alarm follows once after each publish if acceptance has fallen to `STALE_SHARE`. After a
     collapse alarm the canary is silent, and learns nothing, until the next event.
@@ -182,8 +184,7 @@ class Canary:
     Example: `canary.begin("refit")`, then after each engine step `alarm = canary.observe(drafted_K, accepted_K)`.
     """
 
-    def __init__(self, drafts_per_false_alarm: float = 1e9, max_age: int | None = None) -> None:
-        self.threshold = math.log(drafts_per_false_alarm)
+    def __init__(self, max_age: int | None = None) -> None:
         self.max_age = max_age
         self._event = "running"
         self._told_stale = self._told_old = False
@@ -229,7 +230,7 @@ class Canary:
 
     def _collapse(self, drafted_K: np.ndarray, accepted_K: np.ndarray, health: HeadHealth) -> Alarm | None:
         evidence, rates_K = self._evidence, self.level.rates(len(drafted_K))
-        most = evidence.carried + self.threshold / MIN_REQUESTS * evidence.num_requests
+        most = evidence.carried + THRESHOLD / MIN_REQUESTS * evidence.num_requests
         evidence.score = min(evidence.score + log_likelihood_ratio(drafted_K, accepted_K, rates_K), most)
         if evidence.score <= 0.0:
             self._evidence = _Evidence()
@@ -237,7 +238,7 @@ class Canary:
         evidence.num_drafted += float(drafted_K.sum())
         evidence.num_accepted += float(accepted_K.sum())
         evidence.num_expected += self.level.expected(drafted_K)
-        if evidence.score < self.threshold:
+        if evidence.score < THRESHOLD:
             return None
         self.is_silent, self._evidence = True, _Evidence()
         seen, expected = evidence.num_accepted / evidence.num_drafted, evidence.num_expected / evidence.num_drafted
@@ -301,14 +302,13 @@ class ContextCanary:
         self._canaries = [Canary() for _ in range(NUM_CLASSES)]
         self._recent_C3 = np.zeros((NUM_CLASSES, 3))
         """Recent tokens drafted, accepted, and expected to be accepted, by class."""
-        self._event, self._has_told = "running", False
+        self._has_told = False
 
     def begin(self, event: str, expected_length: float | None = None, num_positions: int = 3) -> None:
         """Notes an event; see `Canary.begin`."""
         for canary in self._canaries:
             canary.begin(event, expected_length, num_positions)
         self._recent_C3[:] = 0.0
-        self._event = event
         self._has_told = self._has_told and event == "refit"
 
     @property

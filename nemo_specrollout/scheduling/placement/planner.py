@@ -83,11 +83,6 @@ class Option:
             f"drafts a step and {self.window} ahead"
         )
 
-    @property
-    def layout(self) -> tuple[str, int, int]:
-        """Mode, size of a verifier and size of a drafter."""
-        return self.mode, self.verifier_size, self.drafter_size
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -106,10 +101,10 @@ class Placement:
 
     @property
     def layouts(self) -> tuple[Option, ...]:
-        """The best option of each layout, the best layout first."""
+        """The best option of each mode, verifier size and drafter size, the best first."""
         first: dict[tuple[str, int, int], Option] = {}
         for option in self.options:
-            first.setdefault(option.layout, option)
+            first.setdefault((option.mode, option.verifier_size, option.drafter_size), option)
         return tuple(first.values())
 
 
@@ -132,14 +127,13 @@ def place(
     ConfigError if the devices are too few for every measured verifier.
     """
     search = _Search(tables, num_requests, num_devices, acceptance, max_k, max_groups)
-    plain = list(search.plain())
-    if not plain:
+    options = [*search.coupled(), *search.decoupled()]
+    best_plain = max((o.tokens_per_s for o in options if o.mode == PLAIN), default=None)
+    if best_plain is None:
         smallest = min(curve.size for curve in tables.verify_s)
         raise ConfigError(
             f"devices: {num_devices}; the smallest verifier that was measured has {smallest}: give at least as many"
         )
-    options = [*plain, *search.coupled(), *search.decoupled()]
-    best_plain = max(o.tokens_per_s for o in plain)
     ranked = sorted(options, key=lambda o: -o.tokens_per_s)
     return Placement(tuple(replace(o, speedup=o.tokens_per_s / best_plain) for o in ranked))
 
@@ -155,18 +149,13 @@ class _Search:
     max_k: int
     max_groups: int | None
 
-    def plain(self) -> Iterator[Option]:
+    def coupled(self) -> Iterator[Option]:
+        """Yields engines without drafts, and engines that draft themselves."""
         for verifier in self.tables.verify_s:
             if num_groups := self._num_groups(verifier.size):
                 yield self._one_engine(verifier, None, num_groups, 0)
-
-    def coupled(self) -> Iterator[Option]:
-        drafting = {curve.size: curve for curve in self.tables.coupled_draft_s}
-        for verifier in self.tables.verify_s:
-            num_groups = self._num_groups(verifier.size)
-            if num_groups and verifier.size in drafting:
-                for k in self._ks():
-                    yield self._one_engine(verifier, drafting[verifier.size], num_groups, k)
+                for drafting in _of_size(self.tables.coupled_draft_s, verifier.size):
+                    yield from (self._one_engine(verifier, drafting, num_groups, k) for k in self._ks())
 
     def decoupled(self) -> Iterator[Option]:
         for verifier, drafter in itertools.product(self.tables.verify_s, self.tables.draft_s):

@@ -153,7 +153,9 @@ class Ladder:
         """Returns all measurements as a file, with the acceptance of each method; None if there are none."""
         if not self._prefill.seconds or not self._rates:
             return None
-        tasks = sorted({task for (task, _), means in self._rates.items() if means}, key=lambda task: task == ANY_TASK)
+        tasks = sorted(
+            {task for (task, _), means in self._rates.items() if means}, key=lambda task: (task == ANY_TASK, task)
+        )
         fastest = sorted(range(len(self.methods)), key=lambda m: -self.tokens_per_s(m, 1))
         rungs = []
         for task, method in itertools.product(tasks, fastest):
