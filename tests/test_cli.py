@@ -199,7 +199,7 @@ def test_a_run_of_another_config_is_refused(refused: Refused, log_dir: Path) -> 
 def test_a_run_without_a_finished_step_may_change_its_config(log_dir: Path) -> None:
     write_run(log_dir, 0, "grpo.seed=1")
     tree = load_config(QUICKSTART, [])
-    assert RunDirectory.open(log_dir, tree, 2).next_step == 0
+    assert RunDirectory(log_dir, tree, 2).next_step == 0
 
 
 def test_a_complete_run_is_refused(refused: Refused, log_dir: Path) -> None:

@@ -339,20 +339,6 @@ def test_a_policy_survives_the_end_of_the_process_group(folder: Path) -> None:
         assert torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()) == [0]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "responses", "what"),
-    [
-        ([[1]], [], "1 prompts and 0 responses"),
-        ([], [], "0 prompts"),
-        ([[1], []], [[2], [3]], "sequence 1 has 0 prompt tokens"),
-        ([[1]], [[]], "sequence 0 has 1 prompt tokens and 0 response tokens"),
-    ],
-)
-def test_bad_sequences_are_refused(prompts: list[list[int]], responses: list[list[int]], what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        TokenBatch.from_sequences(prompts, responses, pad_id=0)
-
-
 def test_masks_of_a_batch_mark_its_responses() -> None:
     batch = TokenBatch.from_sequences([[5, 6], [7]], [[8], [9, 9, 9]], pad_id=0)
     assert batch.tokens_BT.tolist() == [[5, 6, 8, 0], [7, 9, 9, 9]]

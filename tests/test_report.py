@@ -35,7 +35,7 @@ def metrics(step: int, rng: random.Random, **changes: Any) -> dict[str, Any]:
         "response_length": {"mean": rng.uniform(65, 80), "median": 55, "max": rng.randrange(250, 320)},
         "num_tokens": rng.randrange(4300, 4800), "rollout_s": rollout_s, "plain_estimate_s": rollout_s * speedup,
         "rollout_speedup": speedup, "logprob_s": 1.2, "train_s": rng.uniform(3.1, 3.5), "refit_s": 0.1, "verify_s": 0.3,
-        "target_steps": rng.randrange(160, 200), "acceptance_length": rng.uniform(1.6, 1.8),
+        "target_steps": rng.randrange(160, 200), "request_steps": 2700, "acceptance_length": rng.uniform(1.6, 1.8),
         "acceptance": {
             "suffix": {"proposed": proposed, "accepted": [int(p * 0.7 * 0.95**k) for k, p in enumerate(proposed)]},
             "ngram": {"proposed": [210, 90, 31], "accepted": [80, 30, 9]},

@@ -383,7 +383,7 @@ def test_refit_arrives_bit_exactly(
 
 
 def test_alarms() -> None:
-    from nemo_specrollout.local.step_record import alarms
+    from nemo_specrollout.local.runner import alarms
 
     sound = {"logprob_gap": {"mean": 0.01, "max": 5.0}, "tokens_checked": 90, "tokens_equal": 90}
     assert alarms(sound, 0.02) == []

@@ -74,10 +74,8 @@ def test_number_of_terms_is_long_tailed():
     assert {term for problem in problems for term in problem.terms} == set(range(1, MAX_TERM + 1))
 
 
-def test_max_terms_is_held_and_checked():
+def test_max_terms_is_held():
     assert max(len(problem.terms) for problem in make_problems(1, 200, max_terms=3)) == 3
-    with pytest.raises(ValueError, match="max_terms is 17; give a number from 2 to 16"):
-        make_problems(1, 1, max_terms=17)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +202,7 @@ def test_free_text_is_a_list_of_prompts_without_a_reward() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     source = FreeText(tokenizer)
     assert source.problems(3, 5, 7) == source.problems(3, 50)[7:12] != source.problems(4, 50)[7:12]
-    prompts = [p.prompt for p in source.problems(0, 300)]
+    prompts = source.problems(0, 300)
     assert len(set(prompts)) > 120 and not any("<" in p or "{" in p for p in prompts)
     assert source.encode(source.problems(0, 1)[0])
     with pytest.raises(NotImplementedError, match="no reward"):

@@ -78,7 +78,7 @@ def _run_local(tree: dict[str, Any]) -> int:
     config, progress = prepared.config, Progress()
     path = Path(config.logger.log_dir)
     try:
-        directory = RunDirectory.open(path, prepared.tree, config.grpo.max_num_steps)
+        directory = RunDirectory(path, prepared.tree, config.grpo.max_num_steps)
     except CompleteRun as error:
         if not results_are_of(path, error.num_steps):  # it was killed before its report was written
             write_results(path, None, completed=True)

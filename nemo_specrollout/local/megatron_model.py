@@ -63,19 +63,7 @@ class TokenBatch:
 
     @classmethod
     def from_sequences(cls, prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> "TokenBatch":
-        """Joins each prompt with its response.
-
-        Raises:
-            ValueError: The lists differ in length, a prompt is empty, or a sequence has one token (nothing to predict).
-        """
-        if len(prompts) != len(responses) or not prompts:
-            raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give as many of each, at least 1")
-        for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
-            if not p or len(p) + len(r) < 2:
-                raise ValueError(
-                    f"sequence {i} has {len(p)} prompt tokens and {len(r)} response tokens: "
-                    "it needs a prompt, and two tokens in all"
-                )
+        """Joins each prompt with its response."""
         rows = [torch.tensor(p + r, dtype=torch.int64) for p, r in zip(prompts, responses, strict=True)]
         return cls(
             torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id),

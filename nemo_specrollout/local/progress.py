@@ -2,7 +2,7 @@
 """Terminal output of a run: the current phase, the rollout's progress, a line for every finished step."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -27,11 +27,9 @@ class Progress:
         """Prints a warning in a line of its own."""
         self.console.print(sentence, style="yellow", markup=False, soft_wrap=True)
 
-    @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
+    def phase(self, text: str) -> AbstractContextManager[object]:
         """Shows `text` while the block runs."""
-        with self.console.status(text):
-            yield
+        return self.console.status(text)
 
     def engine_started(self, facts: Mapping[str, Any]) -> None:
         """Prints what is in force in the engine."""

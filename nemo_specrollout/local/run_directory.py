@@ -53,8 +53,14 @@ class RunDirectory:
     `begin` drops the lines of a step whose checkpoint was never finished.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        """Locks the folder. Raises ConfigError if another run has it, or if all of its checkpoints are damaged."""
+    def __init__(self, path: Path, config: Mapping[str, Any], max_num_steps: int) -> None:
+        """Locks the folder of a new run, or of one whose config differs at most in the number of steps.
+
+        A run without a finished step starts from the beginning, whatever its config was.
+
+        Raises ConfigError if another run has the folder, or if all of its checkpoints are damaged. Also raises it if the
+        folder holds something else, or a run that is complete or keeps no checkpoints.
+        """
         self.path = path
         self.engine_facts: Mapping[str, Any] = {}
         """Facts on the engine for `run.json` (`RolloutEngine.facts`)."""
@@ -65,25 +71,10 @@ class RunDirectory:
         self._lock = DirectoryLock(path)
         try:
             self._last = self._newest_whole()
+            self._check(max_num_steps)
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], max_num_steps: int) -> "RunDirectory":
-        """Opens a new run, or the one in the folder if its config differs at most in the number of steps.
-
-        A run without a finished step starts from the beginning, whatever its config was.
-
-        Raises ConfigError if the folder holds something else, or a run that is complete or keeps no checkpoints.
-        """
-        run = cls(path, config)
-        try:
-            run._check(max_num_steps)
-        except BaseException:
-            run.close()
-            raise
-        return run
 
     def _check(self, max_num_steps: int) -> None:
         path = self.path
@@ -91,7 +82,7 @@ class RunDirectory:
             return
         if not {"command", "versions", "started"} <= read_object_or_nothing(path / "run.json").keys():
             raise ConfigError(f"logger.log_dir: {path} exists and is not a run directory; choose another")
-        steps = [record["step"] for record in self.metrics()]
+        steps = [record["step"] for record in read_lines(path / "metrics.jsonl")]
         if self.next_step == 0 and not steps:
             return
         earlier = _read_yaml(path / "config.yaml")
@@ -158,10 +149,6 @@ class RunDirectory:
         """The checkpoint to go on from: the newest undamaged one. None in a new run."""
         return None if self._last is None else self._checkpoint(self._last)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of `metrics.jsonl`."""
-        return read_lines(self.path / "metrics.jsonl")
-
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a line to the file `name`; it is on disk when this returns."""
         is_new = not (self.path / name).exists()
@@ -188,10 +175,6 @@ class RunDirectory:
         """Draft ladder of a resumed run; None in a new run or with one engine."""
         file = self.path / LADDER
         return LadderFile.read(file, "logger.log_dir") if self.next_step and file.is_file() else None
-
-    def write_ladder(self, ladder: LadderFile) -> None:
-        """Writes `ladder.json`. Raises OSError."""
-        write_atomically(self.path / LADDER, ladder.to_json())
 
     # Checkpoints: only names `step_N` count; other files in the folder belong to the user
 

@@ -205,20 +205,13 @@ def _status(steps: Sequence[Record], summary: Record) -> str:
 
 
 def _cards(steps: Sequence[Record], summary: Record, num_alarms: int) -> Iterator[str]:
-    def figure(key: str, from_steps: float) -> float:
-        """Returns a number of the summary, or `from_steps` if there is no summary yet; NaN if both are unknown."""
-        value = number(summary, key)
-        return value if math.isfinite(value) else from_steps
-
-    speedup = figure("rollout_speedup_vs_plain_estimate", overall_speedup(steps))
+    summary = {**summary_of(steps, None, completed=False), **summary}  # an interrupted run may have no summary yet
+    speedup, length = (number(summary, key) for key in ("rollout_speedup_vs_plain_estimate", "acceptance_length"))
     yield card("Rollout speedup", in_digits(speedup, ".2f", "x"), "over the plain estimate", "good" * (speedup > 1))
-    checked, equal = (figure(key, float(np.nansum(series(steps, key)))) for key in ("tokens_checked", "tokens_equal"))
-    yield _equality_card(checked, equal)
-    rewards = series(steps, "reward")
-    first, last = figure("reward_first", rewards[0]), figure("reward_last", rewards[-1])
+    yield _equality_card(number(summary, "tokens_checked"), number(summary, "tokens_equal"))
+    first, last = number(summary, "reward_first"), number(summary, "reward_last")
     change = f"{in_digits(first, '.2f')} \N{RIGHTWARDS ARROW} {in_digits(last, '.2f')}"
     yield card("Reward", change, "means of the first and last fifth")
-    length = figure("acceptance_length", _acceptance_length(steps))
     yield card("Acceptance length", in_digits(length, ".2f"), "tokens a request gains in an engine step; 1 is plain")
     if head := head_summary(steps):
         made = f"{head['heads_published']} of {head['refreshes']}"
@@ -239,13 +232,6 @@ def _equality_card(checked: float, equal: float) -> str:
     if equal < checked:
         return card("Tokens equal", f"{equal / checked:.3%}", f"{equal:,.0f} of {checked:,.0f} checked", "bad")
     return card("Tokens equal", f"{equal:,.0f}", f"of {checked:,.0f} checked against a plain rollout", "good")
-
-
-def _acceptance_length(steps: Sequence[Record]) -> float:
-    """Returns the run's tokens over its request steps. The latter follow from each step's acceptance length."""
-    tokens, lengths = series(steps, "num_tokens"), series(steps, "acceptance_length")
-    known = np.isfinite(tokens) & (lengths > 0)
-    return float(tokens[known].sum() / (tokens[known] / lengths[known]).sum()) if tokens[known].sum() else math.nan
 
 
 def _charts(run_dir: Path, steps: Sequence[Record]) -> Iterator[str]:

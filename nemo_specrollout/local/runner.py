@@ -3,20 +3,20 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.run_config import RunConfig
 from nemo_specrollout.local.grpo import LossInputs, group_normalized_advantages
 from nemo_specrollout.local.megatron_model import TokenBatch
 from nemo_specrollout.local.policy import MegatronPolicy
 from nemo_specrollout.local.progress import Progress
-from nemo_specrollout.local.run_directory import RunDirectory
-from nemo_specrollout.local.step_record import Scored, alarms, generation_logprobs, sample_lines, step_record
+from nemo_specrollout.local.run_directory import LADDER, RunDirectory
 from nemo_specrollout.local.step_rollout import (
     LocalEngine,
     RolloutSource,
@@ -28,6 +28,24 @@ from nemo_specrollout.local.tasks import build_task
 
 if TYPE_CHECKING:
     from nemo_specrollout.local.head_refresh_step import LocalRefresher
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A rollout as the trainer sees it: B samples in request order, T positions."""
+
+    batch: TokenBatch
+    rewards_B: torch.Tensor
+    inputs: LossInputs
+    """`prev_logprobs_BT` is None before training if the training pass computes it."""
+    logprob_s: float
+    """Seconds of computing `prev_logprobs_BT`."""
+
+    @property
+    def gap_BT(self) -> torch.Tensor:
+        """|log p(engine) - log p(trainer)| of each token, [B, T], in nats; known after training."""
+        assert self.inputs.prev_logprobs_BT is not None
+        return (self.inputs.generation_logprobs_BT - self.inputs.prev_logprobs_BT).abs()
 
 
 class GrpoRunner:
@@ -77,7 +95,7 @@ class GrpoRunner:
             (trained, scored), train_s = timed(lambda: self.train(scored))
         _, refit_s = timed(lambda: self.refit(step + 1))
         rollout = self.source.complete(rollout)
-        record = step_record(step, rollout, scored, trained, train_s, refit_s)
+        record = _step_record(step, rollout, scored, trained, train_s, refit_s)
         deaths = self.source.take_deaths()
         record["alarms"] = [
             *alarms(record, self.config.policy.generation.specrollout.logprob_gap_alarm),
@@ -114,7 +132,7 @@ class GrpoRunner:
         prev_BT, logprob_s = (None, 0.0) if on_policy else timed(lambda: self._logprobs(self.policy, batch))
         reference_BT = None if self.reference is None else self._logprobs(self.reference, batch)
         inputs = LossInputs(
-            batch.response_mask_BT, advantages_B, prev_BT, generation_logprobs(rollout, batch), reference_BT
+            batch.response_mask_BT, advantages_B, prev_BT, _generation_logprobs(rollout, batch), reference_BT
         )
         return Scored(batch, rewards_B, inputs, logprob_s)
 
@@ -152,7 +170,7 @@ class GrpoRunner:
         ladder = self.source.ladder_file()
         if ladder is not None and self.directory.path.is_dir():
             try:
-                self.directory.write_ladder(ladder)
+                write_atomically(self.directory.path / LADDER, ladder.to_json())
             except OSError as error:
                 self.progress.warn(f"ladder.json could not be written: {error.strerror}")
 
@@ -202,7 +220,7 @@ class GrpoRunner:
     def _keep(self, step: int, record: dict[str, Any], rollout: StepRollout, scored: Scored) -> None:
         """Writes the records first, then the checkpoint that makes them count."""
         self.directory.append("metrics.jsonl", record)
-        self.directory.append("samples.jsonl", {"step": step, "samples": sample_lines(rollout, scored)})
+        self.directory.append("samples.jsonl", {"step": step, "samples": _sample_lines(rollout, scored)})
         self.directory.append("trace.jsonl", {"step": step, **rollout.stats.trace})
         if rollout.timeline is not None:
             self.directory.append("timeline.jsonl", {"step": step, **rollout.timeline})
@@ -216,3 +234,85 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     """Returns the result of `work()` and its seconds."""
     started = time.perf_counter()
     return work(), time.perf_counter() - started
+
+
+# Records
+
+
+def _generation_logprobs(rollout: StepRollout, batch: TokenBatch) -> torch.Tensor:
+    """Returns the engine's log-probs at the positions of the batch, [B, T]; 0 outside the responses."""
+    result_BT = torch.zeros(batch.tokens_BT.shape)
+    for row, (request, response) in enumerate(zip(rollout.prompts.requests, rollout.rollouts, strict=True)):
+        start = len(request.prompt_token_ids)
+        result_BT[row, start : start + len(response.token_ids)] = torch.tensor(response.logprobs)
+    return result_BT
+
+
+def _sample_lines(rollout: StepRollout, scored: Scored) -> list[dict[str, Any]]:
+    """Returns the samples of a line of `samples.jsonl`; docs/reference/metrics.md names every key."""
+    rows = zip(rollout.prompts.requests, rollout.rollouts, scored.rewards_B.tolist(), rollout.sample_stats, strict=True)
+    return [
+        {
+            "prompt": request.prompt_index,
+            "sample": request.sample_index,
+            "reward": reward,
+            "tokens": len(response.token_ids),
+            "finish": response.finish_reason,
+            **(stats or {}),
+        }
+        for request, response, reward, stats in rows
+    ]
+
+
+def _step_record(
+    step: int, rollout: StepRollout, scored: Scored, trained: dict[str, float], train_s: float, refit_s: float
+) -> dict[str, Any]:
+    """Returns a line of `metrics.jsonl`; docs/reference/metrics.md names every key."""
+    stats, gap = rollout.stats, scored.gap_BT[scored.batch.response_mask_BT]
+    lengths = sorted(len(r.token_ids) for r in rollout.rollouts)
+    return {
+        "step": step,
+        "reward": float(scored.rewards_B.mean()),
+        "num_samples": len(lengths),
+        "response_length": {
+            "mean": sum(lengths) / len(lengths),
+            "median": lengths[len(lengths) // 2],
+            "max": lengths[-1],
+        },
+        **stats.metrics(),
+        "logprob_s": scored.logprob_s,
+        "train_s": train_s,
+        "refit_s": refit_s,
+        "verify_s": rollout.verify_s,
+        "logprob_gap": {"mean": float(gap.mean()), "max": float(gap.max())},
+        **rollout.figures,
+        **_gap_on_policy(rollout, scored),
+        "tokens_checked": rollout.tokens_checked,
+        "tokens_equal": rollout.tokens_equal,
+        **trained,
+    }
+
+
+def _gap_on_policy(rollout: StepRollout, scored: Scored) -> dict[str, float | None]:
+    """Returns the mean gap over the tokens of the step's own policy, None without any; nothing in a synchronous step."""
+    if rollout.num_older_B is None:
+        return {}
+    gaps = []
+    for row, (request, num_older) in enumerate(zip(rollout.prompts.requests, rollout.num_older_B, strict=True)):
+        start = len(request.prompt_token_ids)
+        gaps.append(scored.gap_BT[row, start + num_older : start + len(rollout.rollouts[row].token_ids)])
+    own = torch.cat(gaps)
+    return {"logprob_gap_on_policy": float(own.mean()) if len(own) else None}
+
+
+def alarms(record: dict[str, Any], logprob_gap_bound: float) -> list[str]:
+    """Returns sentences about what must not happen in a sound run."""
+    found = []
+    gap = record.get("logprob_gap_on_policy", record["logprob_gap"]["mean"])
+    if gap is not None and not gap <= logprob_gap_bound:  # NaN is an alarm, too
+        found.append(
+            f"log-prob gap {gap:.4f} is above {logprob_gap_bound}: engine and trainer do not hold the same policy"
+        )
+    if record["tokens_equal"] != record["tokens_checked"]:
+        found.append(f"{record['tokens_checked'] - record['tokens_equal']} tokens differ from plain decoding")
+    return found

@@ -155,8 +155,7 @@ def work_stats(before: Mapping[int, EngineStats], after: Mapping[int, EngineStat
 
 def draft_counts(before: EngineStats, after: EngineStats) -> tuple[int, int]:
     """Returns the numbers of verified and of accepted draft tokens between two stats of an engine."""
-    proposed, accepted = (_difference(before, after, key) for key in ("proposed", "accepted"))
-    return sum(map(sum, proposed.values())), sum(map(sum, accepted.values()))
+    return after.num_proposed - before.num_proposed, after.num_accepted - before.num_accepted
 
 
 def count_equal(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> tuple[int, int]:

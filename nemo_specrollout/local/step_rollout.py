@@ -14,7 +14,7 @@ from nemo_specrollout.config.run_config import RunConfig, check_prompt
 from nemo_specrollout.generation.engine import Generation, RolloutEngine
 from nemo_specrollout.generation.requests import Rollout, RolloutRequest
 from nemo_specrollout.local.statistics import RolloutStats, count_equal, rollout_stats, stock_stats
-from nemo_specrollout.local.tasks import Problem, Task
+from nemo_specrollout.local.tasks import Task
 from nemo_specrollout.scheduling.racing.draft_ladder import LadderFile
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class StepPrompts:
     """The problems of a step and the requests for them, one problem for each request."""
 
-    problems: list[Problem]
+    problems: list[Any]
     requests: list[RolloutRequest]
 
 

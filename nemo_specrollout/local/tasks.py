@@ -22,17 +22,8 @@ ENDLESS = 2**31
 """Size of the datasets of `reasoning-gym`. A problem is made only when it is asked for."""
 
 
-class Problem(Protocol):
-    """One problem of a task. Only the task that made it reads more than the prompt."""
-
-    @property
-    def prompt(self) -> str:
-        """The user's words, without chat template."""
-        ...
-
-
 class Task(Protocol):
-    """A source of problems with its reward. A problem depends on the seed and its index only."""
+    """A source of problems with its reward. A problem depends on the seed and its index only. Only its task reads it."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[Any]:
         """Returns problems `start` to `start + num - 1` of the seed's endless list; the same in every process."""
@@ -189,26 +180,19 @@ PROMPTS: Grammar = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class FreeTextProblem:
-    """A prompt for a text."""
-
-    prompt: str
-
-
 class FreeText:
     """Prompts for stories, letters and explanations, for the bench and the training of draft heads: without a reward."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
 
-    def problems(self, seed: int, num: int, start: int = 0) -> list[FreeTextProblem]:
+    def problems(self, seed: int, num: int, start: int = 0) -> list[str]:
         writers = (Writer(PROMPTS, random.Random(f"{seed}-{i}"), habit=0.0) for i in range(start, start + num))
-        return [FreeTextProblem(writer.write("prompt")) for writer in writers]
+        return [writer.write("prompt") for writer in writers]
 
-    def encode(self, problem: FreeTextProblem) -> list[int]:
-        return encode_chat(self._tokenizer, problem.prompt)
+    def encode(self, problem: str) -> list[int]:
+        return encode_chat(self._tokenizer, problem)
 
-    def reward(self, problem: FreeTextProblem, response_ids: Sequence[int]) -> float:
+    def reward(self, problem: str, response_ids: Sequence[int]) -> float:
         """Raises NotImplementedError: there is no rule for the worth of a free text."""
         raise NotImplementedError("free_text has no reward; train on another data.dataset_name")

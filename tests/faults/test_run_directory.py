@@ -19,6 +19,7 @@ import yaml
 from nemo_specrollout.config.files import CHECKSUMS, DamagedFolder, check_seal, seal_folder, write_atomically
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.run_directory import LOCK, CompleteRun, DirectoryLock, RunDirectory
+from nemo_specrollout.reports.records import read_lines
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +36,7 @@ def save(folder: Path) -> None:
 
 def make_steps(path: Path, config: dict[str, Any], num_steps: int) -> None:
     """Makes a run directory with that many steps."""
-    directory = RunDirectory.open(path, config, 9)
+    directory = RunDirectory(path, config, 9)
     directory.begin()
     for step in range(num_steps):
         directory.append("metrics.jsonl", {"step": step})
@@ -51,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, max_num_steps: int = 9) -> RunDirectory:
-    return RunDirectory.open(path, CONFIG, max_num_steps)
+    return RunDirectory(path, CONFIG, max_num_steps)
 
 
 # Checkpoints.
@@ -94,7 +95,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: Path, damage: str) 
     assert directory.next_step == 4 and directory.checkpoint == run / "checkpoints" / "step_3"
     (sentence,) = directory.begin()
     assert "step_4 is damaged" in sentence and "kept as step_4.damaged" in sentence
-    assert [record["step"] for record in directory.metrics()] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_lines(directory.path / "metrics.jsonl")] == [0, 1, 2, 3]
     directory.keep_checkpoint(4, save)
     directory.close()
     assert opened(run).next_step == 5, "the step is made again, beside what was set aside"
@@ -218,7 +219,7 @@ def test_a_step_without_its_first_checkpoint_is_made_again(tmp_path: Path) -> No
     directory.close()
     directory = opened(tmp_path)
     directory.begin()
-    assert directory.next_step == 0 and directory.metrics() == []
+    assert directory.next_step == 0 and read_lines(directory.path / "metrics.jsonl") == []
 
 
 def test_checkpoints_that_cannot_be_read_are_an_error(run: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_checkpoint_that_the_user_moved_and_linked_is_let_go(run: Path) -> Non
 def test_a_value_that_is_no_number_is_the_same_config_each_time(tmp_path: Path) -> None:
     config = CONFIG | {"note": float("nan")}
     make_steps(tmp_path, config, 2)
-    assert RunDirectory.open(tmp_path, config, 9).next_step == 2
+    assert RunDirectory(tmp_path, config, 9).next_step == 2
 
 
 def test_another_config_is_named_even_if_it_has_no_sections(run: Path) -> None:
@@ -348,7 +349,7 @@ def test_a_line_that_did_not_fit_is_dropped_when_there_is_room(run: Path) -> Non
     directory = opened(run)
     directory.begin()
     directory.append("metrics.jsonl", {"step": 5})
-    assert [record["step"] for record in directory.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_lines(directory.path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
