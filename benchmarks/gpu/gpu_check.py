@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,6 @@ ON_GPU = {"VLLM_LOGGING_LEVEL": "WARNING"}
 """Environment of a stage on a GPU: the error of a failed stage then contains vLLM's warnings."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line."""
-
-    out: Path
-    """JSON file of the figures."""
-    extent: Extent
-    stages: tuple[str, ...]
-    stage: str | None
-    """The stage to run in this process, instead of starting a process for each of `stages`."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if a stage failed, 2 without a GPU."""
     options = _parsed(arguments)
@@ -82,7 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(stage["outcome"] == "failed" for stage in report["stages"].values()))
 
 
-def _parsed(arguments: list[str] | None) -> Options:
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Returns the options, with `extent` for its two flags. `stage` is the one to run in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
     parser.add_argument("--quick", action="store_true", help="use fewer and smaller engines: about ten minutes")
@@ -90,8 +78,8 @@ def _parsed(arguments: list[str] | None) -> Options:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=tuple(STAGES), metavar="STAGE")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    extent = Extent.REHEARSAL if parsed.rehearse else Extent.QUICK if parsed.quick else Extent.FULL
-    return Options(parsed.out, extent, tuple(parsed.stages), parsed.stage)
+    parsed.extent = Extent.REHEARSAL if parsed.rehearse else Extent.QUICK if parsed.quick else Extent.FULL
+    return parsed
 
 
 def _device() -> str | None:
@@ -100,13 +88,13 @@ def _device() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def _skipped(name: str, options: Options) -> dict[str, Any] | None:
+def _skipped(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
     if options.extent is not Extent.REHEARSAL or name not in NEEDS_GPU:
         return None
     return {"outcome": "skipped", "reason": NEEDS_GPU[name]}
 
 
-def _run_apart(name: str, options: Options) -> dict[str, Any]:
+def _run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a stage in a separate process. Returns its figures, outcome, seconds and, if it failed, its error."""
     notes = options.out.with_name(f"{options.out.name}.{name}")
     notes.unlink(missing_ok=True)
@@ -129,7 +117,7 @@ def _run_apart(name: str, options: Options) -> dict[str, Any]:
     return result if failure is None else {**result, "error": failure}
 
 
-def _run_here(name: str, options: Options) -> int:
+def _run_here(name: str, options: argparse.Namespace) -> int:
     try:
         STAGES[name](Stage(options.out, options.extent))
     except Exception:

@@ -6,7 +6,7 @@ Shapes: R rows (outputs), C columns (inputs), r rank.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -60,15 +60,10 @@ def merge_low_rank(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tenso
     Raises ValueError for a factor of a layer that is not among the tensors.
     """
     factors, merged = load_file(path), dict(tensors)
-    for layer in layer_names(factors):
+    for layer in sorted({name.rpartition(".")[0] for name in factors}):
         weight = f"{layer}.weight"
         if weight not in merged:
             raise ValueError(f"{path}: changes {weight}, which the model does not have; use the file of this model")
         change = factors[f"{layer}.{UP}"].float() @ factors[f"{layer}.{DOWN}"].float()
         merged[weight] = (merged[weight].float() + change).to(merged[weight].dtype)
     return merged
-
-
-def layer_names(factors: Iterable[str]) -> list[str]:
-    """The layers that a file of factors changes."""
-    return sorted({name.rpartition(".")[0] for name in factors})

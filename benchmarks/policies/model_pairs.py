@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 _HEAD_SIZE, _SHARPNESS = 64, 10.0
 
@@ -25,8 +25,8 @@ class PairShape:
     upper_scale: float = 0.2
 
 
-def make_pair(shape: PairShape, folder: Path, seed: int = 0) -> tuple[Path, Path]:
-    """Writes the policy and its draft model below `folder`; returns their folders."""
+def make_pair(shape: PairShape, folder: Path, seed: int = 0) -> None:
+    """Writes the policy and its draft model to `policy` and `draft` below `folder`."""
     torch.manual_seed(seed)
     policy = Qwen3ForCausalLM(_config(shape, shape.layers))
     with torch.no_grad():
@@ -36,7 +36,8 @@ def make_pair(shape: PairShape, folder: Path, seed: int = 0) -> tuple[Path, Path
         policy.model.norm.weight.mul_(_SHARPNESS)
     draft = Qwen3ForCausalLM(_config(shape, shape.draft_layers))
     draft.load_state_dict({k: v for k, v in policy.state_dict().items() if k in draft.state_dict()})
-    return _save(policy, folder / "policy"), _save(draft, folder / "draft")
+    policy.save_pretrained(folder / "policy")
+    draft.save_pretrained(folder / "draft")
 
 
 def _config(shape: PairShape, layers: int) -> Qwen3Config:
@@ -53,8 +54,3 @@ def _config(shape: PairShape, layers: int) -> Qwen3Config:
         bos_token_id=None,
         eos_token_id=0,
     )
-
-
-def _save(model: PreTrainedModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder

@@ -29,7 +29,6 @@ from nemo_specrollout.local.step_rollout import load_tokenizer, step_prompts
 from nemo_specrollout.local.tasks import build_task
 
 NUM_STEPS = 2
-STATS = {"disable_log_stats": False}
 
 
 def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
@@ -46,10 +45,11 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
         rollouts = engine.generate(requests)
         expected = expected or rollouts
         if generation.specrollout.drafters:
-            rows.append({"drafting": name, **_ours(engine), **_equal(rollouts, expected)})
+            equal, total = count_equal(rollouts, expected)
+            rows.append({"drafting": name, **_ours(engine), "tokens_equal": equal, "tokens_total": total})
         engine.close()
     for name, generation in _ways_of_vllm(config).items():
-        engine = RolloutEngine(model, generation, config.grpo.seed, **STATS)
+        engine = RolloutEngine(model, generation, config.grpo.seed, disable_log_stats=False)
         engine.generate(requests)
         metrics: dict[str, Any] = {m.name: m for m in engine._llm.get_metrics()}
         num_drafts = metrics["vllm:spec_decode_num_drafts"].value
@@ -61,8 +61,7 @@ def measure_acceptance_table(config: RunConfig) -> list[dict[str, Any]]:
 
 def acceptance_table(rows: list[dict[str, Any]]) -> Table:
     """The rows, for a terminal."""
-    title = "drafts accepted, with all before them, by position"
-    table = new_table(title)
+    table = new_table("drafts accepted, with all before them, by position")
     positions = len(rows[0]["accepted_by_position"])
     for name in ("drafting", *map(str, range(1, positions + 1)), "tok/step", "tokens equal"):
         table.add_column(name, justify="left" if name == "drafting" else "right", no_wrap=True)
@@ -114,11 +113,6 @@ def _ours(engine: RolloutEngine) -> dict[str, Any]:
 
 def _figures(shares: list[float]) -> dict[str, Any]:
     return {"accepted_by_position": shares, "acceptance_length": 1.0 + sum(shares)}
-
-
-def _equal(rollouts: list[Rollout], expected: list[Rollout]) -> dict[str, int]:
-    equal, total = count_equal(rollouts, expected)
-    return {"tokens_equal": equal, "tokens_total": total}
 
 
 def _upper_bound(config: RunConfig, requests: list[RolloutRequest], rollouts: list[Rollout]) -> dict[str, Any]:

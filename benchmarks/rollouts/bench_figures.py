@@ -39,7 +39,10 @@ def figures_of(groups: Sequence[Sequence[Entrant]]) -> list[Figures]:
         for row in (r for r in rows if r["kind"] == OURS):
             pairs = zip(speedups[row["mode"]], speedups[best["mode"]], strict=True)
             row |= {"best_fixed": best["mode"], **_spread("over_best_fixed", [ours / rival for ours, rival in pairs])}
-    _mark_best(rows)
+    winners = best_by_running(rows)
+    for row in rows:
+        for entry in row["by_running"]:
+            entry["is_best"] = winners.get(entry["running"]) is row
     return rows
 
 
@@ -48,6 +51,8 @@ def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
     stats = [r.stats for r in entrant.rounds]
     seconds, tokens = sum(s.seconds for s in stats), sum(s.num_tokens for s in stats)
     has_plain_tokens = entrant.row.has_plain_tokens
+    # An engine without our worker shows its request steps only from outside.
+    counted = (r if entrant.row.is_vllms_own else r.stats for r in entrant.rounds)
     return {
         "mode": entrant.row.name,
         "kind": entrant.row.kind,
@@ -55,7 +60,7 @@ def row_figures(entrant: Entrant, plain: Entrant) -> Figures:
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
         "target_steps": sum(s.num_target_steps for s in stats),
-        "acceptance_length": tokens / sum(_request_steps(entrant, r) for r in entrant.rounds),
+        "acceptance_length": tokens / sum(found.num_request_steps for found in counted),
         **_spread("speedup", _over(plain, entrant), "speedup_vs_plain"),
         "tokens_equal": entrant.tokens_equal if has_plain_tokens else None,
         "tokens_total": entrant.tokens_total if has_plain_tokens else tokens,
@@ -121,11 +126,6 @@ def _spread(name: str, ratios: Sequence[float], median_name: str = "") -> Figure
     }  # fmt: skip
 
 
-def _request_steps(entrant: Entrant, found: BinnedStats) -> int:
-    """Returns the request steps of a rollout. An engine without our worker shows them only from outside."""
-    return found.num_request_steps if entrant.row.is_vllms_own else found.stats.num_request_steps
-
-
 def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> list[Figures]:
     """Returns for each bin the seconds and tokens of all rounds, tokens a second, and the median speedup over plain.
 
@@ -146,11 +146,3 @@ def _by_running(rounds: Sequence[BinnedStats], plain: Sequence[BinnedStats]) -> 
             "speedup_vs_plain": float(statistics.median(ratios)) if ratios else None,
         })  # fmt: skip
     return found
-
-
-def _mark_best(rows: Sequence[Figures]) -> None:
-    """Writes into every bin of every row whether it is the best there."""
-    winners = best_by_running(rows)
-    for row in rows:
-        for entry in row["by_running"]:
-            entry["is_best"] = winners.get(entry["running"]) is row

@@ -71,7 +71,11 @@ def useless_table(rows: Sequence[Figures]) -> Table:
 
 def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]:
     """Returns sentences on the best rows, our speed over the best fixed row, our host time, and the plain estimate."""
-    found = [_winners_sentence(rows)]
+    winners = (
+        f"{label}: {row['mode']} {row['by_running'][LABELS.index(label)]['speedup_vs_plain']:.2f}"
+        for label, row in best_by_running(rows).items()
+    )
+    found = [f"best by running requests, speed over plain: {'; '.join(winners)}"]
     ours, plain, best = named(OURS, entrants), named(PLAIN, entrants), best_fixed(rows)
     if best is not None:
         found.append(f"best fixed row, per token: {best['mode']}, {best['speedup_vs_plain']:.2f} over plain")
@@ -81,12 +85,6 @@ def sentences(rows: Sequence[Figures], entrants: Sequence[Entrant]) -> list[str]
     if ours is not None and plain is not None:
         found += _sentences_on(ours, plain)
     return found
-
-
-def _winners_sentence(rows: Sequence[Figures]) -> str:
-    winners = best_by_running(rows)
-    best = (f"{label}: {row['mode']} {_bin(row, label)['speedup_vs_plain']:.2f}" for label, row in winners.items())
-    return f"best by running requests, speed over plain: {'; '.join(best)}"
 
 
 def _sentences_on(ours: Entrant, plain: Entrant) -> list[str]:
@@ -113,10 +111,6 @@ def new_table(title: str) -> Table:
 
 def _spread(median: float, low: float, high: float, digits: int = 2) -> str:
     return f"{median:.{digits}f} ({low:.2f}-{high:.2f})"
-
-
-def _bin(row: Figures, label: str) -> Figures:
-    return row["by_running"][LABELS.index(label)]
 
 
 def _bin_cell(entry: Figures) -> str:

@@ -50,11 +50,13 @@ class StageClock:
         original = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._enter(stage)
+            self._count()
+            self._open.append(stage)
             try:
                 return original(*args, **kwargs)
             finally:
-                self._leave()
+                self._count()
+                self._open.pop()
 
         setattr(owner, name, timed)
 
@@ -62,14 +64,6 @@ class StageClock:
         """Seconds by stage since the last call."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
-
-    def _enter(self, stage: str) -> None:
-        self._count()
-        self._open.append(stage)
-
-    def _leave(self) -> None:
-        self._count()
-        self._open.pop()
 
     def _count(self) -> None:
         now = time.perf_counter()

@@ -118,12 +118,8 @@ def _coordinator(pool: RolloutPool, way: Way, max_length: int) -> Coordinator:
     return Coordinator(pool, policy, ladder, LengthEstimator(max_length))
 
 
-def rows_of(rounds: list[dict[str, list[Timed]]]) -> list[dict[str, Any]]:
-    """A row for each way: seconds of a round and ratios of seconds, medians over rounds; counts of a rollout, means."""
-    return [_row(rounds, name) for name in rounds[0]]
-
-
-def _row(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:
+def row_of(rounds: list[dict[str, list[Timed]]], name: str) -> dict[str, Any]:
+    """A row of a way: seconds of a round and ratios of seconds, medians over rounds; counts of a rollout, means."""
     tails = [timed.timeline.figures() for of_round in rounds for timed in of_round[name]]
     pairs = [
         count_equal(a.rollouts, b.rollouts)
@@ -165,7 +161,8 @@ def main() -> int:
     task = build_task(config.data, load_tokenizer(Path(config.policy.model_name)))
     bench = TailBench(config, split)
     prompts = partial(step_prompts, config, task=task)
-    rows = rows_of(bench.rounds(prompts, options.rounds, options.steps))
+    rounds = bench.rounds(prompts, options.rounds, options.steps)
+    rows = [row_of(rounds, name) for name in rounds[0]]
     bench.close()
     console = Console()
     if not console.is_terminal:
