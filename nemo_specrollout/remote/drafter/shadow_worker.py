@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.draft_sampling import sample_with_score_gap
@@ -24,6 +24,8 @@ class ShadowWorker(Worker):
     """vLLM's worker, whose requests are the shadow sequences of `ShadowScheduler`."""
 
     model_runner: Any
+    _levels_R: torch.Tensor
+    """Evidence levels of the last step, int8 [R], on the host as soon as the step's tokens are."""
 
     def init_device(self) -> None:
         """Builds the model runner, and checks that it is one that this package knows."""
@@ -33,7 +35,8 @@ class ShadowWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)
-        self.specrollout_sampling = GradedSampling(self.model_runner.sampler, self.model_runner.device)
+        self._column = torch.zeros((), dtype=torch.int64, device=self.model_runner.device)
+        self.model_runner.sampler.sample = self._sample
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Changes the texts of corrected requests, then executes the step."""
@@ -41,23 +44,19 @@ class ShadowWorker(Worker):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples tokens, and adds their evidence levels to the output."""
+        """Samples tokens, waits for them, and adds their evidence levels to the output.
+
+        A drafter schedules synchronously, so vLLM would wait at once too.
+        """
         output = super().sample_tokens(*args, **kwargs)
-        is_sampled = isinstance(output, AsyncModelRunnerOutput)
-        return GradedOutput(output, self.specrollout_sampling.levels_R) if is_sampled else output
+        if not isinstance(output, AsyncModelRunnerOutput):
+            return output
+        graded: Any = output.get_output()
+        # The levels were copied before the tokens, so their copy has ended too.
+        graded.specrollout_levels = self._levels_R.tolist()
+        return graded
 
-
-class GradedSampling:
-    """Replacement for `sample` of vLLM's sampler, which samples the same tokens and computes their evidence levels."""
-
-    def __init__(self, sampler: Any, device: torch.device) -> None:
-        self._sampler = sampler
-        self._column = torch.zeros((), dtype=torch.int64, device=device)
-        self.levels_R = torch.zeros(0, dtype=torch.int8)
-        """Evidence levels of the last step, int8 [R], on the host as soon as the step's tokens are."""
-        sampler.sample = self.sample
-
-    def sample(
+    def _sample(
         self,
         logits: torch.Tensor,
         expanded_idx_mapping: torch.Tensor,
@@ -69,9 +68,13 @@ class GradedSampling:
         seq_lens_upper_bound_np: np.ndarray,
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature."""
-        states = self._sampler.sampling_states
-        processed = self._sampler.apply_sampling_params(
+        """Returns tokens, int64 [R], and the logits after all sampling parameters, including the temperature.
+
+        Replaces `sample` of vLLM's sampler. It samples the same tokens, and also computes `_levels_R`.
+        """
+        sampler = self.model_runner.sampler
+        states = sampler.sampling_states
+        processed = sampler.apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
             seq_lens_upper_bound_np,
         )  # fmt: skip
@@ -80,21 +83,8 @@ class GradedSampling:
         tokens_R = sample_with_score_gap(
             processed, expanded_idx_mapping, is_noisy_S, states.seeds.gpu, pos, levels_R1, self._column
         )
-        self.levels_R = levels_R1[:, 0].to("cpu", non_blocking=True)
+        self._levels_R = levels_R1[:, 0].to("cpu", non_blocking=True)
         return tokens_R, processed
-
-
-class GradedOutput(AsyncModelRunnerOutput):
-    """Output of a step, with the evidence level of each request's token in `specrollout_levels`."""
-
-    def __init__(self, output: AsyncModelRunnerOutput, levels_R: torch.Tensor) -> None:
-        self._output, self._levels_R = output, levels_R
-
-    def get_output(self) -> ModelRunnerOutput:
-        """Waits for the tokens. The copy of the levels started before theirs, so it has ended too."""
-        output: Any = self._output.get_output()
-        output.specrollout_levels = self._levels_R.tolist()
-        return output
 
 
 def change_texts(states: Any, changes: dict[str, TextChange]) -> None:
