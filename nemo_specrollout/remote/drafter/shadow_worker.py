@@ -36,7 +36,7 @@ class ShadowWorker(Worker):
         """Loads the model, and replaces the sampler's `sample` by one that also computes evidence levels."""
         super().load_model(*args, **kwargs)
         self._column = torch.zeros((), dtype=torch.int64, device=self.model_runner.device)
-        self.model_runner.sampler.sample = self._sample
+        self.model_runner.sampler.sample = self.sample
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Changes the texts of corrected requests, then executes the step."""
@@ -56,7 +56,7 @@ class ShadowWorker(Worker):
         graded.specrollout_levels = self._levels_R.tolist()
         return graded
 
-    def _sample(
+    def sample(
         self,
         logits: torch.Tensor,
         expanded_idx_mapping: torch.Tensor,
