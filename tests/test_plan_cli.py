@@ -118,9 +118,13 @@ def test_invalid_plans_are_refused(
 
 @pytest.mark.unit
 def test_bad_profiles_are_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot be read (FileNotFoundError)" in refused(capsys, "plan", QUICKSTART, "--profile", "nowhere.json")
+    assert "nowhere.json is not a profile (FileNotFoundError" in refused(
+        capsys, "plan", QUICKSTART, "--profile", "nowhere.json"
+    )
     file.write_text(file.read_text().replace("verify_s", "verify"))
-    assert "profile.json: verify: unknown key; did you mean" in refused(capsys, "plan", QUICKSTART, "--profile", file)
+    assert "profile.json is not a profile (verify: unknown key; did you mean" in refused(
+        capsys, "plan", QUICKSTART, "--profile", file
+    )
 
 
 @pytest.mark.unit
