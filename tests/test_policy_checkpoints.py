@@ -365,7 +365,7 @@ def _half(folder: Path) -> GPTModel:
 def _gpt_model(config: TransformerConfig, shape: PolicyShape, **stage: bool) -> GPTModel:
     return GPTModel(
         config, megatron_model.layer_spec(), shape.vocab_size, shape.max_positions, position_embedding_type="rope",
-        rotary_base=shape.rotary_base, share_embeddings_and_output_weights=shape.tied, **stage,
+        rotary_base=shape.rotary_base, share_embeddings_and_output_weights=shape.is_tied, **stage,
     )  # fmt: skip
 
 

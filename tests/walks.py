@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the files of the package whose code runs on two of the three walks of docs/architecture.md.
 
-`.venv/bin/python tests/walks.py`, about a minute. The third walk, of a key of the config, is counted by reading.
+`.venv/bin/python tests/walks.py`, about a minute. The walk of `budget.margin` is counted by reading.
 """
 
 import sys

@@ -34,7 +34,7 @@ class EqualityVerifier(rejection_sampler.RejectionSampler):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Verifies a batch with vLLM's code and our rule. Other engines of this process keep vLLM's rule.
 
-        The oldest supported version has no other patch point.
+        The oldest supported version has no other patch point. Engines of one process must verify in the same thread.
         """
         vllm_rule = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = sample_and_compare

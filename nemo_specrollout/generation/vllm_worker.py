@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM worker: drafter-invariant sampling, drafting and telemetry on vLLM's V2 model runner.
 
-Everything is installed on the worker's own runner object: seeds, verification by equality, drafts with the target's noise, and
-drafting around vLLM's speculator. Other engines of the process stay vLLM's own.
+Seeds, verification by equality, drafts with the target's noise, and drafting around vLLM's speculator are installed on the
+worker's own runner object. Three changes hold for the whole process:
+
+- Top-p treats a row alike in batches of all sizes (`compat.make_top_p_independent_of_batch`).
+- Before vLLM 0.32, drafters without weights are allowed (`older_runners.allow_text_drafters`).
+- While a batch is verified, vLLM's rule of acceptance is put aside (`EqualityVerifier`).
 """
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +27,15 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.strict import build
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.drafting import Drafting
+from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import own_lm_head, policy_teachers, reload_native_heads
+from nemo_specrollout.generation.head_watch import HeadWatch
 from nemo_specrollout.generation.older_runners import HostBudget, allow_text_drafters, fix_bad_words
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, resolve_identity
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.transfers import is_output_rank
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
+from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 from nemo_specrollout.training.features.features import SequenceFeatures
@@ -36,8 +44,12 @@ from nemo_specrollout.training.features.features import SequenceFeatures
 class VllmWorkerMixin:
     """Extends a vLLM worker, and proves that the extension is in force before the engine may serve.
 
-    States: created; model loaded, with all of our memory allocated so that vLLM's memory profile includes it; KV cache ready;
-    warmed up, from when on each request must have an identity.
+    Its states, in this order:
+
+    - created;
+    - model loaded: all of our memory is allocated, so that vLLM's memory profile includes it;
+    - KV cache ready: verification and drafting are in force;
+    - warmed up: each request must have an identity.
     """
 
     model_runner: Any
@@ -99,8 +111,8 @@ class VllmWorkerMixin:
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """Releases memory that only drafting needs, then does vLLM's work."""
-        if self.specrollout_drafting is not None and self.specrollout_drafting.capture is not None:
-            self.specrollout_drafting.capture.release()
+        if self._capture is not None:
+            self._capture.release()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
@@ -125,25 +137,36 @@ class VllmWorkerMixin:
     # Steps: methods of vLLM's model runner.
 
     def _execute_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        """Does the runner's `execute_model`, and gives each new request the seed of its identity."""
+        """Does the runner's `execute_model`: seeds new requests, follows who comes and goes, and keeps to the budget."""
         if options.get("dummy_run"):
             return self._execute_model(scheduler_output, *args, **options)
-        drafting, slot_of = self.specrollout_drafting, self.model_runner.req_states.req_id_to_index
-        new_requests = scheduler_output.scheduled_new_reqs
-        identities = [self._set_seed(new) for new in new_requests]
+        identities = [self._set_seed(new) for new in scheduler_output.scheduled_new_reqs]
         if not scheduler_output.scheduled_cached_reqs.req_ids:  # no request of an earlier step goes on
             self.specrollout_accounts.trace.begin_after_idle()
-        leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
-        if drafting is not None and slots:
-            drafting.close(slots)
+        self._close_leaving(scheduler_output)
         if self.specrollout_host_budget is not None:
             scheduler_output = self.specrollout_host_budget.trimmed(scheduler_output)
         output = self._execute_model(scheduler_output, *args, **options)
-        if drafting is not None and new_requests:
-            longest, pairs = self.model_runner.max_model_len, zip(new_requests, identities, strict=True)
-            drafting.open([NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in pairs])
+        self._open_new(scheduler_output, identities)
         return output
+
+    def _close_leaving(self, scheduler_output: Any) -> None:
+        """Ends drafting for requests that leave their slots with this step, before new requests take the slots."""
+        slot_of = self.model_runner.req_states.req_id_to_index
+        leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        slots = [slot_of[name] for name in sorted(leaving) if name in slot_of]
+        if self.specrollout_drafting is not None and slots:
+            self.specrollout_drafting.close(slots)
+
+    def _open_new(self, scheduler_output: Any, identities: Sequence[RequestIdentity]) -> None:
+        """Starts drafting for new requests, whose slots vLLM's `execute_model` has just filled."""
+        if self.specrollout_drafting is None or not identities:
+            return
+        slot_of, longest = self.model_runner.req_states.req_id_to_index, self.model_runner.max_model_len
+        new_requests = zip(scheduler_output.scheduled_new_reqs, identities, strict=True)
+        self.specrollout_drafting.open(
+            [NewRequest.from_vllm(new, who, slot_of[new.req_id], longest) for new, who in new_requests]
+        )
 
     def _sample_step(self, grammar_output: Any) -> Any:
         """Does the runner's `sample_tokens`, which also drafts for the next step."""
@@ -199,8 +222,7 @@ class VllmWorkerMixin:
 
     def specrollout_take_alarms(self) -> list[dict[str, Any]]:
         """Returns the alarms that the head's canary raised since the last call."""
-        drafting = self.specrollout_drafting
-        return [] if drafting is None or drafting.head is None else drafting.head.take_alarms()
+        return [] if self._head is None else self._head.take_alarms()
 
     def specrollout_stood_still(self, seconds: float) -> None:
         """Leaves `seconds`, in which the engine waited for its caller, out of the next step's time."""
@@ -220,8 +242,8 @@ class VllmWorkerMixin:
         self.specrollout_accounts.num_weight_updates += 1
         self.specrollout_accounts.trace.stood_still(seconds)
         self.specrollout_policy_is(self.specrollout_policy_version + 1)
-        if self.specrollout_drafting is not None and self.specrollout_drafting.head is not None:
-            self.specrollout_drafting.head.began("refit")
+        if self._head is not None:
+            self._head.began("refit")
 
     def specrollout_policy_is(self, version: int) -> None:
         """Sets the version of the engine's weights. Each update of the weights increments it."""
@@ -242,15 +264,14 @@ class VllmWorkerMixin:
 
         Raises ValueError for a head unlike the one that the engine was started with.
         """
-        if self.specrollout_drafting is None or self.specrollout_drafting.head is None:
+        if self._head is None:
             raise ValueError("this engine was started without a head: name a drafter of type eagle3")
         version = self.specrollout_policy_version if head_version is None else head_version
-        self.specrollout_drafting.head.load(Path(folder), version, expected_length, num_positions)
+        self._head.load(Path(folder), version, expected_length, num_positions)
 
     def specrollout_take_features(self) -> list[SequenceFeatures]:
         """Returns the features that were captured since the last call."""
-        drafting = self.specrollout_drafting
-        return [] if drafting is None or drafting.capture is None else drafting.capture.take()
+        return [] if self._capture is None else self._capture.take()
 
     def specrollout_store_features(self, place: dict[str, Any]) -> str | None:
         """Writes captured features to a store. Returns the error, or None: a full disk must not stop an engine.
@@ -258,8 +279,8 @@ class VllmWorkerMixin:
         `place` has the arguments of `FeatureCapture.store`. This engine must be the only writer there.
         """
         try:
-            if self.specrollout_drafting is not None and self.specrollout_drafting.capture is not None:
-                self.specrollout_drafting.capture.store(**place)
+            if self._capture is not None:
+                self._capture.store(**place)
         except (OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -279,13 +300,24 @@ class VllmWorkerMixin:
 
     def specrollout_drafter_stats(self) -> dict[str, Any] | None:
         """Returns `DrafterStats` as a dict; None without remote drafters, and on a rank whose drafts are not used."""
-        remote = None if self.specrollout_drafting is None else self.specrollout_drafting.remote
-        return None if remote is None else asdict(remote.stats())
+        return None if self._remote is None else asdict(self._remote.stats())
 
     def specrollout_drafters_at(self, addresses: list[str], secret: str) -> None:
         """Sets the addresses of the remote drafters ("" for one that is down), and the secret that they share."""
-        if self.specrollout_drafting is not None and self.specrollout_drafting.remote is not None:
-            self.specrollout_drafting.remote.set_addresses(addresses, as_key(secret))
+        if self._remote is not None:
+            self._remote.set_addresses(addresses, as_key(secret))
+
+    @property
+    def _head(self) -> HeadWatch | None:
+        return None if self.specrollout_drafting is None else self.specrollout_drafting.head
+
+    @property
+    def _capture(self) -> FeatureCapture | None:
+        return None if self.specrollout_drafting is None else self.specrollout_drafting.capture
+
+    @property
+    def _remote(self) -> RemoteDrafter | None:
+        return None if self.specrollout_drafting is None else self.specrollout_drafting.remote
 
 
 class SpecrolloutGPUWorker(VllmWorkerMixin, Worker):

@@ -124,7 +124,7 @@ def build_model(shape: PolicyShape, dtype: torch.dtype = torch.float32) -> GPTMo
         max_sequence_length=shape.max_positions,
         position_embedding_type="rope",
         rotary_base=shape.rotary_base,
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.is_tied,
     )
     return model.to(dtype)  # norms are made in float32
 
@@ -175,7 +175,7 @@ def load_hf(model: GPTModel, shape: PolicyShape, tensors: Mapping[str, Tensor]) 
     Raises:
         ValueError: The embedding is also the LM head, but the checkpoint has another LM head.
     """
-    if shape.tied and LM_HEAD in tensors and not torch.equal(tensors[LM_HEAD], tensors[EMBEDDING]):
+    if shape.is_tied and LM_HEAD in tensors and not torch.equal(tensors[LM_HEAD], tensors[EMBEDDING]):
         raise ValueError(f"{LM_HEAD} differs from {EMBEDDING}, but config.json ties the two: set tie_word_embeddings")
     parameters = dict(model.named_parameters())
     for weight in shape.weights():

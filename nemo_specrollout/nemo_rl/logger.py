@@ -42,7 +42,7 @@ SHORTEST_PAUSE_BETWEEN_PICTURES_S = 600.0
 """Seconds. Weights & Biases and TensorBoard keep every picture."""
 PICTURE_NAME = "train/specrollout/picture"
 LogPlot = Callable[[Any, int, str], None]
-"""NeMo-RL's function that logs a figure: takes the figure, the step and a name."""
+"""NeMo-RL's function that logs a picture: takes a matplotlib figure, the step and a name."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class LiveReport:
     def step_done(self, step: int, log_plot: LogPlot | None = None) -> None:
         """Writes the pages if they are due. Call it when the records of a step are on disk.
 
-        `log_plot` is None if NeMo-RL logs to no service.
+        `log_plot` is None if NeMo-RL logs to no service. Under the SingleController only the last step's picture is logged.
         """
         self._is_behind = True
         is_last, now_s = step == self._last_step, self._clock()
@@ -192,11 +192,12 @@ class LiveReport:
             self._writer.join()
 
     def _write(self, step: int = 0, log_plot: LogPlot | None = None) -> None:
-        began_s, self._is_behind = self._clock(), False
+        began_s = self._clock()
         try:
             from nemo_specrollout.reports.nemo_rl_charts import figure_of
             from nemo_specrollout.reports.nemo_rl_page import write_pages
 
+            self._is_behind = False  # a step that ends from here on sets it again
             _, picture = write_pages(self._folder)
             if log_plot is not None:
                 log_plot(figure_of(picture), step, PICTURE_NAME)
@@ -222,7 +223,7 @@ def _has_event_loop() -> bool:
 
 
 class WatchingLogger:
-    """Extends NeMo-RL's `Logger`, the other base of its subclass: adds to the metrics of a training step, and keeps them."""
+    """Mixin for NeMo-RL's `Logger`: adds our metrics to those of a training step, and records both."""
 
     loggers: Sequence[Any]
     log_plot: Callable[[Any, int, str], None]
@@ -268,7 +269,7 @@ class WatchingLogger:
         if prefix == "timing/train":
             self._step_done(metrics, step)
         if prefix == "train" and "loss" in metrics:  # NeMo-RL may have logged metrics of rollouts before
-            metrics = self._extended(metrics, step)
+            metrics = self._with_ours(metrics, step)
         super().log_metrics(metrics, step, prefix, step_metric, step_finished)  # type: ignore[misc]
 
     def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
@@ -278,30 +279,40 @@ class WatchingLogger:
         self._record.add_timing(step, {**timing, **validation})
         self._report.step_done(step, self.log_plot if self.loggers else None)
 
-    def _extended(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Adds our metrics to a training step's, keeps all of them in the record, and shows them."""
+    def _with_ours(self, metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Adds our metrics to a training step's, records all of them, and shows them."""
         log = self.step_log.take(request_figures=not any(name.startswith(PREFIX) for name in metrics))
         # Our metrics are arrays of one number until here (`generation.py`).
         metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
         metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step).items()}
-        gap, bound, alarms = logprob_gap(metrics), self._gap_alarm, log.alarms
+        gap = logprob_gap(metrics)
         if gap is not None:
-            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > bound)}
-            if gap > bound:
-                large_gap = (
-                    f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {bound}. "
-                    f"Likely causes, the likeliest first: {'; '.join(self._causes)}."
-                )
-                alarms = [large_gap, *alarms]
+            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > self._gap_alarm)}
         self._record.add(step, metrics, log)
-        print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
-        if (refresh := log.entries.get("draft_refresh")) is not None:
-            print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
-        if (stats := log.entries.get("draft_supply")) is not None:
-            print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
-        for sentence in alarms:
-            Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
+        show_step(step, metrics, log)
+        if gap is not None and gap > self._gap_alarm:
+            show_alarm(
+                step,
+                f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self._gap_alarm}. "
+                f"Likely causes, the likeliest first: {'; '.join(self._causes)}.",
+            )
         return metrics
+
+
+def show_step(step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
+    """Prints a step's metrics, what became of the draft head, the remote drafters and the alarms."""
+    print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
+    if (refresh := log.entries.get("draft_refresh")) is not None:
+        print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
+    if (stats := log.entries.get("draft_supply")) is not None:
+        print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
+    for sentence in log.alarms:
+        show_alarm(step, sentence)
+
+
+def show_alarm(step: int, sentence: str) -> None:
+    """Prints an alarm in red."""
+    Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
 
 
 def in_a_line(metrics: Mapping[str, Any]) -> str:
@@ -325,16 +336,15 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
 def gap_causes(tree: Tree) -> list[str]:
     """Returns the likely causes of a log-prob gap in a run with the config `tree`, the likeliest first."""
     block, stale_kv = asynchronous_block(tree), stale_kv_field(tree)
-    lag = "async_rl.sampler" if at(tree, "async_rl") is not None else block and f"{block}.max_trajectory_age_steps"
-    causes = {
-        "draft weights entered a module that the drafter shares with the policy (docs/upstream)": at(
-            tree, "policy.draft.enabled"
-        ),
-        f"samples of an older policy ({lag}), which is no fault if the gap stays small": lag,
-        f"KV of older weights ({stale_kv}: false)": stale_kv,
-        "weights that did not arrive in the engine at the last refit": True,
-        "rounding: engine and trainer compute in low precision; raise logprob_gap_alarm if it was so from the start": any(
-            at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")
-        ),
-    }
-    return [cause for cause, applies in causes.items() if applies]
+    causes = []
+    if at(tree, "policy.draft.enabled"):
+        causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
+    if at(tree, "async_rl") is not None or block is not None:
+        lag = f"{block}.max_trajectory_age_steps" if at(tree, "async_rl") is None else "async_rl.sampler"
+        causes.append(f"samples of an older policy ({lag}), which is no fault if the gap stays small")
+    if stale_kv is not None:
+        causes.append(f"KV of older weights ({stale_kv}: false)")
+    causes.append("weights that did not arrive in the engine at the last refit")
+    if any(at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")):
+        causes.append("rounding: both compute in low precision; raise logprob_gap_alarm if it was so from the start")
+    return causes

@@ -131,9 +131,9 @@ class RemoteDrafters:
         addresses = [drafter.status.address for drafter in self._drafters]
         if addresses == (self._sent or [""] * len(addresses)):
             return
-        self._sent = addresses
         try:
             workers.call("drafters_at", addresses, self._secret)
+            self._sent = addresses
         except Exception as error:
             self._log.alarms.append(f"an engine did not get the addresses of the drafters: {failure_text(error)}")
 

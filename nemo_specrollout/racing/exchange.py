@@ -188,7 +188,7 @@ class StragglerExchange:
                 self._refuse(engine, result.refused)
             self._advance()
             self._changed.wait_for(lambda: self._has_reply_for(engine), POLL_S)
-            box = self._box_of(engine)
+            box = self._box_of(engine)  # raises if the engine was given up while it waited
             orders, answers = tuple(box.orders), tuple(self._answers[engine])
             box.orders.clear()
             self._answers[engine] = []
@@ -255,8 +255,8 @@ class StragglerExchange:
         return self._awaited is not None and not self._awaited and not self._coordinator.is_busy
 
     def _has_reply_for(self, engine: int) -> bool:
-        has_mail = self._boxes.num_turns(engine) > 0 or bool(self._answers[engine])
-        return has_mail or self._is_over or self._failure is not None or not self._boxes.is_alive(engine)
+        has_work = self._boxes.num_turns(engine) > 0 or bool(self._answers[engine])
+        return has_work or self._is_over or self._failure is not None or not self._boxes.is_alive(engine)
 
     def _add(self, engine: int, requests: Sequence[ShardRequest]) -> list[int]:
         keys = self._coordinator.add(requests, engine=engine) if requests else []
@@ -266,8 +266,8 @@ class StragglerExchange:
     def _refuse(self, engine: int, names: Sequence[int]) -> None:
         """Tells the engines whose requests were refused."""
         keys = [key for name in names if (key := self._coordinator.request_of(engine, name)) is not None]
-        for engine_that_asked, number in map(self._home, keys):
-            self._answers[engine_that_asked].append((number, None))
+        for asker, number in map(self._home, keys):
+            self._answers[asker].append((number, None))
         self._forget(keys)
 
     def _forget(self, keys: Sequence[int]) -> None:
@@ -285,15 +285,15 @@ class StragglerExchange:
         if not self._is_paused:
             self._lose_silent_engines()
             for key in self._coordinator.advance():
-                home = engine, number = self._home(key)
-                del self._keys[home]
+                engine, number = self._home(key)
+                del self._keys[engine, number]
                 self._answers[engine].append((number, self._coordinator.responses[key].rollout))
                 self._ended.append(key)
             if self._awaited is None or self._is_over:
                 self._take_ended()
             self._coordinator.send_turns()
             if not self._coordinator.is_busy:
-                self._boxes.results()  # of attempts that were beaten
+                self._boxes.inbox.clear()  # results of attempts that were beaten
         self._changed.notify_all()
 
     def _lose_silent_engines(self) -> None:

@@ -46,6 +46,7 @@ class Weight:
             return full[0]
         if len(full) == 1:
             return full[0].chunk(size, self.dim)[rank]
+        assert self.dim == 0, "only rows alternate"
         grouped = torch.cat([x.unflatten(0, (self.num_groups or size, -1)) for x in full], 1)
         return grouped.chunk(size)[rank].flatten(0, 1)
 
@@ -58,9 +59,9 @@ class Weight:
         joined = torch.cat(shards, self.dim)
         if len(self.hf) == 1:
             return [joined]
-        grouped, heights = joined.unflatten(0, (self.num_groups or len(shards), -1)), [s[0] for s in self.hf.values()]
-        rows = [grouped.shape[1] * height // sum(heights) for height in heights]
-        return [x.flatten(0, 1) for x in grouped.split(rows, 1)]
+        num_groups = self.num_groups or len(shards)
+        rows_of_group = [shape[0] // num_groups for shape in self.hf.values()]
+        return [x.flatten(0, 1) for x in joined.unflatten(0, (num_groups, -1)).split(rows_of_group, 1)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class PolicyShape:
     """Epsilon of the RMS norms."""
     rotary_base: float
     """Base of the rotary embedding's frequencies."""
-    tied: bool
+    is_tied: bool
     """Whether the LM head is the embedding."""
     has_qk_norm: bool
     """Whether queries and keys are normed in each head, as in Qwen3."""
@@ -114,7 +115,7 @@ class PolicyShape:
             max_positions=size_in(hf_config, "max_position_embeddings", _FILE),
             norm_eps=_positive(hf_config, "rms_norm_eps"),
             rotary_base=_positive(_rope_parameters(hf_config), "rope_theta"),
-            tied=bool(hf_config.get("tie_word_embeddings", False)),
+            is_tied=bool(hf_config.get("tie_word_embeddings", False)),
             has_qk_norm=hf_config["model_type"] == "qwen3",
         )
 
@@ -128,8 +129,8 @@ class PolicyShape:
         return [
             Weight(MEGATRON_EMBEDDING, {EMBEDDING: vocabulary}),
             *(weight for layer in range(self.num_layers) for weight in self._layer_weights(layer)),
-            Weight("decoder.final_layernorm.weight", {"model.norm.weight": norm}, None),
-            *([] if self.tied else [Weight(MEGATRON_LM_HEAD, {LM_HEAD: vocabulary})]),
+            Weight("decoder.final_layernorm.weight", {"model.norm.weight": norm}, dim=None),
+            *([] if self.is_tied else [Weight(MEGATRON_LM_HEAD, {LM_HEAD: vocabulary})]),
         ]
 
     def _layer_weights(self, layer: int) -> list[Weight]:
@@ -137,15 +138,15 @@ class PolicyShape:
         queries, keys = self.num_heads * dim, self.num_query_groups * dim
         qkv = {f"self_attn.{x}_proj": (rows, hidden) for x, rows in (("q", queries), ("k", keys), ("v", keys))}
         weights = [
-            Weight("input_layernorm", {"input_layernorm": (hidden,)}, None),
-            Weight("self_attention.linear_qkv", qkv, 0, self.num_query_groups),
-            Weight("self_attention.linear_proj", {"self_attn.o_proj": (hidden, queries)}, 1),
-            Weight("pre_mlp_layernorm", {"post_attention_layernorm": (hidden,)}, None),
+            Weight("input_layernorm", {"input_layernorm": (hidden,)}, dim=None),
+            Weight("self_attention.linear_qkv", qkv, num_groups=self.num_query_groups),
+            Weight("self_attention.linear_proj", {"self_attn.o_proj": (hidden, queries)}, dim=1),
+            Weight("pre_mlp_layernorm", {"post_attention_layernorm": (hidden,)}, dim=None),
             Weight("mlp.linear_fc1", {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden)}),
-            Weight("mlp.linear_fc2", {"mlp.down_proj": (hidden, ffn)}, 1),
+            Weight("mlp.linear_fc2", {"mlp.down_proj": (hidden, ffn)}, dim=1),
         ]
         if self.has_qk_norm:
-            weights += [Weight(f"self_attention.{x}_layernorm", {f"self_attn.{x}_norm": (dim,)}, None) for x in "qk"]
+            weights += [Weight(f"self_attention.{x}_layernorm", {f"self_attn.{x}_norm": (dim,)}, dim=None) for x in "qk"]
         return [
             replace(
                 weight,
@@ -165,11 +166,13 @@ def _positive(config: Mapping[str, Any], name: str) -> float:
 
 def _rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary settings, from `rope_parameters` (transformers 5) or from the older keys."""
-    blocks = [hf_config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    for block in blocks:
+    found = {"rope_theta": hf_config.get("rope_theta", 10000.0)}
+    for name in ("rope_scaling", "rope_parameters"):
+        block = hf_config.get(name) or {}
         if not isinstance(block, Mapping):
-            raise ValueError(f"config.json: rope_parameters is {block!r}; it must be a block of keys")
-    return {"rope_theta": hf_config.get("rope_theta", 10000.0), **blocks[0], **blocks[1]}
+            raise ValueError(f"config.json: {name} is {block!r}; it must be a block of keys")
+        found |= block
+    return found
 
 
 def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
