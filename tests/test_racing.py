@@ -122,7 +122,9 @@ def test_the_policy_moves_and_races_a_tail(engines: list[RolloutEngine], expecte
         assert_equal(made, expected["T=1"])
         outcomes.update(s.outcome for s in timeline.spans)
     assert outcomes[AttemptOutcome.MOVED] + outcomes[AttemptOutcome.BEATEN] > 0
-    assert {r.method for r in ladder.rungs()} == {"drafting", "plain"} and ladder.prefill_s(100) > 0
+    written = ladder.file("device", "policy", (0.5, 0.0))
+    assert written is not None and {r.method for r in written.rungs} == {"drafting", "plain"}
+    assert ladder.prefill_s(100) > 0
 
 
 def test_without_a_policy_a_request_stays_where_it_is_dealt(

@@ -223,7 +223,7 @@ def _has_event_loop() -> bool:
 
 
 class WatchingLogger:
-    """Mixin for NeMo-RL's `Logger`: adds our metrics to those of a training step, and records both."""
+    """Mixin for NeMo-RL's `Logger`: adds our metrics to a training step's, and records both."""
 
     loggers: Sequence[Any]
     log_plot: Callable[[Any, int, str], None]

@@ -59,9 +59,10 @@ class Weight:
         joined = torch.cat(shards, self.dim)
         if len(self.hf) == 1:
             return [joined]
-        num_groups = self.num_groups or len(shards)
-        rows_of_group = [shape[0] // num_groups for shape in self.hf.values()]
-        return [x.flatten(0, 1) for x in joined.unflatten(0, (num_groups, -1)).split(rows_of_group, 1)]
+        grouped, heights = joined.unflatten(0, (self.num_groups or len(shards), -1)), [s[0] for s in self.hf.values()]
+        # Shares of the rows that exist, so that a tensor of another model is refused later, by its own name and shape.
+        rows_of_group = [grouped.shape[1] * height // sum(heights) for height in heights]
+        return [x.flatten(0, 1) for x in grouped.split(rows_of_group, 1)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ class PolicyShape:
             Weight("mlp.linear_fc2", {"mlp.down_proj": (hidden, ffn)}, dim=1),
         ]
         if self.has_qk_norm:
-            weights += [Weight(f"self_attention.{x}_layernorm", {f"self_attn.{x}_norm": (dim,)}, dim=None) for x in "qk"]
+            weights += [
+                Weight(f"self_attention.{x}_layernorm", {f"self_attn.{x}_norm": (dim,)}, dim=None) for x in "qk"
+            ]
         return [
             replace(
                 weight,
