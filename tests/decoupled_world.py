@@ -17,7 +17,7 @@ from nemo_specrollout.remote.protocol.drafter_side import DrafterSide, DraftMode
 from nemo_specrollout.remote.protocol.messages import Open, Publish, column, decode, encode
 from nemo_specrollout.remote.protocol.shadow_sequences import DRAFT_ROW
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest, VerifierSide
-from nemo_specrollout.remote.verifier.remote_drafter import DraftStream
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream
 from nemo_specrollout.sampling.seeds import combine
 
 VOCAB, MAX_LEN, NUM_SLOTS, MOST_AHEAD, SHADOWS, MOST_DRAFTS = 41, 96, 4, 6, 16, 4

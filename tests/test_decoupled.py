@@ -32,8 +32,8 @@ from nemo_specrollout.local.step_rollout import MeasuredRollout
 from nemo_specrollout.remote.protocol.messages import MAX_FRAME_BYTES
 from nemo_specrollout.remote.protocol.transport import VerifierSocket, publish
 from nemo_specrollout.remote.protocol.verifier_side import PeerState
+from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.remote.verifier.drafter_pool import DrafterPool, drafter_spec
-from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
 
 pytestmark = pytest.mark.integration
 

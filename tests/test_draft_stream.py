@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.draft_buffers import WRONG, DraftBuffers, text_hash
-from nemo_specrollout.remote.verifier.remote_drafter import BASE, COUNT, TOKENS, DraftStream
+from nemo_specrollout.remote.verifier.draft_stream import BASE, COUNT, TOKENS, DraftStream
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +90,7 @@ def test_wrong_drafts_shorten_the_window_of_their_request() -> None:
 INTERPRETED = """
 import numpy as np
 import torch
-from nemo_specrollout.remote.verifier import draft_stream_triton, remote_drafter
+from nemo_specrollout.remote.verifier import draft_stream, draft_stream_triton
 
 rng, seen = np.random.default_rng(0), 0
 for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
@@ -99,7 +99,7 @@ for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
         ints = lambda low, high, *shape: torch.from_numpy(rng.integers(low, high, shape)).int()
         token_ids_SL = ints(0, 2, num_slots, longest + 9)[:, :longest]
         total_len_S = ints(1, longest, num_slots)
-        table_SX = ints(0, 2, num_slots, remote_drafter.DraftStream.columns(room))
+        table_SX = ints(0, 2, num_slots, draft_stream.DraftStream.columns(room))
         table_SX[:, 0] = total_len_S - ints(-2, 5, num_slots)
         table_SX[:, 1] = ints(-1, room + 3, num_slots)
         for s in range(num_slots):
@@ -109,7 +109,7 @@ for num_requests, room, width in ((1, 1, 1), (9, 5, 3), (30, 24, 8)):
         slots_B = torch.from_numpy(rng.permutation(num_slots)[:num_requests])
         slots_B[rng.random(num_requests) < 0.1] = -1
         results = []
-        for align in (remote_drafter._align, draft_stream_triton.align):
+        for align in (draft_stream._align, draft_stream_triton.align):
             out = [torch.full((num_requests, width + 2), 77, dtype=t) for t in (torch.int32, torch.int8)]
             found_B, counts_3 = torch.full((num_requests,), 77).int(), torch.zeros(3, dtype=torch.int64)
             align(slots_B, total_len_S, token_ids_SL, table_SX, out[0][:, :width], out[1][:, :width], found_B, counts_3)

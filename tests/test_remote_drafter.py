@@ -16,7 +16,7 @@ from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.remote.protocol.messages import decode, encode
 from nemo_specrollout.remote.protocol.transport import DrafterSocket
 from nemo_specrollout.remote.protocol.verifier_side import PeerState, PolicyModel, StreamRequest
-from nemo_specrollout.remote.verifier.remote_drafter import DraftStream, RemoteDrafter
+from nemo_specrollout.remote.verifier.draft_stream import DraftStream, RemoteDrafter
 
 pytestmark = pytest.mark.unit
 

@@ -36,7 +36,7 @@ from nemo_specrollout.generation.requests import NewRequest
 from nemo_specrollout.generation.step_outputs import WatchedOutput, mark_paused
 from nemo_specrollout.generation.transfers import copy_first_rank, is_output_rank, to_device
 from nemo_specrollout.remote.protocol.verifier_side import PolicyModel, StreamRequest
-from nemo_specrollout.remote.verifier.remote_drafter import NOWHERE, DraftStream, RemoteDrafter
+from nemo_specrollout.remote.verifier.draft_stream import NOWHERE, DraftStream, RemoteDrafter
 from nemo_specrollout.scheduling.heads.canary import context_edges
 from nemo_specrollout.scheduling.speculation.budget import build_budget, build_pause
 from nemo_specrollout.telemetry.sample_stats import SampleStatsLog

@@ -35,7 +35,7 @@ from nemo_specrollout.generation.requests import NewRequest, RequestIdentity, re
 from nemo_specrollout.generation.step_accounts import StepAccounts
 from nemo_specrollout.generation.transfers import is_output_rank
 from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
-from nemo_specrollout.remote.verifier.remote_drafter import RemoteDrafter
+from nemo_specrollout.remote.verifier.draft_stream import RemoteDrafter
 from nemo_specrollout.telemetry.engine_stats import EngineStats
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 from nemo_specrollout.training.features.features import SequenceFeatures

@@ -26,7 +26,7 @@ FIRST_RATE = 0.9
 """Assumed share of right drafts (given that all drafts before were right) of a request without history."""
 
 BASE, COUNT, TOKENS = 0, 1, 2
-"""Columns of a draft stream's table (`remote_drafter.py`): length of the text, number of tokens that follow, first of them."""
+"""Columns of a draft stream's table (`draft_stream.py`): length of the text, number of tokens that follow, first of them."""
 
 KEPT, LATE, STALE, WRONG = 0, 1, 2, 3
 """Indices in `DraftBuffers.counts`.

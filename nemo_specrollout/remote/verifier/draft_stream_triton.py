@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `remote_drafter.py` for a GPU: one program for each request."""
+"""The kernel of `draft_stream.py` for a GPU: one program for each request."""
 
 import torch
 import triton
 import triton.language as tl
 
-from nemo_specrollout.remote.verifier import remote_drafter
+from nemo_specrollout.remote.verifier import draft_stream
 
-_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (remote_drafter.BASE, remote_drafter.COUNT, remote_drafter.TOKENS))
+_BASE, _COUNT, _TOKENS = (tl.constexpr(c) for c in (draft_stream.BASE, draft_stream.COUNT, draft_stream.TOKENS))
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def align(
     counts_3: torch.Tensor,
 ) -> None:
     """Writes proposals (see `DraftStream.propose`)."""
-    most_ahead = (table_SX.shape[1] - remote_drafter.TOKENS) // 2
+    most_ahead = (table_SX.shape[1] - draft_stream.TOKENS) // 2
     _align[(len(slots_B),)](
         slots_B, total_len_S, token_ids_SL, token_ids_SL.stride(0), table_SX, tokens_BK, tokens_BK.stride(0), levels_BK,
         levels_BK.stride(0), found_B, counts_3, MOST_AHEAD=most_ahead, K=tokens_BK.shape[1],
