@@ -244,7 +244,7 @@ ONE = {"size": 1, "counts": [1, 2], "seconds": [0.1, 0.2]}
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", r"x.json is not a profile \(JSONDecodeError"),
+        ("{", r"x.json is not a profile \(not JSON"),
         ("[]", r"x.json is not a profile \(config: expected a block of keys"),
         (written(verfy_s=[]), "verfy_s: unknown key; did you mean 'verify_s'"),
         (json.dumps({"device": "x"}), "policy: missing"),

@@ -118,7 +118,7 @@ def test_invalid_plans_are_refused(
 
 @pytest.mark.unit
 def test_bad_profiles_are_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere.json is not a profile (FileNotFoundError" in refused(
+    assert "nowhere.json is not a profile (No such file" in refused(
         capsys, "plan", QUICKSTART, "--profile", "nowhere.json"
     )
     file.write_text(file.read_text().replace("verify_s", "verify"))

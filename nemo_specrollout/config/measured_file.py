@@ -26,8 +26,12 @@ class MeasuredFile:
         """Reads the file that the user gave in `field`. Raises ConfigError with the field, the value and the fix."""
         try:
             return build(cls, json.loads(read_regular(path)), "")
-        except (OSError, ValueError) as error:
-            reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `nemo-specrollout {cls.KIND}`"
-            ) from error
+        except ConfigError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except ValueError as error:
+            reason = f"not JSON: {error}"
+        raise ConfigError(
+            f"{field}: {path} is not a {cls.KIND} ({reason}); create one with `nemo-specrollout {cls.KIND}`"
+        )
