@@ -192,12 +192,11 @@ class LiveReport:
             self._writer.join()
 
     def _write(self, step: int = 0, log_plot: LogPlot | None = None) -> None:
-        began_s = self._clock()
+        began_s, self._is_behind = self._clock(), False
         try:
             from nemo_specrollout.reports.nemo_rl_charts import figure_of
             from nemo_specrollout.reports.nemo_rl_page import write_pages
 
-            self._is_behind = False  # a step that ends from here on sets it again
             _, picture = write_pages(self._folder)
             if log_plot is not None:
                 log_plot(figure_of(picture), step, PICTURE_NAME)
@@ -285,34 +284,30 @@ class WatchingLogger:
         # Our metrics are arrays of one number until here (`generation.py`).
         metrics = {k: float(v) if k.startswith(PREFIX) else v for k, v in metrics.items()} | log.figures
         metrics |= {PREFIX + name: lag for name, lag in policy_lag(log.samples, step).items()}
-        gap = logprob_gap(metrics)
+        gap, alarms = logprob_gap(metrics), log.alarms
         if gap is not None:
-            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(gap > self._gap_alarm)}
+            is_large = gap > self._gap_alarm
+            metrics |= {PREFIX + "logprob_gap": gap, PREFIX + "logprob_gap_alarm": float(is_large)}
+            if is_large:
+                large_gap = (
+                    f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self._gap_alarm}. "
+                    f"Likely causes, the likeliest first: {'; '.join(self._causes)}."
+                )
+                alarms = [large_gap, *alarms]
         self._record.add(step, metrics, log)
-        show_step(step, metrics, log)
-        if gap is not None and gap > self._gap_alarm:
-            show_alarm(
-                step,
-                f"engine and trainer differ by {gap:.4f} nats a token, above logprob_gap_alarm {self._gap_alarm}. "
-                f"Likely causes, the likeliest first: {'; '.join(self._causes)}.",
-            )
+        show_step(step, metrics, log.entries, alarms)
         return metrics
 
 
-def show_step(step: int, metrics: Mapping[str, Any], log: StepLog) -> None:
-    """Prints a step's metrics, what became of the draft head, the remote drafters and the alarms."""
+def show_step(step: int, metrics: Mapping[str, Any], entries: Mapping[str, Any], alarms: Sequence[str]) -> None:
+    """Prints a step's metrics, the decision about the draft head, the state of the remote drafters, and the alarms."""
     print(f"  • specrollout: {in_a_line(metrics)}", flush=True)
-    if (refresh := log.entries.get("draft_refresh")) is not None:
+    if (refresh := entries.get("draft_refresh")) is not None:
         print(f"  • specrollout draft head: {refresh.get('gate', refresh['decision'])}", flush=True)
-    if (stats := log.entries.get("draft_supply")) is not None:
+    if (stats := entries.get("draft_supply")) is not None:
         print(f"  • specrollout drafters: {in_words(stats)}", flush=True)
-    for sentence in log.alarms:
-        show_alarm(step, sentence)
-
-
-def show_alarm(step: int, sentence: str) -> None:
-    """Prints an alarm in red."""
-    Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
+    for sentence in alarms:
+        Console(stderr=True).print(f"specrollout ALARM, step {step}: {sentence}", style="bold red", highlight=False)
 
 
 def in_a_line(metrics: Mapping[str, Any]) -> str:
@@ -335,16 +330,17 @@ def logprob_gap(metrics: Mapping[str, Any]) -> float | None:
 
 def gap_causes(tree: Tree) -> list[str]:
     """Returns the likely causes of a log-prob gap in a run with the config `tree`, the likeliest first."""
-    block, stale_kv = asynchronous_block(tree), stale_kv_field(tree)
+    block, stale_kv, is_controlled = asynchronous_block(tree), stale_kv_field(tree), at(tree, "async_rl") is not None
     causes = []
     if at(tree, "policy.draft.enabled"):
         causes.append("draft weights entered a module that the drafter shares with the policy (docs/upstream)")
-    if at(tree, "async_rl") is not None or block is not None:
-        lag = f"{block}.max_trajectory_age_steps" if at(tree, "async_rl") is None else "async_rl.sampler"
+    if is_controlled or block is not None:
+        lag = "async_rl.sampler" if is_controlled else f"{block}.max_trajectory_age_steps"
         causes.append(f"samples of an older policy ({lag}), which is no fault if the gap stays small")
     if stale_kv is not None:
         causes.append(f"KV of older weights ({stale_kv}: false)")
     causes.append("weights that did not arrive in the engine at the last refit")
     if any(at(tree, path) != "float32" for path in (f"{VLLM_CFG}.precision", "policy.precision")):
-        causes.append("rounding: both compute in low precision; raise logprob_gap_alarm if it was so from the start")
+        rounding = "rounding: engine and trainer compute in low precision"
+        causes.append(f"{rounding}; raise logprob_gap_alarm if it was so from the start")
     return causes
