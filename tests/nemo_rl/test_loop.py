@@ -205,10 +205,12 @@ def test_drafts_are_verified_and_logged(runs: dict[str, Run], name: str) -> None
     """
     steps = runs[name].metrics[1:]
     assert sum(step[f"specrollout/{drafter}/draft_tokens"] for drafter in ("suffix", "ngram") for step in steps) > 0
-    steps = [step for step in steps if step["specrollout/engine_steps"]]
-    gains = [step["specrollout/tokens_per_request_step"] for step in steps]
-    # An asynchronous run may have next to no engine steps in the windows, so that no draft happens to be right there.
-    assert max(gains) >= 1 if name == "async_drafted" else max(gains) > 1
+    accepted = [s["num_accepted"] for line in runs[name].lines("samples.jsonl") for s in line["samples"]]
+    assert sum(accepted) > 0
+    if name == "async_drafted":  # most of its engine steps are in no window, so that no draft may be right in one
+        steps = [step for step in steps if step["specrollout/engine_steps"]]
+    else:
+        assert max(step["specrollout/tokens_per_request_step"] for step in steps) > 1
     assert max(step.get("specrollout/suffix/share_of_drafts", 0) for step in steps) > 0
     assert all(step["specrollout/speedup_estimate"] > 0 and step["specrollout/seeds_made_up"] == 0 for step in steps)
 
