@@ -47,8 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_NO_READER
         if (end := _end_of(error)) is None:
             raise
-        complain(end[0])
-        return end[1]
+        sentence, code = end
+        complain(sentence)
+        return code
 
 
 def _output_is_closed() -> bool:

@@ -12,7 +12,7 @@ from nemo_specrollout.config.strict import ConfigError, build
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """Base of the classes whose fields are the keys of such a file."""
+    """Base of files of measurements. The fields of a subclass are the keys of its file."""
 
     KIND: ClassVar[str]
     """Name of the command that writes the file, and of its content."""

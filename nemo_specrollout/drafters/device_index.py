@@ -65,8 +65,10 @@ MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page."""
-FEWEST_SLOTS, MOST_SLOTS = 1 << 10, 1 << 24
-"""Contexts that an index holds, 40 bytes each, unless a user asks for another number."""
+FEWEST_SLOTS = 1 << 10
+"""Contexts that the smallest index holds."""
+MOST_SLOTS = 1 << 24
+"""Contexts that an index holds at most, 40 bytes each, unless a user asks for more."""
 
 
 def context_orders(shortest: int, longest: int) -> tuple[int, ...]:

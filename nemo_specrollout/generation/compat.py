@@ -50,7 +50,7 @@ def takes(function: Any, name: str) -> bool:
 
 
 HAS_SCORE_GAPS = hasattr(gumbel, "murmur3_uniform32")
-"""Whether `draft_sampling` can compute this vLLM's noise itself, and so the score gaps of drafts (0.31 and later)."""
+"""Whether `draft_sampling` can compute the noise of this vLLM. Score gaps of drafts need it (0.31 and later)."""
 CHOOSES_ON_DEVICE = takes(BaseSpeculator.propose, "num_speculative_tokens")
 """Whether vLLM drafts to a given depth, and chooses on the device which drafts a step verifies (0.32 and later)."""
 HAS_TEXT_METHOD = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.ngram") is not None

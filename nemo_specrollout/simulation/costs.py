@@ -144,7 +144,7 @@ class RooflineCosts(Costs):
     num_gpus: int = 1
     """GPUs of an engine."""
     expert_parallel: bool = False
-    """Whether each expert lies whole on one GPU, reached all-to-all, instead of split across all GPUs."""
+    """Whether each expert is on one GPU, to which an all-to-all sends its tokens. Otherwise all GPUs share each expert."""
     drafter: Costs | None = None
 
     def step_s(self, num_requests: float, num_rows: Rows, context: float) -> Rows:
