@@ -87,10 +87,10 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def changed_vllm(tmp_path: Path) -> Callable[..., Path]:
     """Makes a copy of the installed vLLM with changes of the form (file, old text, new text); other files are links."""
-    from nemo_specrollout.generation.vllm_names import installed_source
+    from nemo_specrollout.config.python_source import installed_source
 
     def change(*changes: tuple[str, str, str]) -> Path:
-        source, copy = installed_source(), tmp_path / "changed_vllm"
+        source, copy = installed_source("vllm"), tmp_path / "changed_vllm"
         if source is None:
             pytest.skip("vLLM is not installed")
         ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.json")

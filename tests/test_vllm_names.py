@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of vLLM that we import, override or read exists in the source of a version, which need not be installed.
+"""Every name of vLLM that we use exists and fits in the source of a version, which need not be installed.
 
 `VLLM_SOURCE` names the folder of an unpacked wheel. Without it the installed vLLM's source is read, but not imported.
 """
@@ -11,20 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, VllmSource, installed_source, vllm_names
+from nemo_specrollout.config.python_source import installed_source
+from nemo_specrollout.generation.vllm_names import SIGNATURES, Use, VllmName, VllmSource, vllm_names
 from vllm_v2_cpu.kernels import bodies
 from vllm_v2_cpu.kernels.kernel_launch import parameters
 
 pytestmark = pytest.mark.unit
 GPU_FOLDER = "vllm/v1/worker/gpu"
-FEWEST = {Use.IMPORTED: 31, Use.OF_MODULE: 11, Use.OF_OBJECT: 61, Use.OVERRIDDEN: 9, Use.CALLED: len(SIGNATURES)}
-"""Smallest number of names for each use. Fewer mean that the search itself is broken."""
+FEWEST = {
+    Use.IMPORTED: 51,
+    Use.OF_MODULE: 12,
+    Use.OF_OBJECT: 131,
+    Use.SET: 12,
+    Use.OVERRIDDEN: 18,
+    Use.CALLED: len(SIGNATURES),
+    Use.STOOD_IN_FOR: 36,
+    Use.ABSTRACT: 0,
+}
+"""Smallest number of names for each use, over the supported versions. Fewer mean that the search itself is broken."""
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     named = os.environ.get("VLLM_SOURCE")
-    found = Path(named) if named else installed_source()
+    found = Path(named) if named else installed_source("vllm")
     if found is None:
         pytest.skip("vLLM is not installed, and VLLM_SOURCE names no folder")
     return found
@@ -56,13 +66,27 @@ def test_cpu_bodies_take_the_parameters_of_their_kernels(folder: Path) -> None:
 
 
 def test_missing_and_changed_names_are_found(changed_vllm: Callable[..., Path]) -> None:
+    """One difference of each kind: names, parameters, results, abstract methods, attributes that are set."""
     gumbel, verifier = f"{GPU_FOLDER}/sample/gumbel.py", f"{GPU_FOLDER}/spec_decode/rejection_sampler_utils.py"
+    outputs, sampler = "vllm/v1/outputs.py", f"{GPU_FOLDER}/sample/sampler.py"
+    manager, runner = f"{GPU_FOLDER}/spec_decode/adaptive_verification.py", f"{GPU_FOLDER}/model_runner.py"
+    output, results = "class AsyncModelRunnerOutput(ABC):\n", "    ) -> tuple[torch.Tensor, torch.Tensor"
+    budget = "draft_tokens: dict[str, list[int]],\n    ) -> int:"
     folder = changed_vllm(
         (gumbel, "def gumbel_sample(", "def gumbel_samples("),
         (verifier, "    draft_sampled: torch.Tensor", "    drafts: torch.Tensor"),
+        (outputs, output, f"{output}    @abstractmethod\n    def new(self): ...\n"),
+        (sampler, f"return_logprobs: bool = False,\n{results}", f"return_logprobs: bool,\n{results}, torch.Tensor"),
+        (manager, budget, budget.replace("draft_tokens", "drafts")),
+        (runner, "self.rejection_sampler", "self.verifier"),
     )
     changes = {(n.name.rpartition(".")[2], n.use): n.change for n in vllm_names(VllmSource(folder)) if n.change}
     assert changes.pop(("gumbel_sample", Use.CALLED)) == "absent"
     assert changes.pop(("gumbel_sample", Use.OF_MODULE)) == "absent"
     assert ", draft_logits, drafts, " in changes.pop(("rejection_sample", Use.CALLED))
+    assert changes.pop(("new", Use.ABSTRACT)) == "abstract: WatchedOutput lacks it"
+    assert changes.pop(("sample", Use.STOOD_IN_FOR)) == "changed: it returns " + ", ".join(["torch.Tensor"] * 3)
+    assert changes.pop(("get_num_tokens", Use.STOOD_IN_FOR)) == "changed: it takes num_tokens_per_req, drafts"
+    assert changes.pop(("rejection_sampler", Use.SET)) == "absent"
+    assert changes.pop(("rejection_sampler", Use.OF_OBJECT)) == "absent"
     assert not changes

@@ -3,14 +3,17 @@
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
 from nemo_specrollout.config.drafter_configs import (
@@ -262,6 +265,78 @@ def test_an_unsupported_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compat, "VLLM_VERSION", "0.34.0")
     with pytest.raises(ValueError, match=r"vLLM 0\.34\.0 is not supported"):
         compat.check_version()
+
+
+# Several engines in one process.
+
+
+def test_closing_an_engine_leaves_the_others_working(
+    start_engine: Callable[..., RolloutEngine], engine: RolloutEngine, tiny_model: Path
+) -> None:
+    before = [r.token_ids for r in engine.generate(requests())]
+    other = start_engine(tiny_model, FIXED)
+    assert [r.token_ids for r in other.generate(requests())] == before
+    other.close()
+    assert [r.token_ids for r in engine.generate(requests())] == before
+
+
+def test_the_last_engine_releases_what_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_specrollout.generation import process_state
+
+    class Client:
+        """A client whose engine releases everything when it stops, as vLLM's does."""
+
+        def shutdown(self) -> None:
+            process_state.core.cleanup_dist_env_and_memory()
+            process_state.workspace.reset_workspace_manager()
+
+    released: list[str] = []
+    for module, name in process_state._RELEASES:
+        monkeypatch.setattr(module, name, lambda name=name: released.append(name))
+    monkeypatch.setattr(process_state, "_running", weakref.WeakSet())
+    engines = [SimpleNamespace(llm_engine=SimpleNamespace(engine_core=Client())) for _ in range(2)]
+    for llm in engines:
+        process_state.started(llm)
+    process_state.stop(engines[0])
+    assert released == []
+    process_state.stop(engines[1])
+    assert released == ["cleanup_dist_env_and_memory", "reset_workspace_manager"]
+
+
+# What newer versions of vLLM want.
+
+
+def test_a_watched_output_passes_on_what_vllm_asks_for() -> None:
+    from nemo_specrollout.generation.step_outputs import WatchedOutput
+
+    told: list[Any] = []
+    done = SimpleNamespace(sampled_token_ids=[[1, 2]])
+    output = WatchedOutput(SimpleNamespace(get_output=lambda: done, get_kv_connector_output=lambda: "kv"), told.append)
+    assert output.get_output() is done and told == [[[1, 2]]]
+    assert output.get_kv_connector_output() == "kv"
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_sharded_sampling_knows_how_many_drafts_are_verified(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
+    """Before vLLM 0.33 the ranks cannot know it, so sharded sampling is refused."""
+    from nemo_specrollout.generation import verification
+
+    given: dict[str, Any] = {}
+
+    def copying(self: Any, *_: Any, copy_admitted_drafts_to_host: bool = False) -> None:
+        given["copies"], self._confidence_probs = copy_admitted_drafts_to_host, torch.ones(2, 3)
+
+    def plain(self: Any, req_states: Any, query_start_loc: Any, num_bonus_tokens: int, max_total_logits: int) -> None:
+        self._confidence_probs = torch.ones(2, 3)
+
+    monkeypatch.setattr(verification.AdaptiveVerificationManager, "__init__", copying if copies else plain)
+    state, buffers = SimpleNamespace(num_new_sampled_tokens_per_step=1), SimpleNamespace(query_start_loc=None)
+    runner = SimpleNamespace(req_states=None, input_buffers=buffers, model_state=state, vocab_size=96)
+    verification.VerificationBudget(runner, SimpleNamespace())
+    runner.batch_sharder = SimpleNamespace(adaptive_verification_enabled=False)
+    with nullcontext() if copies else pytest.raises(RuntimeError, match=r"vllm_kwargs\.enable_batch_sharded_sampling"):
+        verification.VerificationBudget(runner, SimpleNamespace())
+        assert given["copies"] and runner.batch_sharder.adaptive_verification_enabled
 
 
 # What it reports.

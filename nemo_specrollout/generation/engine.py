@@ -115,7 +115,7 @@ class RolloutEngine(HostedEngine):
         """Returns vLLM, started. Raises ConfigError."""
         from vllm import LLM
 
-        from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation import compat, process_state
 
         generation = self._generation
         arguments = {
@@ -141,7 +141,7 @@ class RolloutEngine(HostedEngine):
             arguments = with_specrollout(arguments, block, compat.device_type(), compat.vllm_abilities())
         compat.check_arguments(arguments)
         try:
-            return LLM(**{**QUIET_START, **arguments})
+            llm = LLM(**{**QUIET_START, **arguments})
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start: {' '.join(str(error).split())}") from error
         except (MemoryError, RuntimeError) as error:
@@ -151,6 +151,8 @@ class RolloutEngine(HostedEngine):
                 "vLLM cannot start: there is not enough memory; lower policy.generation.vllm_kwargs.max_num_seqs or "
                 "kv_cache_memory_bytes"
             ) from error
+        process_state.started(llm)
+        return llm
 
     def generate(
         self,
@@ -245,12 +247,14 @@ class RolloutEngine(HostedEngine):
         return self._llm.collective_rpc(function)[0]
 
     def close(self) -> None:
-        """Stops the engine and its drafters, and frees its memory."""
+        """Stops the engine and its drafters, and frees its memory. Other engines of this process go on."""
         if self.drafters is not None:
             self.drafters.stop()
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
-            engine.llm_engine.engine_core.shutdown()
+            from nemo_specrollout.generation import process_state
+
+            process_state.stop(engine)
             del engine
             gc.collect()
 

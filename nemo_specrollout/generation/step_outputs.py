@@ -24,14 +24,19 @@ def mark_paused(output: Any) -> None:
 class WatchedOutput(AsyncModelRunnerOutput):
     """A step's output that passes its tokens on as soon as they are on the host, in the thread that waits for them."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
+    def __init__(self, output: Any, tell: Callable[[Sequence[Sequence[int]]], None]) -> None:
+        """Watches vLLM's asynchronous `output` of a step. `tell` gets the tokens of each request."""
         self._output, self._tell = output, tell
 
     def get_output(self) -> ModelRunnerOutput:
         """Waits for the step's output, and tells the tokens."""
-        output = self._output.get_output()
+        output: ModelRunnerOutput = self._output.get_output()
         self._tell(output.sampled_token_ids)
         return output
+
+    def get_kv_connector_output(self) -> Any:
+        """Returns what a KV connector did in the step. vLLM asks for it from 0.33 on, if `get_output` fails."""
+        return self._output.get_kv_connector_output()
 
 
 class _PausingMixin:

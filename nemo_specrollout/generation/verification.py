@@ -85,6 +85,7 @@ class VerificationBudget(AdaptiveVerificationManager):
             runner.input_buffers.query_start_loc,
             runner.model_state.num_new_sampled_tokens_per_step,
             rejection_sampler.get_max_chunk_logits(runner.vocab_size),
+            **_options_with_sharding(getattr(runner, "batch_sharder", None)),
         )
         self._drafting = drafting
         self._confidence_probs.zero_()
@@ -122,3 +123,21 @@ class VerificationBudget(AdaptiveVerificationManager):
         budget = max(min(int(counts_B.sum()), most), 0)
         self._batch_budget = (num_drafts, num_others, budget)
         return sum(num_others.values()) + budget
+
+
+def _options_with_sharding(sharder: Any) -> dict[str, bool]:
+    """Returns further arguments of vLLM's manager for a runner whose ranks share the sampling out; `sharder` may be None.
+
+    Tells the sharder that the device decides the numbers of drafts. The manager then copies them to the host, for its plan.
+
+    Raises RuntimeError for a vLLM that plans with other numbers (before 0.33).
+    """
+    if sharder is None:
+        return {}
+    if not compat.takes(AdaptiveVerificationManager.__init__, "copy_admitted_drafts_to_host"):
+        raise RuntimeError(
+            f"vllm_kwargs.enable_batch_sharded_sampling: true; vLLM {compat.VLLM_VERSION} shards by other numbers of drafts "
+            "than a step verifies: remove it, or use vLLM 0.33 or later"
+        )
+    sharder.adaptive_verification_enabled = True
+    return {"copy_admitted_drafts_to_host": True}

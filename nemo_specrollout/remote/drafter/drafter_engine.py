@@ -28,7 +28,7 @@ class DrafterEngine:
         set_process_environment()
         from vllm import LLM
 
-        from nemo_specrollout.generation import compat
+        from nemo_specrollout.generation import compat, process_state
         from nemo_specrollout.remote.drafter.shadow_scheduler import ShadowScheduler
 
         compat.check_version()
@@ -49,6 +49,7 @@ class DrafterEngine:
             self._llm = LLM(**arguments)
         except ValueError as error:
             raise ConfigError(f"vLLM cannot start the draft model: {' '.join(str(error).split())}") from error
+        process_state.started(self._llm)
         self._folder = Path(model)
         engine = self._llm.llm_engine
         self._scheduler = compat.scheduler_of(engine)
@@ -108,11 +109,13 @@ class DrafterEngine:
         return self._scheduler.take_drafted()
 
     def close(self) -> None:
-        """Stops the engine and frees its memory."""
+        """Stops the engine and frees its memory. Other engines of this process go on."""
         engine = self.__dict__.pop("_llm", None)
         if engine is not None:
             self.__dict__.pop("_scheduler", None)
-            engine.llm_engine.engine_core.shutdown()
+            from nemo_specrollout.generation import process_state
+
+            process_state.stop(engine)
             del engine
             gc.collect()
 

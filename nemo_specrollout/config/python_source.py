@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the source of an installed or unpacked package without importing it: its names, classes and signatures."""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def installed_source(package: str) -> Path | None:
+    """Returns the folder that holds the package on this Python's path; None if it is not there."""
+    spec = importlib.util.find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent.parent
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    """Returns the syntax tree of a file, and caches it."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def names_of(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Yields the names that statements define, also in branches, with their definitions."""
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (((a.asname or a.name).split(".")[0], node) for a in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((t.id, node) for target in targets for t in ast.walk(target) if isinstance(t, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from names_of([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)])
+
+
+class PythonSource:
+    """The source of one version of a package, in `folder`.
+
+    Example: `PythonSource(folder, "vllm").find("vllm.v1.worker.gpu.sample.gumbel.gumbel_sample")`.
+    """
+
+    def __init__(self, folder: Path, package: str) -> None:
+        self.folder, self.package = folder, package
+
+    def file_of(self, module: str) -> Path | None:
+        """Returns the file of a dotted module; None if there is none."""
+        path = self.folder / module.replace(".", "/")
+        return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+
+    def find(self, name: str) -> tuple[str, ast.stmt | None] | None:
+        """Returns the module that defines a dotted name, and the definition; None if no module does. Follows imports."""
+        module, _, attribute = name.rpartition(".")
+        if self.file_of(name) is not None:
+            return name, None
+        file = self.file_of(module)
+        if file is None:
+            return None
+        tree = tree_of(file)
+        node = dict(names_of(tree.body)).get(attribute)
+        if node is None:  # a package may load some names lazily, or take all names of its modules
+            lazy = [v for v in ast.walk(tree) if isinstance(v, ast.Constant) and v.value == attribute]
+            stars = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 1 and n.names[0].name == "*"]
+            found = (self.find(f"{module}.{n.module}.{attribute}") for n in stars if file.name == "__init__.py")
+            return (module, None) if lazy else next(filter(None, found), None)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == self.package:
+            real = next(a.name for a in node.names if (a.asname or a.name) == attribute)
+            return self.find(f"{node.module}.{real}")
+        return module, node
+
+    def members(self, class_name: str) -> dict[str, ast.stmt]:
+        """Returns methods and attributes of a class and its bases, including attributes that methods assign."""
+        found = self.find(class_name)
+        module, node = found or ("", None)
+        if not isinstance(node, ast.ClassDef):
+            return {}
+        merged: dict[str, ast.stmt] = {}
+        for base in reversed(node.bases):
+            name = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(name, ast.Name):
+                merged |= self.members(f"{module}.{name.id}")
+        stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+        merged |= {n.attr: node for n in stored if ast.unparse(n.value) == "self"}
+        return merged | dict(names_of(node.body))
+
+    def definition(self, name: str) -> tuple[bool, ast.stmt | None]:
+        """Returns whether a module or class defines a dotted name, and the definition, which a module lacks."""
+        found = self.find(name)
+        if found is not None:
+            return True, found[1]
+        owner, _, attribute = name.rpartition(".")
+        node = self.members(owner).get(attribute)
+        return node is not None, node
+
+    def signature(self, name: str) -> "Signature | None":
+        """Returns the signature of a function, or of a class's constructor; None if the source does not have it."""
+        node = self.definition(name)[1]
+        if isinstance(node, ast.ClassDef):
+            node = self.members(name).get("__init__")
+        return Signature.of(node) if isinstance(node, Function) else None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters of a function, without `self`, and the kind of its result."""
+
+    parameters: tuple[str, ...]
+    """Names, without `*args` and `**kwargs`."""
+    required: tuple[str, ...]
+    """The parameters without a default."""
+    result: str
+    """`value`, `nothing`, or `stream` for what yields; after `async ` for a coroutine."""
+
+    @classmethod
+    def of(cls, node: Function) -> "Signature":
+        """Returns the signature of a definition."""
+        positional = [*node.args.posonlyargs, *node.args.args]
+        defaults = [None] * (len(positional) - len(node.args.defaults)) + list(node.args.defaults)
+        pairs = [
+            *zip(positional, defaults, strict=True),
+            *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+        ]
+        named = [(a.arg, default) for a, default in pairs if a.arg not in ("self", "cls")]
+        own = list(_own_nodes(node))
+        yields = any(isinstance(n, ast.Yield | ast.YieldFrom) for n in own)
+        returns = any(isinstance(n, ast.Return) and n.value is not None and not _is_none(n.value) for n in own)
+        kind = "stream" if yields else "value" if returns else "nothing"
+        prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+        return cls(tuple(n for n, _ in named), tuple(n for n, default in named if default is None), prefix + kind)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes of a function's body, without the bodies of inner functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.Lambda | ast.ClassDef):
+            yield child
+            yield from _own_nodes(child)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of vLLM that all engines of a process share. The last one that stops releases it.
+
+vLLM expects one engine in a process: an engine that stops destroys the process's communication groups, and resets its
+workspace. Other engines could then make no further step.
+"""
+
+import weakref
+from types import ModuleType
+from typing import Any
+
+from vllm.v1.engine import core
+from vllm.v1.worker import workspace
+
+_RELEASES: tuple[tuple[ModuleType, str], ...] = (
+    (core, "cleanup_dist_env_and_memory"),
+    (workspace, "reset_workspace_manager"),
+)
+"""Functions by which a stopping engine releases what others may use, where vLLM looks them up."""
+_running: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Clients of the cores of all engines that were started here and have not stopped."""
+
+
+def started(llm: Any) -> None:
+    """Counts an engine as one that uses the shared state."""
+    _running.add(llm.llm_engine.engine_core)
+
+
+def stop(llm: Any) -> None:
+    """Stops an engine. The shared state stays if another engine that was counted still runs.
+
+    Engines of one process must start and stop in the same thread.
+    """
+    client = llm.llm_engine.engine_core
+    _running.discard(client)
+    kept = [(module, name, getattr(module, name)) for module, name in _RELEASES] if _running else []
+    for module, name, _ in kept:
+        setattr(module, name, _release_nothing)
+    try:
+        client.shutdown()
+    finally:
+        for module, name, release in kept:
+            setattr(module, name, release)
+
+
+def _release_nothing() -> None:
+    """Takes the place of a function of `_RELEASES` while another engine runs."""
