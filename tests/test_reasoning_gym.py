@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reasoning-gym` as the data source of a local run: its problems, its scorers, the worked solutions made of them."""
 
+import json
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; `make smollm2` installs it")
 
-from conftest import STEP_ADDER
+from conftest import ROOT, STEP_ADDER
 
 from benchmarks.policies.worked_solutions import DIRECT_RATE, worked_solution
 from nemo_specrollout.config.run_sections import DataConfig, TaskConfig
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.local.step_rollout import load_tokenizer
-from nemo_specrollout.local.tasks import GymProblem, ReasoningGymTask, build_task, check_tasks
+from nemo_specrollout.local.tasks import PART, TASKS_IN_PARTS, GymProblem, ReasoningGymTask, build_task, check_tasks
 
 pytestmark = pytest.mark.unit
 
@@ -38,8 +41,38 @@ class Letters:
         return "".join(map(chr, ids))
 
 
+EVERY_TASK = """
+import json, resource, signal, sys
+from pathlib import Path
+from reasoning_gym.factory import DATASETS
+from nemo_specrollout.config.run_sections import TaskConfig
+from nemo_specrollout.local.tasks import ReasoningGymTask, check_tasks
+
+def too_slow(*_): raise TimeoutError("no problem after 20 s")
+signal.signal(signal.SIGALRM, too_slow)
+now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (512 << 20), now + (512 << 20)))
+failed, names = {}, sorted(set(DATASETS) - {"composite"})
+for name in names:
+    signal.alarm(20)
+    try:
+        check_tasks([TaskConfig(name)], "data.tasks")
+        source = ReasoningGymTask(None, [TaskConfig(name)])
+        assert all(problem.prompt for start in (0, 10**6) for problem in source.problems(1, 2, start))
+    except Exception as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+    signal.alarm(0)
+print("\\n" + json.dumps([len(names), failed]))
+"""
+"""Makes problems of every task but `composite`, whose datasets no config can name, in 512 MiB beside the imports."""
+
+
 def task(system_prompt: str | None = None) -> ReasoningGymTask:
     return ReasoningGymTask(Letters(), TASKS, system_prompt)  # type: ignore[arg-type]
+
+
+def one(name: str) -> ReasoningGymTask:
+    return ReasoningGymTask(Letters(), [TaskConfig(name)])  # type: ignore[arg-type]
 
 
 def ids(text: str) -> list[int]:
@@ -55,6 +88,37 @@ def test_problems_depend_on_seed_and_index_only() -> None:
     assert set(questions(task().problems(3, 200))).isdisjoint(
         q for q in questions(task().problems(4, 200)) if len(q) > 100
     )
+
+
+def test_every_task_makes_a_problem_in_little_time_and_memory() -> None:
+    """Two of the tasks once made a list of 2**31 numbers: `gsm_symbolic` and `list_functions`."""
+    done = subprocess.run([sys.executable, "-c", EVERY_TASK], capture_output=True, text=True, check=True, cwd=ROOT)
+    num_tasks, failed = json.loads(done.stdout.splitlines()[-1])
+    assert failed == {} and num_tasks > 100
+
+
+def test_the_problems_of_a_seed_are_known() -> None:
+    chain_sum, leg_counting = one("chain_sum").problems(3, 1, 7)[0], one("leg_counting").problems(4, 1)[0]
+    assert "112 - 306 - 309 =" in chain_sum.prompt
+    assert leg_counting.entry["answer"] == "292"
+
+
+@pytest.mark.parametrize("name", TASKS_IN_PARTS)
+def test_a_list_in_parts_depends_on_seed_and_index_only(name: str) -> None:
+    across = questions(one(name).problems(3, 6, PART - 3))
+    source = one(name)
+    assert [questions(source.problems(3, 1, i))[0] for i in range(PART + 2, PART - 4, -1)] == across[::-1]
+    firsts = {tuple(questions(source.problems(seed, 3, start))) for seed in (3, 4) for start in (0, PART, 10**6)}
+    assert len(firsts) == 6
+
+
+@pytest.mark.parametrize("name", ["boxnet", "prime_factorization"])
+def test_an_answer_at_which_a_scorer_raises_is_worth_nothing(name: str) -> None:
+    source = one(name)
+    (problem,) = source.problems(0, 1)
+    with pytest.raises((AttributeError, ValueError)):
+        problem.dataset.score_answer("[1]", problem.entry)
+    assert source.reward(problem, ids("<answer>[1]</answer>")) == 0.0
 
 
 def test_tasks_come_by_their_weights() -> None:

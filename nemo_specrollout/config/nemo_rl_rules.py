@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, FastestOfNConfig
 from nemo_specrollout.config.drafter_configs import MODEL_DRAFTERS, REMOTE_DRAFTER
+from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_tree import (
     GENERATION,
     SPECULATIVE_CONFIG,
@@ -27,15 +28,17 @@ from nemo_specrollout.config.nemo_rl_tree import (
     is_set,
     model_config,
     native_drafts,
+    nemo_rl_checkout,
     num_engines,
     parallel_sizes,
     size_at,
     stale_kv_field,
+    strings_at,
 )
 
 
-def combination_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about options that do not go together, or whose effect the user should know."""
+def trainer_findings(tree: Tree) -> Iterator[Finding]:
+    """Yields the findings about NeMo-RL's loop, its trainer and its data, whatever generates."""
     if asynchronous_block(tree) is not None:
         yield from broken(_ASYNCHRONOUS, tree)
     if _is_controlled(tree):
@@ -43,10 +46,9 @@ def combination_findings(tree: Tree) -> Iterator[Finding]:
         yield from _controller_batch(tree)
     if at(tree, "policy.draft.enabled"):
         yield from broken(_DRAFT_TRAINING, tree)
-        yield from _draft_training(tree)
-    yield from broken(_OTHERS, tree)
-    for function in (_data_plane, _sampling, _context, _trainer_batches, _stale_kv, _prompt_file):
-        yield from function(tree)
+        yield from _draft_layers(tree)
+    yield from _trainer_batches(tree)
+    yield from _prompt_files(tree)
 
 
 def _is_controlled(tree: Tree) -> bool:
@@ -78,9 +80,6 @@ _REFUSED = (
 )  # fmt: skip
 """Options that NeMo-RL refuses in asynchronous training."""
 _ASYNCHRONOUS = (
-    Rule(f"{VLLM_CFG}.async_engine", not_, "asynchronous training needs it: set it to true"),
-    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on its own GPUs: set it to false and "
-         "list them in colocated.resources"),
     Rule("loss_fn.use_importance_sampling_correction", not_, "asynchronous training has samples of an older policy: "
          "set it to true"),
     *(Rule(path, bool, "NeMo-RL refuses it in asynchronous training, after its set-up: set it to false")
@@ -90,9 +89,6 @@ _NO_VALIDATION = "the SingleController has no validation"
 _CONTROLLER = (
     Rule("grpo.async_grpo", is_set, "the SingleController reads only async_rl: set it to null"),
     Rule("data_plane.enabled", not_, "the SingleController keeps rollouts in the data plane: set it to true"),
-    Rule(f"{VLLM_CFG}.async_engine", not_, "the SingleController requests rollouts one at a time: set it to true"),
-    Rule(f"{GENERATION}.colocated.enabled", lambda v: v is None or v, "the SingleController generates while it trains: "
-         "set it to false and list GPUs in colocated.resources"),
     *(Rule(path, bool, f"{_NO_VALIDATION}: set it to 0 or false")
       for path in ("grpo.val_period", "grpo.val_at_start", "grpo.val_at_end")),
     Rule("checkpointing.metric_name", lambda v: is_set(v) and not str(v).startswith("train:"), f"{_NO_VALIDATION}: name a "
@@ -104,10 +100,20 @@ _DRAFT_TRAINING = (
     Rule("policy.sequence_packing.enabled", bool, "NeMo-RL trains no draft head on packed sequences: set it to false"),
     Rule("policy.draft.aux_layer_indices", bool, "NeMo-RL sizes the head by it, and then captures its default layers: set "
          "it to null", "warning"),
+)  # fmt: skip
+_BESIDE_TRAINING = (
+    Rule(f"{VLLM_CFG}.async_engine", not_, "asynchronous training needs it: set it to true", when=asynchronous_block),
+    Rule(f"{GENERATION}.colocated.enabled", bool, "asynchronous training generates on its own GPUs: set it to false and "
+         "list them in colocated.resources", when=asynchronous_block),
+    Rule(f"{VLLM_CFG}.async_engine", not_, "the SingleController requests rollouts one at a time: set it to true",
+         when=_is_controlled),
+    Rule(f"{GENERATION}.colocated.enabled", lambda v: v is None or v, "the SingleController generates while it trains: "
+         "set it to false and list GPUs in colocated.resources", when=_is_controlled),
     Rule("policy.draft.enabled", bool, "NeMo-RL trains a draft head of its own, and each refit overwrites the head that "
          f"{BLOCK_PATH}.draft_refresh trains: set it to false, or remove that block",
          when=is_on(f"{BLOCK_PATH}.draft_refresh")),
 )  # fmt: skip
+"""Rules about vLLM's place beside NeMo-RL's loop and trainer."""
 _OTHERS = (
     Rule(f"{BLOCK_PATH}.draft_refresh.trainer_gpus", bool, "GPU in addition to the GPUs of `cluster`: no head is trained "
          "until Ray has one free", "note"),
@@ -182,10 +188,14 @@ def _trainer_batches(tree: Tree) -> Iterator[Finding]:
         yield Finding("policy.logprob_batch_size", f"{text}, unless NRL_IGNORE_TP_ACCURACY_CHECK=1 is set", "warning")
 
 
-def _draft_training(tree: Tree) -> Iterator[Finding]:
-    if not native_drafts(tree) or at(tree, f"{SPECULATIVE_CONFIG}.method") not in {"eagle", "eagle3"}:
+def _unused_head(tree: Tree) -> Iterator[Finding]:
+    method = at(tree, f"{SPECULATIVE_CONFIG}.method") if native_drafts(tree) else None
+    if at(tree, "policy.draft.enabled") and method not in {"eagle", "eagle3"}:
         text = f"a head is trained, but no engine drafts with it: set {SPECULATIVE_CONFIG} with method eagle3"
         yield Finding("policy.draft.enabled", f"{text}, or policy.draft.enabled to false", "warning")
+
+
+def _draft_layers(tree: Tree) -> Iterator[Finding]:
     num_layers = (model_config(tree) or {}).get("num_hidden_layers")
     if not isinstance(num_layers, int):
         return
@@ -203,13 +213,23 @@ def _stale_kv(tree: Tree) -> Iterator[Finding]:
         yield Finding(f"{block}.in_flight_weight_updates", f"{text}. That is NeMo-RL's own default", "note")
 
 
-def _prompt_file(tree: Tree) -> Iterator[Finding]:
-    name = at(tree, "data.default.prompt_file")
-    if name is not None and not Path(str(name)).is_file():
-        text = f"{name} does not exist here; NeMo-RL looks for it in the folder in which the run is started"
-        yield Finding("data.default.prompt_file", text, "note")
+def _prompt_files(tree: Tree) -> Iterator[Finding]:
+    """Names the prompt files that a run would not find: it looks where it is started, then in NeMo-RL's checkout."""
+    checkout = nemo_rl_checkout()
+    for path, name in strings_at(tree, PROMPT_FILES):
+        if Path(name).is_file() or (checkout is not None and (checkout / name).is_file()):
+            continue
+        if checkout is None:
+            text = (
+                f"is not in this folder; a run looks next in NeMo-RL's checkout, which was not found: set {NEMO_RL_DIR}"
+            )
+        else:
+            text = f"is neither in this folder nor in NeMo-RL's checkout {checkout}; a run looks nowhere else"
+        yield Finding(path, f"{name} {text}", "note")
 
 
+PROMPT_FILES = ("prompt_file", "system_prompt_file")
+"""Keys of NeMo-RL's configs that name files relative to its checkout."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _V1_METHODS = ("suffix", "custom_class", "medusa", "mlp_speculator")
 """Draft methods that only vLLM's V1 model runner has."""
@@ -226,7 +246,6 @@ _NEMO_RL_PASSES = {
 _STOP_AT_STRINGS = ("sliding_puzzle_game", "code", "retriever")
 """NeMo-RL's environments that end each turn at a string, by their names in `env`."""
 _RULES = (
-    Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works only in vLLM: set it to vllm"),
     Rule(f"{GENERATION}.quant_cfg", is_set, "ModelOpt's worker would replace the worker of specrollout: set it to null"),
     Rule(f"{VLLM_KWARGS}.worker_cls", is_set, "specrollout sets the worker itself: remove it"),
     Rule(f"{GENERATION}.worker_extension_cls_fqn", is_set, "NeMo-RL would use this worker instead of the one of specrollout: "
@@ -237,8 +256,18 @@ _RULES = (
 )  # fmt: skip
 
 
+def backend_findings(tree: Tree) -> Iterator[Finding]:
+    """Yields the error about another engine than vLLM. Nothing else can then be said about the engines."""
+    refused = Rule(f"{GENERATION}.backend", lambda v: v != "vllm", "specrollout works only in vLLM: set it to vllm")
+    yield from broken([refused], tree)
+
+
 def engine_findings(tree: Tree) -> Iterator[Finding]:
-    """Yields the findings about the engines."""
+    """Yields the findings about vLLM's engines."""
+    for rules in (_BESIDE_TRAINING, _OTHERS):
+        yield from broken(rules, tree)
+    for function in (_unused_head, _data_plane, _sampling, _context, _stale_kv):
+        yield from function(tree)
     yield from broken(_RULES, tree)
     for name in sorted(_NEMO_RL_PASSES.intersection(at(tree, VLLM_KWARGS, {}))):
         yield Finding(f"{VLLM_KWARGS}.{name}", f"NeMo-RL passes it itself: remove it, see {VLLM_CFG}", "error")

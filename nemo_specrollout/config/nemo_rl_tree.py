@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads values of a config tree in NeMo-RL's shape, and evaluates tables of rules about them; without NeMo-RL."""
 
+import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError, nearest
 
 Tree = Mapping[str, Any]
+DEFAULT_NEMO_RL_DIR = "/opt/nemo-rl"
+"""NeMo-RL's checkout in its container."""
 GENERATION = "policy.generation"
 VLLM_CFG = f"{GENERATION}.vllm_cfg"
 VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
@@ -26,6 +31,15 @@ def at(tree: Tree, path: str, default: Any = None) -> Any:
     for key in path.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return default if node is None else node
+
+
+def strings_at(tree: Tree, keys: Collection[str], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yields path and value of each string under one of `keys`, in any block of `tree`."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from strings_at(value, keys, f"{above}{name}.")
+        elif name in keys and isinstance(value, str):
+            yield f"{above}{name}", value
 
 
 def size_at(tree: Tree, path: str, default: int = 1, *, low: int = 1) -> int:
@@ -103,6 +117,15 @@ def stale_kv_field(tree: Tree) -> str | None:
     is_in_flight = block == "async_rl" or (block is not None and at(tree, f"{block}.in_flight_weight_updates"))
     field = f"{block}.recompute_kv_cache_after_weight_updates"
     return field if is_in_flight and not at(tree, field) else None
+
+
+def nemo_rl_checkout() -> Path | None:
+    """Returns the checkout whose NeMo-RL a run here uses, if it is found: an importable one, else `NEMO_RL_DIR`."""
+    spec = importlib.util.find_spec("nemo_rl")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent.parent
+    named = Path(os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR)
+    return named if named.is_dir() else None
 
 
 def model_config(tree: Tree) -> dict[str, Any] | None:

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from nemo_specrollout.config.run_sections import DataConfig, TaskConfig
 
 ENDLESS = 2**31
-"""Size of the datasets of `reasoning-gym`. A problem is made only when it is asked for."""
+"""Size of most datasets of `reasoning-gym`. They make a problem only when it is asked for."""
+PART = 500
+"""Problems of a part, for tasks whose list is made of many datasets, one after another."""
+TASKS_IN_PARTS = ("acre", "gsm_symbolic", "list_functions", "pool_matrix", "word_ladder")
+"""Tasks that a dataset of size `ENDLESS` does not suit.
+
+Three of them do something for every problem when a dataset is made. `word_ladder` refuses more than 20,000 problems, and
+`pool_matrix` needs seeds below 2**32.
+"""
 
 
 class Task(Protocol):
@@ -65,7 +73,6 @@ def encode_chat(tokenizer: "PreTrainedTokenizerFast", user: str, system: str | N
 def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
     """Makes one problem of each task. Raises ConfigError if a task or option is unknown, or if the package is missing."""
     try:
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
@@ -77,12 +84,20 @@ def check_tasks(tasks: "Sequence[TaskConfig]", path: str) -> None:
                 f"{path}[{i}].name: {task.name!r} is no task of reasoning_gym{nearest(task.name, DATASETS)}"
             )
         try:
-            reasoning_gym.create_dataset(task.name, size=ENDLESS, seed=0, **task.options)[0]
+            _create_dataset(task, 0)[0]
         except Exception as error:  # each task has checks of its own: assertions, type errors, value errors
             reason = str(error) or type(error).__name__
             raise ConfigError(
                 f"{path}[{i}].options: {dict(task.options)} does not suit {task.name}: {reason}"
             ) from error
+
+
+def _create_dataset(task: "TaskConfig", seed: int) -> Any:
+    """Returns a dataset of `task`: all problems of the seed, or one part of them."""
+    import reasoning_gym
+
+    size = PART if task.name in TASKS_IN_PARTS else ENDLESS
+    return reasoning_gym.create_dataset(task.name, size=size, seed=seed, **task.options)
 
 
 @dataclass(frozen=True)
@@ -109,15 +124,17 @@ class ReasoningGymTask:
 
         self._tokenizer, self._tasks = tokenizer, {task.name: task for task in tasks}
         self._system_prompt = SYSTEM_PROMPTS.get(system_prompt or "", system_prompt)
-        self._datasets: dict[tuple[int, str], Any] = {}
+        self._datasets: dict[tuple[int, str], tuple[int, Any]] = {}
+        """Number of the latest part by seed and task, with its dataset."""
 
     def problems(self, seed: int, num: int, start: int = 0) -> list[GymProblem]:
         weights = [task.weight for task in self._tasks.values()]
         found = []
         for index in range(start, start + num):
             name = random.Random(f"{seed}-{index}").choices(list(self._tasks), weights)[0]
-            dataset = self._dataset(seed, name)
-            found.append(GymProblem(name, dataset, dataset[index]))
+            part, index_in_part = divmod(index, PART) if name in TASKS_IN_PARTS else (0, index)
+            dataset = self._dataset(seed, name, part)
+            found.append(GymProblem(name, dataset, dataset[index_in_part]))
         return found
 
     def encode(self, problem: GymProblem) -> list[int]:
@@ -128,17 +145,26 @@ class ReasoningGymTask:
         from reasoning_gym.utils import extract_answer
 
         text = str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
-        return float(problem.dataset.score_answer(extract_answer(text), problem.entry))
+        try:
+            return float(problem.dataset.score_answer(extract_answer(text), problem.entry))
+        except Exception:  # some scorers raise at an answer that is not of their form, e.g. prime_factorization's
+            return 0.0
 
-    def _dataset(self, seed: int, name: str) -> Any:
-        if (seed, name) not in self._datasets:
-            import reasoning_gym
+    def _dataset(self, seed: int, name: str, part: int) -> Any:
+        if (latest := self._datasets.get((seed, name))) is not None and latest[0] == part:
+            return latest[1]
+        # A dataset makes problem i from seed + i. So the lists of close seeds would overlap.
+        if name in TASKS_IN_PARTS:
+            far = _hashed(f"{seed}-{name}-{part}", num_bytes=4) // 2
+        else:
+            far = _hashed(f"{seed}-{name}", num_bytes=5)
+        dataset = _create_dataset(self._tasks[name], far)
+        self._datasets[seed, name] = part, dataset
+        return dataset
 
-            # A dataset makes problem i from seed + i. So the lists of close seeds would overlap.
-            far = int.from_bytes(hashlib.sha256(f"{seed}-{name}".encode()).digest()[:5], "big")
-            options = self._tasks[name].options
-            self._datasets[seed, name] = reasoning_gym.create_dataset(name, size=ENDLESS, seed=far, **options)
-        return self._datasets[seed, name]
+
+def _hashed(words: str, num_bytes: int) -> int:
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:num_bytes], "big")
 
 
 # Free text

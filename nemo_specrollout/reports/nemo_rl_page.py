@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `report.html` and `picture.png` of a run in NeMo-RL from the records in its `<log_dir>/specrollout`."""
+"""Writes `report.html` and `picture.png` of a run in NeMo-RL from the records in `<log_dir>/exp_NNN/specrollout`."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -204,7 +204,7 @@ class NemoRlRun:
 
     @classmethod
     def read(cls, folder: Path) -> "NemoRlRun":
-        """Reads `<log_dir>/specrollout`. Missing files and torn lines are skipped."""
+        """Reads the folder `<log_dir>/exp_NNN/specrollout`. Missing files and torn lines are skipped."""
         timings = {line["step"]: line for line in read_lines(folder / "timing.jsonl")}
         steps = [_step(line, timings.get(line["step"], {})) for line in read_lines(folder / METRICS)]
         return cls(steps, read_object_or_nothing(folder / "summary.json"))
@@ -270,7 +270,7 @@ def find_folder(path: Path) -> Path:
         raise ConfigError(f"RUN_DIR: {path} holds {len(found)} runs ({names}); name one of them")
     raise ConfigError(
         f"RUN_DIR: {path} is no run directory: it has neither a config.yaml nor {FOLDER}/{METRICS}; name the logger.log_dir "
-        "of a run"
+        "of a run, or one of the folders exp_NNN that NeMo-RL makes there"
     )
 
 

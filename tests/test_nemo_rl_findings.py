@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings about NeMo-RL configs that depend on the engine's kind, or on files: other engines than vLLM, prompt files.
+
+Also the place of a run's figures in the documents.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_nemo_rl_config import ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATIVE, found, tree
+
+from nemo_specrollout.config import nemo_rl_config
+from nemo_specrollout.config.block import BLOCK_PATH
+from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
+from nemo_specrollout.config.nemo_rl_tree import VLLM_CFG
+
+pytestmark = pytest.mark.unit
+
+PROMPTS = (
+    "data.default.prompt_file=a/user.txt",
+    "data.default.system_prompt_file=a/system.txt",
+    "data.validation.deep.prompt_file=a/user.txt",
+    "env.math.judge.system_prompt_file=a/system.txt",
+)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "sglang", "trtllm"])
+def test_another_engine_is_the_only_finding_about_engines(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop, the trainer and the data are still checked."""
+    monkeypatch.setattr(nemo_rl_config, "vllm_version", lambda: "0.20.0")
+    faults_in_vllm = (
+        f"{VLLM_CFG}={{async_engine: false, precision: bfloat16, max_model_len: 32, tensor_parallel_size: 2, "
+        "expert_parallel_size: 3, expose_http_server: true, env_vars: {VLLM_USE_V2_MODEL_RUNNER: 0}}",
+        NATIVE.format("method: suffix"),
+        "policy.generation.vllm_kwargs.seed=1",
+        "policy.generation.top_p=0.9",
+        "policy.router_replay.enabled=true",
+        f"{BLOCK_PATH}.fastest_of_n={{max_racers: 9}}",
+    )
+    for loop in (ASYNC, ASYNC_PPO, CONTROLLER, DRAFT):
+        with_faults = (*loop, "policy.generation.colocated.enabled=true", *faults_in_vllm)
+        other = found(*with_faults, f"policy.generation.backend={backend}")
+        sentence = f'policy.generation.backend: "{backend}"; specrollout works only in vLLM: set it to vllm'
+        assert other == {"error": [sentence], "warning": [], "note": []}
+        assert all(f.subject != "vllm" for f in check_nemo_rl(tree(f"policy.generation.backend={backend}")))
+        assert len(found(*with_faults)["error"]) > 2
+    both = found(*ASYNC, f"policy.generation.backend={backend}", "grpo.use_dynamic_sampling=true")["error"]
+    assert len(both) == 2 and both[1].startswith("grpo.use_dynamic_sampling")
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_prompt_files_are_looked_for_as_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_imported: bool
+) -> None:
+    here, checkout = tmp_path / "here", tmp_path / "checkout"
+    for folder in (here / "a", checkout / "a", checkout / "nemo_rl"):
+        folder.mkdir(parents=True)
+    (checkout / "nemo_rl" / "__init__.py").touch()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("NEMO_RL_DIR", str(here if is_imported else checkout))
+    if is_imported:
+        monkeypatch.setattr(sys, "path", [str(checkout), *sys.path])
+    notes = [note for note in found(*PROMPTS)["note"] if "prompt_file" in note]
+    assert [note.split(": ")[0] for note in notes] == [prompt.split("=")[0] for prompt in PROMPTS]
+    assert all(f"is neither in this folder nor in NeMo-RL's checkout {checkout}; " in note for note in notes)
+    (here / "a" / "user.txt").touch()
+    assert len(found(*PROMPTS)["note"]) == 2
+    (checkout / "a" / "system.txt").touch()
+    assert found(*PROMPTS)["note"] == []
+    absolute = f"data.default.prompt_file={checkout / 'a' / 'system.txt'}"
+    assert found(absolute, "data.train=[{prompt_file: null}]")["note"] == []
+
+
+def test_a_missing_prompt_file_without_a_checkout_has_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_RL_DIR", str(tmp_path / "nowhere"))
+    (note,) = found("data.default.prompt_file=no/such.txt")["note"]
+    assert "no/such.txt is not in this folder; a run looks next in NeMo-RL's checkout" in note
+    assert note.endswith("set NEMO_RL_DIR")
+
+
+def test_documents_name_the_folder_of_figures() -> None:
+    """NeMo-RL's scripts make a folder `exp_NNN` in `log_dir` for each start, and log there."""
+    texts = (*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("nemo_specrollout/**/*.py"))
+    assert [str(p.relative_to(ROOT)) for p in texts if "log_dir>/specrollout" in p.read_text(encoding="utf-8")] == []
