@@ -7,6 +7,8 @@ PLAIN = ["policy.generation.specrollout.drafters=[]"]
 # Drafts of random number in every step, so that much is drafted, accepted and refused in a short run.
 DRAFTED = ["policy.generation.specrollout.budget.policy=random"]
 OFF = ["policy.generation.specrollout.enabled=false"]
+# Without it NeMo-RL alone cannot start with vLLM 0.32: docs/upstream/nemo-rl-synchronize-device.md.
+RENAMED = {"NEMO_RL_CPU_SYNCHRONIZE_RENAMED": "1"}
 EAGLE3 = [
     "policy.draft.enabled=true",
     "policy.draft.model_name=${oc.env:TINY}/eagle3",
@@ -113,7 +115,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "kill_its": "nemo_specrollout.remote.drafter.drafter_service",
     },
     "sync_eagle3": {"overrides": SHORT + EAGLE3},
-    "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF},
+    "sync_eagle3_native": {"overrides": SHORT + EAGLE3 + OFF, "environment": RENAMED},
     "dtensor_two_engines": {"overrides": SHORT + DTENSOR + DRAFTED + TWO_ENGINES + VALIDATION},
     "sync_dapo_plain": {"overrides": SHORT + PLAIN + DAPO},
     "sync_dapo": {"overrides": SHORT + DRAFTED + DAPO},
@@ -149,11 +151,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "async_eagle3": {"overrides": SHORT + ASYNC + IN_FLIGHT + EAGLE3},
     "killed": {"overrides": SHORT + REMOTE, "kill_after": 1},
-    "killed_native": {"overrides": SHORT + OFF, "kill_after": 1},
+    "killed_native": {"overrides": SHORT + OFF, "environment": RENAMED, "kill_after": 1},
 }
 
 PAIR: dict[str, Any] = {"plain": {"overrides": PLAIN}, "drafted": {"overrides": DRAFTED}}
-DATA_PLANE = ["data_plane.enabled=true"]
+DATA_PLANE = [*SHORT, "data_plane.enabled=true"]
 DATA_PLANE_SCENARIOS: dict[str, Any] = {
     "plain": {"overrides": [*PLAIN, *DATA_PLANE]},
     "drafted": {"overrides": [*DRAFTED, *DATA_PLANE, *VALIDATION]},
@@ -186,3 +188,4 @@ CONTROLLER_SCENARIOS: dict[str, Any] = {
     },
 }
 CONTROLLER_SCENARIOS["moving"]["environment"] |= WILD
+CONTROLLER_SCENARIOS["native"]["environment"] |= RENAMED

@@ -104,6 +104,23 @@ def test_a_disabled_block_has_no_findings() -> None:
     assert not any(found(f"{BLOCK_PATH}.enabled=false", "policy.generation.backend=sglang").values())
 
 
+def test_a_vllm_with_which_nemo_rl_alone_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 is installed; a file stands in for NeMo-RL's worker extension."""
+    extension = tmp_path / "nemo_rl" / "models" / "generation" / "vllm" / "vllm_backend.py"
+    extension.parent.mkdir(parents=True)
+    (tmp_path / "nemo_rl" / "__init__.py").touch()
+    (tmp_path / "nemo_rl" / "package_info.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    off = tree(f"{BLOCK_PATH}.enabled=false")
+    for method, is_named in (("synchronize_device", True), ("synchronize_sparse_delta_refit", False)):
+        extension.write_text(f"class VllmInternalWorkerExtension:\n    def {method}(self): ...\n")
+        (found_,) = check_nemo_rl(off) or [None]
+        assert (found_ is not None) is is_named
+    assert not check_nemo_rl(tree(f"{BLOCK_PATH}.enabled=false", "policy.generation.backend=sglang"))
+
+
 def test_a_speculative_config_replaces_our_drafters() -> None:
     config = tree(EAGLE3)
     block = effective_block(config)
@@ -240,7 +257,6 @@ def test_an_environment_with_the_v1_model_runner_is_refused(monkeypatch: pytest.
         ("note", ("policy.generation.vllm_cfg.tensor_parallel_size=2",), "several GPUs were tested only on a CPU"),
         ("note", ("policy.generation.vllm_cfg.expert_parallel_size=2",), "expert_parallel_size: engines of several GPUs"),
         ("note", ("policy.generation.vllm_cfg.expose_http_server=true",), "without a seed gets one from its prompt"),
-        ("note", ("data.default.prompt_file=no/such.txt",), "no/such.txt does not exist here"),
     ],
 )  # fmt: skip
 def test_surprising_options_have_a_warning_or_note(kind: str, overrides: tuple[str, ...], words: str) -> None:
@@ -260,7 +276,7 @@ def test_a_policy_too_shallow_for_eagle3_is_warned_of(tmp_path: Path) -> None:
 
 def test_errors_come_first_and_are_counted() -> None:
     config = tree(
-        "policy.generation.backend=sglang",
+        "policy.generation.worker_extension_cls_fqn=a.B",
         "policy.generation.quant_cfg=NVFP4",
         "policy.generation.vllm_cfg.max_model_len=32",
     )

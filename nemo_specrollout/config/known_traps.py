@@ -143,6 +143,9 @@ TRAPS = (
     KnownTrap(VLLM, (0, 25, 1), (0, 29, 0), _samples_drafts, "the V2 model runner draws a draft and the token that replaces "
               "it from the same noise: if drafts are sampled, samples are not the policy's",
               "a draft is accepted only if it is the token that the policy samples, so that shared noise is correct"),
+    KnownTrap(VLLM, (0, 29, 0), None, lambda t: not _is_local(t), "its worker and the worker extension of NeMo-RL's main of "
+              "August 2026 both have a method synchronize_device: NeMo-RL alone ends when an engine starts, with an "
+              "AssertionError", "the worker of specrollout has the extension as a base class, and keeps vLLM's method"),
     KnownTrap(VLLM, _BEGINNING, None, _drafts_by("eagle3"), "if a head's config names no layers, vLLM guesses which of the "
               "policy's states the head reads, and two of them for a policy of four layers: a crash, or wrong rows without "
               "an error", "`refresh-draft` writes the layers into the config; a local run, and a run that refreshes the head, "

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
-from nemo_specrollout.config.nemo_rl_rules import combination_findings, engine_findings, fastest_of_n_findings
+from nemo_specrollout.config.nemo_rl_rules import (
+    backend_findings,
+    engine_findings,
+    fastest_of_n_findings,
+    trainer_findings,
+)
 from nemo_specrollout.config.nemo_rl_tree import (
     ASYNC_BLOCKS,
     SPECULATIVE_CONFIG,
@@ -24,6 +29,7 @@ from nemo_specrollout.config.versions import (
     NEMO_RL_NEEDED,
     NEMO_RL_REFUSED,
     nemo_rl_is_a_release,
+    nemo_rl_starts_alone,
     nemo_rl_version,
     unsupported_version,
     vllm_version,
@@ -69,11 +75,16 @@ def effective_block(tree: Tree) -> dict[str, Any] | None:
 def check_nemo_rl(tree: Tree) -> list[Finding]:
     """Returns all findings about a NeMo-RL config: errors, then warnings, then notes.
 
-    There are none about options if the block is not enabled, because NeMo-RL then runs without this package.
+    There are none about options if the block is not enabled, because NeMo-RL then runs without this package. There is one
+    if NeMo-RL cannot.
     """
     found = list(malformed(tree))
     if not found and block_is_on(tree):
-        found = [*_block(tree), *combination_findings(tree), *engine_findings(tree), *_versions(tree)]
+        other_engine = list(backend_findings(tree))
+        about_vllm = other_engine or [*_block(tree), *engine_findings(tree), *_vllm_version()]
+        found = [*about_vllm, *trainer_findings(tree), *_nemo_rl_version(tree)]
+    elif not found:
+        found = list(_nemo_rl_alone(tree))
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
 
 
@@ -109,17 +120,31 @@ def _block(tree: Tree) -> Iterator[Finding]:
         yield Finding(subject, text, "error")
 
 
-def _versions(tree: Tree) -> Iterator[Finding]:
-    """Yields findings about the installed packages. A missing package is no error, because the run may be elsewhere."""
-    nemo_rl, vllm = nemo_rl_version(), vllm_version()
+def _nemo_rl_version(tree: Tree) -> Iterator[Finding]:
+    """Yields a finding about the installed NeMo-RL. A missing package is no error, because the run may be elsewhere."""
+    nemo_rl = nemo_rl_version()
     if nemo_rl is None:
         yield Finding("nemo-rl", "not installed here; `check` did not compare the config with NeMo-RL itself", "note")
     elif nemo_rl_is_a_release():
         shared = "; its draft head shares one gradient clip with the policy" if at(tree, "policy.draft.enabled") else ""
         text = f"{nemo_rl}; {NEMO_RL_REFUSED} pin a vLLM (0.20 or older) that specrollout does not support, and log no "
         yield Finding("nemo-rl", f"{text}speculation in asynchronous GRPO{shared}; use {NEMO_RL_NEEDED}", "error")
+
+
+def _vllm_version() -> Iterator[Finding]:
+    vllm = vllm_version()
     if vllm is not None and (sentence := unsupported_version(vllm)) is not None:
-        yield Finding("vllm", sentence, "warning" if nemo_rl is None else "error")
+        yield Finding("vllm", sentence, "warning" if nemo_rl_version() is None else "error")
+
+
+def _nemo_rl_alone(tree: Tree) -> Iterator[Finding]:
+    """Yields a warning if NeMo-RL itself cannot start an engine with this vLLM. Its engines may have another one."""
+    if at(tree, "policy.generation.backend") == "vllm" and not nemo_rl_starts_alone():
+        text = (
+            "its worker and NeMo-RL's worker extension both have a method synchronize_device, so without the block NeMo-RL "
+            f"ends when an engine starts; set {BLOCK_PATH}.enabled: true, or install the vLLM that NeMo-RL pins"
+        )
+        yield Finding("vllm", f"{vllm_version()}; {text}", "warning")
 
 
 _GYM = "env.should_use_nemo_gym"

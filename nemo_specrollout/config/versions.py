@@ -21,6 +21,7 @@ PACKAGES = (
 """Packages whose versions matter to a run."""
 # NeMo-RL's main of August 2026 calls itself 0.6.0, as v0.6.0 does, although it is newer than v0.7.0. This file tells.
 _NOT_IN_NEMO_RL_RELEASES = "models/generation/vllm/checkpoint_engine.py"
+_SHARED_METHOD = "def synchronize_device("
 
 
 def installed_versions() -> dict[str, str]:
@@ -86,6 +87,18 @@ def nemo_rl_is_a_release() -> bool:
     """Returns whether NeMo-RL is found and is v0.7.0 or older, which are not supported."""
     folder = _nemo_rl_folder()
     return folder is not None and not (folder / _NOT_IN_NEMO_RL_RELEASES).is_file()
+
+
+def nemo_rl_starts_alone() -> bool:
+    """Returns whether NeMo-RL's engines start with this vLLM without this package, as far as both are installed here.
+
+    vLLM refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
+    """
+    folder, vllm = _nemo_rl_folder(), importlib.util.find_spec("vllm")
+    if folder is None or vllm is None or vllm.origin is None:
+        return True
+    files = (folder / "models/generation/vllm/vllm_backend.py", Path(vllm.origin).parent / "v1/worker/worker_base.py")
+    return not all(file.is_file() and _SHARED_METHOD in file.read_text(encoding="utf-8") for file in files)
 
 
 def _nemo_rl_folder() -> Path | None:

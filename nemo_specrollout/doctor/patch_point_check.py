@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Section "patch points": names of NeMo-RL and vLLM that this package uses. As a script, the process that loads NeMo-RL."""
 
+import importlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nemo_specrollout.config.nemo_rl_tree import nemo_rl_checkout
+from nemo_specrollout.config.python_source import PythonSource, installed_source
 from nemo_specrollout.config.versions import NEMO_RL_NEEDED, nemo_rl_version, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
-from nemo_specrollout.generation.vllm_names import VllmSource, installed_source, vllm_names
-from nemo_specrollout.nemo_rl.patch_points import ALL_PATCH_POINTS, EXTENSION_PATCH_POINTS, PatchPoint, change_of
+from nemo_specrollout.generation.vllm_names import VllmSource, vllm_names
+from nemo_specrollout.nemo_rl.patch_points import (
+    ALL_PATCH_POINTS,
+    EXTENSION_PATCH_POINTS,
+    NEMO_RL,
+    PatchPoint,
+    changes_of,
+    in_one_line,
+    unknown_shared_names,
+)
 
 PATCH_POINTS = Section("patch points")
 TIMEOUT_S = 300.0
@@ -23,34 +33,55 @@ _OTHER_VLLM = "Install an unmodified vLLM of a supported version; if it is one, 
 
 
 def diagnose_patch_points() -> Iterator[Diagnosis]:
-    """Yields diagnoses of the patch points in NeMo-RL and of the names of vLLM.
+    """Yields diagnoses of the patch points in NeMo-RL, of its imports, and of the names of vLLM.
 
-    Takes a minute if NeMo-RL is installed, because a process loads it.
+    Takes a minute if NeMo-RL is installed, because a process loads it. Otherwise the checkout of NEMO_RL_DIR is read.
     """
-    if nemo_rl_version() is None:
+    folder = nemo_rl_checkout()
+    if folder is None or not (folder / NEMO_RL).is_dir():
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
     else:
-        yield from patch_points_of_nemo_rl(ALL_PATCH_POINTS)
-        if vllm_version() is None:  # the engine's process has its own environment
-            yield PATCH_POINTS.ok("patch points in NeMo-RL's engine", "not checked: vLLM is not in this environment")
-        else:
-            yield from patch_points_of_nemo_rl(EXTENSION_PATCH_POINTS)
+        yield from patch_points_of_nemo_rl((*ALL_PATCH_POINTS, *EXTENSION_PATCH_POINTS), folder)
+        yield from _shared_names(folder)
+    if nemo_rl_version() is not None:
+        # The engine's process has its own environment, so vLLM may be missing here.
+        points = (*ALL_PATCH_POINTS, *(EXTENSION_PATCH_POINTS if vllm_version() is not None else ()))
+        yield from imports_of_nemo_rl(list(dict.fromkeys(point.module for point in points)))
     yield from diagnose_vllm()
 
 
-def patch_points_of_nemo_rl(points: Sequence[PatchPoint]) -> Iterator[Diagnosis]:
-    """Yields a diagnosis of each patch point, up to the one whose import makes the process fail."""
-    outcome = run_child(__name__, [asdict(point) for point in points], TIMEOUT_S)
-    for point, change in zip(points, outcome.told.values(), strict=False):
-        # The import of another package failed, not of a module of NeMo-RL.
-        is_import = change.startswith(("absent: its import", "absent: no module")) and "module nemo_rl" not in change
-        if change:
-            yield PATCH_POINTS.fail(name_of(point), change, _BROKEN_IMPORT if is_import else _OTHER_NEMO_RL)
+def patch_points_of_nemo_rl(points: Sequence[PatchPoint], folder: Path) -> Iterator[Diagnosis]:
+    """Yields a diagnosis of each patch point in the NeMo-RL whose package is in `folder`."""
+    source = PythonSource(folder, NEMO_RL)
+    for point in points:
+        changes = changes_of(point, source)
+        found = "; ".join(change.text for change in changes)
+        if all(change.is_harmless for change in changes):
+            yield PATCH_POINTS.ok(name_of(point), f"present; {found}" if found else "present")
         else:
-            yield PATCH_POINTS.ok(name_of(point), "present")
+            yield PATCH_POINTS.fail(name_of(point), found, _OTHER_NEMO_RL)
+
+
+def _shared_names(folder: Path) -> Iterator[Diagnosis]:
+    """Yields a failure if NeMo-RL's worker extension and vLLM's worker share a name that this package does not know."""
+    vllm = installed_source("vllm")
+    names = [] if vllm is None else unknown_shared_names(PythonSource(folder, NEMO_RL), VllmSource(vllm))
+    if names:
+        text = f"{', '.join(names)}: also a name of vLLM's worker"
+        yield PATCH_POINTS.fail("worker extension", text, "Install the vLLM that NeMo-RL pins.")
+
+
+def imports_of_nemo_rl(modules: Sequence[str]) -> Iterator[Diagnosis]:
+    """Yields diagnoses of the imports of `modules`, up to the one that makes the process fail."""
+    outcome = run_child(__name__, list(modules), TIMEOUT_S)
+    failed = {module: reason for module, reason in outcome.told.items() if reason}
+    for module, reason in failed.items():
+        yield PATCH_POINTS.fail(f"import {module}", reason, _BROKEN_IMPORT)
     if outcome.failure:
-        name = f"{name_of(points[len(outcome.told)])}, and those after it"
-        yield PATCH_POINTS.fail(name, f"their import was {outcome.failure}", _BROKEN_IMPORT, outcome.log)
+        name = f"import {modules[len(outcome.told)]}, and those after it"
+        yield PATCH_POINTS.fail(name, outcome.failure, _BROKEN_IMPORT, outcome.log)
+    elif not failed:
+        yield PATCH_POINTS.ok("imports of NeMo-RL", f"all {len(modules)} succeed")
 
 
 def name_of(point: PatchPoint) -> str:
@@ -63,7 +94,7 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
 
     `folder` holds the source of another vLLM than the installed one.
     """
-    folder = folder or installed_source()
+    folder = folder or installed_source("vllm")
     if folder is None:
         yield PATCH_POINTS.ok("vLLM", "not installed, nothing to check")
         return
@@ -77,11 +108,15 @@ def diagnose_vllm(folder: Path | None = None) -> Iterator[Diagnosis]:
             yield PATCH_POINTS.fail(name.name, name.change, _OTHER_VLLM)
 
 
-def _ask_nemo_rl(order: Any, tell: Tell) -> None:
-    """Tells, for each patch point of `order` under its number, what changed; an empty string if nothing did."""
-    for i, fields in enumerate(order):
-        tell(str(i), change_of(PatchPoint(**fields)))
+def _import_all(modules: Any, tell: Tell) -> None:
+    """Tells, for each of `modules`, why its import fails; an empty string if it succeeds."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+            tell(module, "")
+        except Exception as error:  # an import may raise anything
+            tell(module, in_one_line(error))
 
 
 if __name__ == "__main__":
-    answer(_ask_nemo_rl)
+    answer(_import_all)

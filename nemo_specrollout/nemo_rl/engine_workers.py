@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM workers of an engine under NeMo-RL: our worker for the engine's device, with NeMo-RL's worker extension.
 
-vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class.
+vLLM refuses an extension if a worker class has the same names, unless the extension is a direct base of that class. It is
+one here, so `with_worker_names` makes that test instead.
 """
 
 import logging
@@ -16,10 +17,11 @@ from nemo_rl.models.generation.vllm.vllm_backend import (
     VllmInternalWorkerExtensionWithCheckpointEngine,
 )
 
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.generation import compat
 from nemo_specrollout.generation.head_loading import part_from_policy
 from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER
-from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, check_patch_points
+from nemo_specrollout.nemo_rl.patch_points import EXTENSION_PATCH_POINTS, SHARED_NAMES, check_patch_points
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +67,13 @@ class ExtensionOverrides:
         if self.specrollout_drafting is not None and self._mtp_drafter_refit_enabled():  # type: ignore[attr-defined]
             self.specrollout_drafting.samples.head_version = version
 
-    def _get_drafter_model(self) -> Any:
+    def _get_drafter_model(self, *_: Any, **__: Any) -> Any:
         """Returns the drafter's model. NeMo-RL looks for `model_runner.drafter`, which the V2 model runner lacks."""
         return getattr(self.model_runner.speculator, "model", None)
 
-    def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]]) -> None:
+    def _load_draft_weights(self, draft_weights: list[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
         self._part_drafter([name for name, _ in draft_weights])
-        super()._load_draft_weights(draft_weights)  # type: ignore[misc]
+        return super()._load_draft_weights(draft_weights, *args, **kwargs)  # type: ignore[misc]
 
     def _part_drafter(self, weight_names: list[str]) -> None:
         draft = self._get_drafter_model()
@@ -81,16 +83,36 @@ class ExtensionOverrides:
             logger.warning("specrollout: the drafter shared the policy's %s; it has its own now", path)
 
     @contextmanager
-    def _weight_update_lifecycle(self, transport: Any) -> Iterator[Any]:
+    def _weight_update_lifecycle(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         started = time.perf_counter()
-        with super()._weight_update_lifecycle(transport) as finalize:  # type: ignore[misc]
+        with super()._weight_update_lifecycle(*args, **kwargs) as finalize:  # type: ignore[misc]
             yield finalize
         self.specrollout_weights_updated(time.perf_counter() - started)  # type: ignore[attr-defined]
 
 
+def with_worker_names(cls: type) -> type:
+    """Gives `cls` vLLM's own methods under `SHARED_NAMES`, and returns it.
+
+    The bases of `cls` are overrides, NeMo-RL's extension and vLLM's worker. Raises ConfigError if extension and worker
+    share another name, because the extension's method would replace vLLM's.
+    """
+    _, extension, worker = cls.__bases__
+    shared = {name for name in dir(extension) if not name.startswith("__") and hasattr(worker, name)}
+    if unknown := sorted(shared.difference(SHARED_NAMES)):
+        raise ConfigError(
+            f"NeMo-RL's {extension.__name__} and vLLM's worker both have {', '.join(unknown)}: this NeMo-RL does not fit this "
+            "vLLM. Install the vLLM that NeMo-RL pins"
+        )
+    for name in shared:
+        setattr(cls, name, getattr(worker, name))
+    return cls
+
+
+@with_worker_names
 class NemoRlWorker(ExtensionOverrides, VllmInternalWorkerExtension, _DeviceWorker):
     """Worker that is refitted through NeMo-RL's IPC or collectives."""
 
 
+@with_worker_names
 class NemoRlCheckpointEngineWorker(ExtensionOverrides, VllmInternalWorkerExtensionWithCheckpointEngine, _DeviceWorker):
     """Worker that is refitted through NeMo-RL's checkpoint engine."""

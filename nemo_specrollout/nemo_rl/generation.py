@@ -65,11 +65,12 @@ class SpecrolloutGeneration(VllmGeneration):
             if not getattr(self, "_defer_model_load", False):
                 self._supervisor.open_exchange()
 
-    def load_and_start(self) -> None:
+    def load_and_start(self, *args: Any, **kwargs: Any) -> Any:
         """Loads the models of deferred engines (NeMo-Gym's). Only then can they exchange requests."""
-        super().load_and_start()
+        result = super().load_and_start(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.open_exchange()
+        return result
 
     def supervise(self) -> None:
         """Supervises the engines from this process, which has a copy of the generation. Their models must be loaded."""
@@ -92,25 +93,25 @@ class SpecrolloutGeneration(VllmGeneration):
         self.__dict__.update(state)
         SpecrolloutGeneration.latest = ref(self)
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the engines. Heads' trainer and drafters end before them, and the exchange after them."""
         if self._supervisor is not None:
             self._supervisor.close()
-        is_down = bool(super().shutdown())
+        is_down = super().shutdown(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.close_exchange()
         return is_down
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates as NeMo-RL does, with a seed for each row."""
         with nullcontext() if self._supervisor is None else self._supervisor.rollout():
-            return super().generate(self._with_seeds(data), greedy)
+            return super().generate(self._with_seeds(data), *args, **kwargs)
 
     async def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
+        self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does, with a seed for the only row."""
-        async for result in super().generate_async(self._with_seeds(data), greedy):
+        async for result in super().generate_async(self._with_seeds(data), *args, **kwargs):
             yield result
 
     def _with_seeds(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -137,10 +138,10 @@ class SpecrolloutGeneration(VllmGeneration):
         contents = [json.dumps(question, sort_keys=True, default=str).encode() for question in questions]
         return self.row_seeds.seeds(map(list, contents), self._kind)
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def finish_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Lets the engines drop cached prefixes and sleep. All races end before that."""
         with self.new_weights():
-            return bool(super().finish_generation(*args, **kwargs))
+            return super().finish_generation(*args, **kwargs)
 
     def new_weights(self) -> AbstractContextManager[None]:
         """Encloses a refit."""
@@ -163,18 +164,19 @@ class SpecrolloutGeneration(VllmGeneration):
             self._kind = SeedKind.ROLLOUT
         WorkerClient(self.worker_group).call("take_sample_stats", self._validated)
 
-    def snapshot_step_metrics(self) -> None:
+    def snapshot_step_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Begins the window of a step's metrics. NeMo-RL calls it before a step's generation."""
-        super().snapshot_step_metrics()
+        result = super().snapshot_step_metrics(*args, **kwargs)
         if self._supervisor is not None:
             self._supervisor.begin_step()
+        return result
 
-    def get_step_metrics(self) -> dict[str, Any]:
+    def get_step_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns NeMo-RL's metrics of the step and ours, whose names begin with `specrollout/`.
 
         Ours are arrays of one number: NeMo-RL's loop adds arrays up, and prints a line for every plain number.
         """
-        metrics: dict[str, Any] = super().get_step_metrics()
+        metrics: dict[str, Any] = super().get_step_metrics(*args, **kwargs)
         return metrics | {name: np.array(value) for name, value in self.step_metrics().items()}
 
     def step_metrics(self) -> dict[str, float]:
@@ -187,14 +189,15 @@ class SpecrolloutGeneration(VllmGeneration):
         return self.first_version + self._num_refits - 1
 
 
-def prepare_with_seeds(prepare: Callable[..., None], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+def prepare_with_seeds(prepare: Callable[..., Any], rows: list[dict[str, Any]], *args: Any, **kwargs: Any) -> Any:
     """Prepares NeMo-Gym's rows by NeMo-RL's `prepare`. Each row gets a seed of this process's generation."""
-    prepare(rows, *args, **kwargs)
+    result = prepare(rows, *args, **kwargs)
     latest = SpecrolloutGeneration.latest
     generation = None if latest is None else latest()
     assert generation is not None
     for row, seed in zip(rows, generation.gym_seeds(rows), strict=True):
         row.update(gym_row_with_seed(row, seed))
+    return result
 
 
 @ray.remote
@@ -206,10 +209,10 @@ class SpecrolloutTrajectoryCollector(_NativeCollector):
         rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
         self.policy_generation.row_seeds.begin_version(self.current_weight_version)
 
-    def set_weight_version(self, version: int) -> None:
+    def set_weight_version(self, version: int, *args: Any, **kwargs: Any) -> Any:
         """Begins a policy version. NeMo-RL requests rows of that version only after this call."""
         self.policy_generation.row_seeds.begin_version(version)
-        super().set_weight_version(version)
+        return super().set_weight_version(version, *args, **kwargs)
 
 
 @ray.remote
@@ -221,7 +224,7 @@ class SpecrolloutRolloutActor(_NativeActor):
         rollouts._prepare_nemo_gym_rows = partial(prepare_with_seeds, rollouts._prepare_nemo_gym_rows)
         self._num_steps = 0
 
-    def rollout_to_tq(self, input_batch: Any, **kwargs: Any) -> Any:
+    def rollout_to_tq(self, *args: Any, **kwargs: Any) -> Any:
         """Rolls out a batch. Only validations bring environments of their own, which distinguishes them."""
         generation, is_validation = self.policy_generation, kwargs.get("task_to_env_override") is not None
         if not is_validation and kwargs.get("first_iter", True):
@@ -229,7 +232,7 @@ class SpecrolloutRolloutActor(_NativeActor):
         steps_done = self._num_steps if is_validation else self._num_steps - 1
         generation.row_seeds.begin_version(generation.first_version + steps_done)
         with generation.validation() if is_validation else nullcontext():
-            return super().rollout_to_tq(input_batch, **kwargs)
+            return super().rollout_to_tq(*args, **kwargs)
 
 
 class SpecrolloutLogger(WatchingLogger, Logger):

@@ -3,6 +3,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -15,9 +16,11 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
+from nemo_specrollout.config.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
 from nemo_specrollout.config.drafter_configs import secret_of_run
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import ALGORITHMS, effective_block, prepare_nemo_rl, script_of
+from nemo_specrollout.config.nemo_rl_rules import PROMPT_FILES
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import installed_versions
 from nemo_specrollout.generation.arguments import with_specrollout
@@ -45,8 +48,6 @@ _RUN_KEY = "specrollout_run"
 """Key of NeMo-RL's `policy.generation` under which `install` puts the `RunFacts`."""
 _SETUPS = ("setup", "setup_single_controller")
 """Names under which NeMo-RL's scripts call its set-up."""
-_PROMPT_FILES = ("prompt_file", "system_prompt_file")
-"""Keys of NeMo-RL's configs that name files relative to its checkout."""
 _replaced: list[tuple[Any, str, Any]] = []
 """Replaced attributes: module, name, original."""
 
@@ -118,7 +119,7 @@ def _with_prompt_files(node: Any, checkout: Path, key: str = "") -> Any:
     """Returns a config with absolute paths for prompt files that are found in NeMo-RL's checkout only."""
     if isinstance(node, Mapping):
         return {name: _with_prompt_files(value, checkout, name) for name, value in node.items()}
-    is_found = key in _PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()
+    is_found = key in PROMPT_FILES and isinstance(node, str) and not Path(node).is_file()
     return str(checkout / node) if is_found and (checkout / node).is_file() else node
 
 
@@ -127,7 +128,9 @@ def install(config: Any) -> bool:
 
     Returns whether the block is enabled. Without a block, or with `enabled: false`, nothing is touched, and no worker
     imports this package. Otherwise `policy.generation` gets the complete block, facts of the run, and an environment
-    variable for the engines. Raises ConfigError if the block, the config or the installed NeMo-RL does not allow it.
+    variable for the engines. NeMo-RL passes PYTHONPATH on to its actors. If this package is not on it, a
+    copy goes into the log folder and on PYTHONPATH. Raises ConfigError if the block, the config or the installed NeMo-RL
+    does not allow it.
     """
     uninstall()
     plain_block = effective_block({"policy": config.policy})
@@ -142,6 +145,8 @@ def install(config: Any) -> bool:
     generation["specrollout"], generation[_RUN_KEY] = plain_block, asdict(facts)
     # It lets vLLM's V2 model runner run on a CPU, and has no effect on a GPU.
     generation["vllm_cfg"]["env_vars"] = {**(generation["vllm_cfg"].get("env_vars") or {}), V2_ON_CPU: "1"}
+    if not is_on_pythonpath():
+        os.environ[PYTHONPATH] = pythonpath_with(code_folder(Path(config.logger["log_dir"]).absolute()))
     _replace_names(config, _logger_class(block, plain_block, tree, facts))
     drafters = ", ".join(drafter.type for drafter in block.drafters) or "vLLM's own, or none"
     print(f"specrollout is on: drafters {drafters}; on vLLM's V2 model runner", flush=True)
@@ -257,14 +262,11 @@ def _logger_class(block: SpecrolloutConfig, plain_block: dict[str, Any], tree: A
 
 def _replace_names(config: Any, logger: Any) -> None:
     from nemo_rl.algorithms import async_utils
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.experience import rollouts
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from nemo_specrollout.nemo_rl import generation as ours
 
-    for native, our_actor in ACTORS.items():
-        ACTOR_ENVIRONMENT_REGISTRY[our_actor] = ACTOR_ENVIRONMENT_REGISTRY[native]
     resolve = vllm_generation.resolve_generation_worker_cls
     _replace(vllm_generation, "resolve_generation_worker_cls", partial(_our_actor, resolve))
     if _is_controlled(config):
@@ -306,10 +308,21 @@ def _replace_for_controller(config: Any, logger: Any) -> None:
     _replace(single_controller, "Logger", logger)
 
 
-def _our_actor(resolve: Any, default_cls: str, config: dict[str, Any]) -> str:
-    """Returns the name of our actor for the engine's actor that NeMo-RL's function `resolve` names."""
-    native = resolve(default_cls, config)
-    return ACTORS.get(native, native)
+def _our_actor(resolve: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the name of our actor for the engine's actor that NeMo-RL's function `resolve` names.
+
+    Our actor gets the environment of that actor. Otherwise NeMo-RL would make another one with vLLM on every node, because
+    it names an environment after the actor's class.
+    """
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+
+    from nemo_specrollout.nemo_rl.ray_calls import python_of
+
+    native: str = resolve(*args, **kwargs)
+    if native not in ACTORS:
+        return native
+    ACTOR_ENVIRONMENT_REGISTRY[ACTORS[native]] = python_of(native)
+    return ACTORS[native]
 
 
 def _refit_and_tell(refit: Any, policy: Any, policy_generation: Any, *args: Any, **kwargs: Any) -> Any:

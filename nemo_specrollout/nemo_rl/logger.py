@@ -230,18 +230,19 @@ class WatchingLogger:
     def __init__(
         self,
         cfg: Mapping[str, Any],
-        *,
+        *args: Any,
         gap_alarm: float,
         causes: Sequence[str],
         facts: Mapping[str, Any],
         last_step: int,
+        **kwargs: Any,
     ) -> None:
-        """`cfg` is NeMo-RL's.
+        """`cfg`, `args` and `kwargs` are NeMo-RL's.
 
         `gap_alarm` is `logprob_gap_alarm` of the block, nats a token. `causes` are likely causes of a large gap, the likeliest
         first. `facts` of the run go into `summary.json`. `last_step` is the last step of the run.
         """
-        super().__init__(cfg)  # type: ignore[call-arg]
+        super().__init__(cfg, *args, **kwargs)  # type: ignore[call-arg]
         self.step_log, self._gap_alarm, self._causes = STEP_LOG, gap_alarm, causes
         self._record = RunRecord(Path(cfg["log_dir"]), facts)
         self._report = LiveReport(self._record.folder, last_step)
@@ -249,19 +250,14 @@ class WatchingLogger:
         # Runs when the logger is dropped or its process ends. A method of the logger would keep it alive.
         weakref.finalize(self, self._report.close)
 
-    def finish(self) -> None:
+    def finish(self, *args: Any, **kwargs: Any) -> Any:
         """Completes the report at the end of the SingleController's run."""
         self._report.close()
-        super().finish()  # type: ignore[misc]
+        return super().finish(*args, **kwargs)  # type: ignore[misc]
 
     def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
-    ) -> None:
+        self, metrics: dict[str, Any], step: int, prefix: str | None = "", *args: Any, **kwargs: Any
+    ) -> Any:
         """Logs as NeMo-RL does, a training step's metrics with ours."""
         if prefix == "timing/validation":
             self._validation = (step, float(metrics.get("total_validation_time", 0.0)))
@@ -269,7 +265,7 @@ class WatchingLogger:
             self._step_done(metrics, step)
         if prefix == "train" and "loss" in metrics:  # NeMo-RL may have logged metrics of rollouts before
             metrics = self._with_ours(metrics, step)
-        super().log_metrics(metrics, step, prefix, step_metric, step_finished)  # type: ignore[misc]
+        return super().log_metrics(metrics, step, prefix, *args, **kwargs)  # type: ignore[misc]
 
     def _step_done(self, timing: Mapping[str, Any], step: int) -> None:
         """Keeps a step's timers, which NeMo-RL logs last, and updates the report before the step is finished."""

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,27 +11,59 @@ from typing import Any
 
 import ray
 
+from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.racing.turns import ExchangeFailed
 from nemo_specrollout.remote.protocol.drafter_stats import DrafterStats
 from nemo_specrollout.telemetry.engine_stats import EngineTotals
 from nemo_specrollout.telemetry.sample_stats import StepEnd
 
 ENGINE_ACTOR = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's actor whose Python environment our actors share. It has vLLM, and with it what `speculators` needs."""
+"""NeMo-RL's actor whose Python environment our actors share. It has vLLM."""
+_PACKAGE = "nemo_specrollout"
 PATIENCE_S = 300.0
 """Seconds after which a call of the exchange without an answer counts as failed."""
 _NO_GPU_MASK = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable with which an actor sees all GPUs, not only its own. NeMo-RL's `init_ray` does not pass it on either."""
 
 
-def engine_environment() -> dict[str, Any]:
-    """Returns the Ray runtime environment of an engine, in which NeMo-RL also starts actors without a worker group."""
+def python_of(actor: str) -> str:
+    """Returns the path of the Python that runs an actor of NeMo-RL, by the class's dotted name.
+
+    NeMo-RL makes the actor's environment first where there is none. Raises ConfigError if that Python does not find this
+    package.
+    """
     from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
-    python = get_actor_python_env(ENGINE_ACTOR)
+    python: str = get_actor_python_env(actor)
     if python.startswith("uv"):
-        python = create_local_venv_on_each_node(python, ENGINE_ACTOR)
+        python = create_local_venv_on_each_node(python, actor)
+    if not os.path.isfile(python):  # NeMo-RL makes none on a node that runs no actors
+        return python
+    search = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({_PACKAGE!r}) is None)"
+    if subprocess.run([python, "-c", search], check=False).returncode:
+        raise ConfigError(
+            f"{python}, which runs {actor.rpartition('.')[2]}, does not find {_PACKAGE}: start with `nemo-specrollout run`, "
+            "or put a folder that holds this package alone on PYTHONPATH"
+        )
+    return python
+
+
+def pythons_of_actors() -> dict[str, str]:
+    """Returns the path of the Python of each actor of NeMo-RL, by the class's dotted name. It may not exist yet."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
+
+    environments = os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)
+    return {
+        name: os.path.join(environments, name, "bin", "python") if python.startswith("uv") else python
+        for name, python in ACTOR_ENVIRONMENT_REGISTRY.items()
+    }
+
+
+def engine_environment() -> dict[str, Any]:
+    """Returns the Ray runtime environment of an engine, in which NeMo-RL also starts actors without a worker group."""
+    python = python_of(ENGINE_ACTOR)
     venv = os.path.dirname(os.path.dirname(python))
     inherited = {name: value for name, value in os.environ.items() if name != _NO_GPU_MASK}
     return {

@@ -70,11 +70,12 @@ class _SeededEngine:
     _racing: Any = None
     """The engine's part in the exchange of requests, once it has joined."""
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        super()._create_engine(engine_arguments(llm_kwargs, self.cfg))  # type: ignore[misc]
+    def _create_engine(self, llm_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        result = super()._create_engine(engine_arguments(llm_kwargs, self.cfg), *args, **kwargs)  # type: ignore[misc]
         run_seed, required = RunFacts.of(self.cfg).seed, self.cfg["specrollout"]["http_seeds"] == "required"
         self._request_seeds = RequestSeeds(run_seed, engine_number(self.cfg["vllm_cfg"]), required=required)
         self.llm.generate = self._generate_with_seeds  # type: ignore[attr-defined]
+        return result
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls vLLM's own method, which `_generate_with_seeds` hides."""
@@ -105,13 +106,13 @@ class SpecrolloutVllmWorkerImpl(_SeededEngine, VllmGenerationWorkerImpl):
             return self._generate(prompts, params, **kwargs)
         return self._racing.generate(prompts, params, lambda: self._generate(prompts, params, **kwargs))
 
-    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates as NeMo-RL does. An engine without rows works for the others."""
         if self._racing is not None and not len(data["input_ids"]):
             self._racing.generate([], [], list)
         token = _rows.set(_rows_of(data))
         try:
-            return super().generate(data, greedy)
+            return super().generate(data, *args, **kwargs)
         finally:
             _rows.reset(token)
 
@@ -138,17 +139,17 @@ class SpecrolloutVllmAsyncWorkerImpl(_SeededEngine, VllmAsyncGenerationWorkerImp
         return self._racing.generate(prompt, params, native=lambda: self._generate(prompt, params, **kwargs), **kwargs)
 
     async def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
+        self, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generates as NeMo-RL does. Ray runs each call in a context of its own, which the call's tasks inherit."""
         _rows.set(_rows_of(data))
-        async for result in super().generate_async(data, greedy):
+        async for result in super().generate_async(data, *args, **kwargs):
             yield result
 
-    def _setup_vllm_openai_api_server(self, app: Any) -> Any:
+    def _setup_vllm_openai_api_server(self, app: Any, *args: Any, **kwargs: Any) -> Any:
         """Sets up NeMo-RL's HTTP server, whose clients may send a seed in a header."""
         app.add_middleware(SeedHeader)
-        return super()._setup_vllm_openai_api_server(app)
+        return super()._setup_vllm_openai_api_server(app, *args, **kwargs)
 
     async def specrollout_join_exchange(self, actor: Any, engine: int) -> None:
         """Joins the exchange of requests as engine number `engine`."""

@@ -31,17 +31,19 @@ class ControlledGeneration(SpecrolloutGeneration):
 class SeededRollouts(AsyncRolloutImpl):
     """NeMo-RL's rollouts of one prompt. Each knows its sample, in all its turns and when it is tried again."""
 
-    async def _run_single_rollout(self, input_sample: Any, traj_idx: int) -> Any:
+    async def _run_single_rollout(self, input_sample: Any, traj_idx: int, *args: Any, **kwargs: Any) -> Any:
         length = sum(len(message["token_ids"]) for message in input_sample["message_log"])
         current_sample.set(_sample(input_sample, traj_idx, length))
-        return await super()._run_single_rollout(input_sample, traj_idx)  # NeMo-RL runs it as a task of its own
+        # NeMo-RL runs it as a task of its own.
+        return await super()._run_single_rollout(input_sample, traj_idx, *args, **kwargs)
 
 
 class SeededGymRollouts(AsyncNemoGymRolloutImpl):
     """NeMo-Gym's rollouts of one prompt. Each of its rows brings a seed to the engines' HTTP server."""
 
-    def _build_inputs(self, input_sample: Any) -> list[dict[str, Any]]:
-        rows, run_seed = super()._build_inputs(input_sample), RunFacts.of(self._generation_config).seed
+    def _build_inputs(self, input_sample: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        rows = super()._build_inputs(input_sample, *args, **kwargs)
+        run_seed = RunFacts.of(self._generation_config).seed
         return [gym_row_with_seed(row, sample_seed(run_seed, _sample(input_sample, i))) for i, row in enumerate(rows)]
 
 
@@ -95,10 +97,10 @@ class SupervisingSynchronizer:
             generation.snapshot_step_metrics()
         return result
 
-    def shutdown(self) -> None:
+    def shutdown(self, *args: Any, **kwargs: Any) -> Any:
         """Shuts down NeMo-RL's synchronizer and ends the supervision."""
         try:
-            self._native.shutdown()
+            return self._native.shutdown(*args, **kwargs)
         finally:
             self._generation.end_supervision()
 

@@ -14,7 +14,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nemo_rl_host import HERE, Run, make_host
-from nemo_rl_scenarios import OFF, PLAIN
+from nemo_rl_scenarios import OFF, PLAIN, RENAMED
 
 NUM_STEPS, WARM_UP = 12, 2
 LOOPS = {"grpo": "base.yaml", "controller": "single_controller.yaml", "turns": "multi_turn.yaml", "ppo": "ppo.yaml"}
@@ -53,7 +53,7 @@ def main(out: Path, names: list[str]) -> None:
             folder.mkdir(parents=True)
             scenario = {"run": {"overrides": [*overrides, f"{algorithm}.max_num_steps={NUM_STEPS}"]}}
             (folder / "scenarios.json").write_text(json.dumps(scenario))
-            more = {"NEMO_RL_CPU_PROFILE": "1"}
+            more = {"NEMO_RL_CPU_PROFILE": "1", **(RENAMED if overrides is OFF else {})}
             log = host.run(HERE / "run_scenarios.py", HERE / LOOPS[name], folder / "scenarios.json", folder, more=more)
             error = Run(folder / "run").result["error"]
             assert error is None, f"{name}, {variant}: {error}\n{log[-3000:]}"

@@ -47,6 +47,7 @@ PROPOSALS = (
     Proposal("vllm-0.28-draft-noise", Tree.VLLM_0_28, "draft_noise.py"),
     Proposal("vllm-dummy-lm-head", Tree.VLLM, "dummy_lm_head.py"),
     Proposal("nemo-rl-draft-refit", Tree.NEMO_RL, "tests/unit/models/generation/test_vllm_backend.py"),
+    Proposal("nemo-rl-synchronize-device", Tree.NEMO_RL, "tests/unit/models/generation/test_vllm_backend.py"),
     Proposal("nemo-rl-rollout-seeds", Tree.NEMO_RL, "tests/unit/experience/test_rollout_seeds.py"),
 )
 

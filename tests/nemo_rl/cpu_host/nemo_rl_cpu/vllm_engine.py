@@ -2,6 +2,7 @@
 """vLLM's CPU build as an engine that NeMo-RL can refit."""
 
 import importlib
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from nemo_rl_cpu.cuda import OnCpu
 from nemo_rl_cpu.refit import device_id
 
+RENAMED = "NEMO_RL_CPU_SYNCHRONIZE_RENAMED"
 # What vLLM 0.32 has moved of that which NeMo-RL's HTTP server, written for 0.25, imports.
 _MOVED = {
     "vllm.entrypoints.chat_utils": "vllm.renderers.chat_utils",
@@ -81,7 +83,10 @@ def never_sleep_async(async_llm: ModuleType) -> None:
 
 
 def patch_extension(vllm_backend: ModuleType) -> None:
-    """NeMo-RL's worker extension: the device's name, no NUMA, a refit into CPU tensors."""
+    """NeMo-RL's worker extension: the device's name, no NUMA, a refit into CPU tensors.
+
+    NeMo-RL alone starts with vLLM 0.32 only with docs/upstream/nemo-rl-synchronize-device.md, which `RENAMED` asks for.
+    """
     extension = vllm_backend.VllmInternalWorkerExtension
     receive = extension.update_weights_from_collective
 
@@ -89,8 +94,9 @@ def patch_extension(vllm_backend: ModuleType) -> None:
         with OnCpu():
             return receive(self)
 
-    # Of NeMo-RL's sparse refit. The worker of vLLM 0.32 has one of that name, with which the extension would clash.
-    del extension.synchronize_device
+    if os.environ.get(RENAMED):
+        extension.synchronize_sparse_delta_refit = extension.synchronize_device
+        del extension.synchronize_device
     extension.report_device_id = lambda self: device_id()
     extension.bind_numa = lambda self: False
     extension.update_weights_from_collective = receive_on_cpu
