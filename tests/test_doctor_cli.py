@@ -144,10 +144,10 @@ def test_missing_vllm_torch_and_nemo_rl_are_diagnosed(tmp_path: Path) -> None:
         [sys.executable, "-S", *COMMAND[1:]], env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 1 and done.stderr == ""
-    assert "Install vLLM 0.25.1 or later, before 0.34.0." in done.stdout
+    assert done.returncode == 0 and done.stderr == ""
+    assert "Where engines run, install vLLM 0.25.1 or later, before 0.34.0." in done.stdout
     assert "not tried: vLLM is not installed" in done.stdout
-    assert done.stdout.count("fail") == 2, "the row of vLLM, and the count"
+    assert "0 fail" in done.stdout
 
 
 def test_a_bad_config_does_not_stop_the_other_checks() -> None:

@@ -47,6 +47,8 @@ class Command:
     flags: tuple[Flag, ...] = ()
     more_flags: Callable[[argparse.ArgumentParser], None] | None = None
     """Adds flags that are derived from a record."""
+    extra: str = ""
+    """Extra of `pyproject.toml` whose packages the command needs."""
     in_scratch_folder: bool = False
     """Whether the command starts engines, so that its temporary files go into a folder that is removed at its end."""
 
@@ -64,9 +66,9 @@ _PROFILE = _flag("--profile", "FILE", "times that `profile` measured", type=Path
 _SCRIPT = _flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
 
 COMMANDS = (
-    Command("run", "a GRPO run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT)),
+    Command("run", "a GRPO run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT), extra="local"),
     Command("bench", "the same rollouts with and without speculation, interleaved", "measure.bench", _RUN,
-            in_scratch_folder=True),
+            extra="local", in_scratch_folder=True),
     Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _RUN),
     Command("explain", "what a config would do and bring, and its known traps; loads neither torch nor vllm",
             "explain.explain", (
@@ -96,7 +98,7 @@ COMMANDS = (
         _flag("--out", "FILE", "file for the measured times, JSON", type=Path, required=True),
         _flag("--threads", "N,N", "threads of an engine; default: 1,2 if there are two cores", default=""),
         _flag("--steps", "N", "steps to time for each number of requests", default=32),
-    ), in_scratch_folder=True),
+    ), extra="local", in_scratch_folder=True),
     Command("ladder", "measures on this CPU how fast each draft method decodes, ranked, for a run to start from",
             "measure.ladder", (
         *_RUN,
@@ -104,17 +106,20 @@ COMMANDS = (
         _flag("--task", "NAME", "task to measure; default: the config's"),
         _flag("--rounds", "N", "rounds over all methods", default=4),
         _flag("--seconds", "S", "decoding of each method and batch size in a round", default=1.0),
-    ), in_scratch_folder=True),
+    ), extra="local", in_scratch_folder=True),
     Command("serve-drafter", "a drafter for engines that name its address", "drafter_commands.serve_drafter", (
         *_RUN, _flag("--address", "tcp://HOST:PORT", "where to listen", default="tcp://127.0.0.1:5570"),
-    ), in_scratch_folder=True),
+    ), extra="engine", in_scratch_folder=True),
     Command("publish-draft", "gives new weights to remote drafters", "drafter_commands.publish_draft", (
         *_RUN,
         _flag("--weights", "DIR", "a checkpoint of the draft model", type=Path, required=True),
         _flag("--version", None, "version of the weights; default: the time, in seconds", type=int),
-    )),
+    ), extra="engine"),
     Command("refresh-draft", "trains an EAGLE-3 draft head for a policy, or refreshes one", "refresh_draft.refresh_draft",
-            more_flags=add_refresh_flags),
+            extra="heads", more_flags=add_refresh_flags),
+    Command("examples", "copies the recipes and the cluster file into a folder", "examples.copy_examples", (
+        _flag("folder", "DIR", "the folder, which may exist", type=Path),
+    )),
     Command("report", "writes report.html and picture.png of a run directory again, also while it runs", "run.report", (
         _flag("run_dir", "RUN_DIR", "the logger.log_dir of a run, local or in NeMo-RL", type=Path),
     )),
@@ -133,6 +138,8 @@ COMMANDS = (
         _OVERRIDES,
         _flag("--json", "FILE", "file for the same facts, and for logs of what failed", type=Path),
         _flag("--no-self-test", None, "starts no engine", action="store_true"),
+        _flag("--in-nemo-rl", None, "looks inside the environment of NeMo-RL's driver, by `uv` and NEMO_RL_DIR",
+              action="store_true"),
     )),
 )  # fmt: skip
 

@@ -3,6 +3,8 @@
 
 import argparse
 import json
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -17,13 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_specrollout.cli.check import subject_of
+from nemo_specrollout.cli.nemo_rl_environment import command_line, environment_with
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
+from nemo_specrollout.config.code_folder import code_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor import environment, patch_point_check, self_test
+from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
 from nemo_specrollout.nemo_rl.patch_points import in_one_line
 
@@ -40,6 +44,8 @@ def doctor(parsed: argparse.Namespace) -> int:
     """
     if parsed.json is not None:
         check_out(parsed.json, "--json")
+    if parsed.in_nemo_rl:
+        return _in_nemo_rl(parsed)
     console, found = log_console(), list[Diagnosis]()
     limits = list(
         _guarded(environment.MACHINE, environment.diagnose_machine)
@@ -56,6 +62,17 @@ def doctor(parsed: argparse.Namespace) -> int:
     return _conclude(console, found, parsed.json)
 
 
+def _in_nemo_rl(parsed: argparse.Namespace) -> int:
+    """Runs the same command in the environment of NeMo-RL's driver; returns its exit code. Raises ConfigError."""
+    arguments = ["doctor", *([] if parsed.config is None else [str(parsed.config)]), *parsed.overrides]
+    arguments += [] if parsed.json is None else ["--json", str(parsed.json)]
+    arguments += ["--no-self-test"] * parsed.no_self_test
+    command = command_line(arguments)
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        environment_ = environment_with(code_folder(Path(folder)))
+        return subprocess.run(command, env=environment_, check=False).returncode
+
+
 def _sections(
     parsed: argparse.Namespace, limits: list[Diagnosis], console: Console
 ) -> Iterator[tuple[Section, Source]]:
@@ -63,6 +80,7 @@ def _sections(
     yield environment.VERSIONS, lambda: environment.diagnose_versions(environment.found_versions())
     yield environment.DEVICE, environment.diagnose_device
     yield environment.MACHINE, lambda: limits
+    yield actors.ACTORS, actors.diagnose_actors
     yield patch_point_check.PATCH_POINTS, patch_point_check.diagnose_patch_points
     if parsed.config is not None:
         yield CONFIG, lambda: diagnose_config(parsed.config, parsed.overrides)

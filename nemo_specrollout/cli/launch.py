@@ -15,10 +15,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-import nemo_specrollout
-import vllm_v2_cpu
 from nemo_specrollout.cli.commands import CLUSTER_FLAGS
 from nemo_specrollout.cli.slurm import ClusterSettings, Job, absolute, check_mountable, read_settings, seconds
+from nemo_specrollout.config.code_folder import copy_code
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import NEMO_RL_DIR, load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
@@ -133,7 +132,7 @@ def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:
 
 
 class LaunchDirectory:
-    """Owns `config.yaml`, `env.sh`, `setup.sh`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
+    """Owns `config.yaml`, `env.sh`, `job.sh`, `addon/` and `submissions.jsonl`; NeMo-RL adds checkpoints and logs.
 
     Invariant: after the first submission, config and code of the run stay the same. Until then they may be written again.
     `addon/` is a copy of this package, so that an edit of the original cannot change a run. Each file is written as a whole.
@@ -173,13 +172,8 @@ class LaunchDirectory:
     def write(self, files: Mapping[str, str]) -> None:
         """Writes `files`, texts by name, in their order, and the code unless a submitted job uses it."""
         (self.path / "slurm").mkdir(parents=True, exist_ok=True)
-        addon, temporary = self.path / "addon", self.path / f".addon.{os.getpid()}"
-        if not (self.submitted and addon.is_dir()):
-            for package in (nemo_specrollout, vllm_v2_cpu):
-                source = Path(package.__file__ or "").parent
-                shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.rmtree(addon, ignore_errors=True)
-            os.replace(temporary, addon)
+        if not (self.submitted and (self.path / "addon").is_dir()):
+            copy_code(self.path / "addon")
         for name, text in files.items():
             write_atomically(self.path / name, text)
 

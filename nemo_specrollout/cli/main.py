@@ -10,7 +10,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 
-from nemo_specrollout.cli.commands import parse
+from nemo_specrollout.cli.commands import Command, parse
 from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED
 from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
 from nemo_specrollout.config.strict import ConfigError
@@ -41,6 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with Interrupts(), scratch_folder() if command.in_scratch_folder else nullcontext():
             return command.run(parsed)
+    except ModuleNotFoundError as error:
+        if (sentence := _lack_of(error, command)) is None:
+            raise
+        complain(sentence)
+        return EXIT_BAD_INPUT
     except (ConfigError, KeyboardInterrupt, SystemExit, OSError) as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,6 +55,16 @@ def main(arguments: list[str] | None = None) -> int:
         sentence, code = end
         complain(sentence)
         return code
+
+
+def _lack_of(error: ModuleNotFoundError, command: Command) -> str | None:
+    """Returns a sentence about the package that `command` lacks; None if a module of this package is missing."""
+    package = str(error.name).partition(".")[0]
+    if package in ("nemo_specrollout", "vllm_v2_cpu"):
+        return None
+    where = f"nemo-specrollout {command.name} needs the Python package {package}, which is not installed here"
+    extra = f"[{command.extra}]" if command.extra else ""
+    return f"{where}; in the checkout: pip install '.{extra}'"
 
 
 def _output_is_closed() -> bool:

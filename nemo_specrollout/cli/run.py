@@ -2,15 +2,19 @@
 """`nemo-specrollout run` and `report`: a GRPO run, resumable, with a report however it ends."""
 
 import argparse
+import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_specrollout.cli.nemo_rl_environment import command_line, environment_with
 from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
+from nemo_specrollout.config.code_folder import code_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
-from nemo_specrollout.config.nemo_rl_tree import runtime_of
+from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import nemo_rl_version
 
@@ -24,7 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Starts or resumes a run; returns 0 when all steps are done. Raises ConfigError and KeyboardInterrupt."""
     tree = load_config(parsed.config, parsed.overrides)
     if runtime_of(tree) == "nemo_rl":
-        return _run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
+        return _run_nemo_rl(tree, parsed)
     if parsed.script is not None:
         raise ConfigError("--script: only a run in NeMo-RL has one; set runtime=nemo_rl, or leave it out")
     return _run_local(tree)
@@ -36,35 +40,38 @@ def report(parsed: argparse.Namespace) -> int:
     Raises ConfigError if the folder is no run directory.
     """
     run_dir = parsed.run_dir
-    try:
-        if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
-            from nemo_specrollout.local.run_report import write_pages as write_local_pages
+    if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
+        from nemo_specrollout.local.run_report import write_pages as write_local_pages
 
-            page, picture = write_local_pages(run_dir)
-        else:
-            from nemo_specrollout.reports.records import find_folder
+        page, picture = write_local_pages(run_dir)
+    else:
+        from nemo_specrollout.reports.records import find_folder
 
-            folder = find_folder(run_dir)  # before the charts' packages, which may be missing, are imported
-            from nemo_specrollout.reports.nemo_rl_page import write_pages
+        folder = find_folder(run_dir)  # before the charts' packages, which may be missing, are imported
+        from nemo_specrollout.reports.nemo_rl_page import write_pages
 
-            page, picture = write_pages(folder)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"a report needs {error.name}, which is not installed: pip install {error.name}") from error
+        page, picture = write_pages(folder)
     print(f"report  {page}\npicture {picture}")
     return 0
 
 
-def _run_nemo_rl(tree: dict[str, Any], script: Path | None) -> int:
-    """Runs NeMo-RL's own script with our block in effect. It resumes from `checkpointing.checkpoint_dir`."""
-    for finding in prepare_nemo_rl(tree):
-        print(f"{finding.kind}: {finding}")
+def _run_nemo_rl(tree: dict[str, Any], parsed: argparse.Namespace) -> int:
+    """Runs NeMo-RL's own script with our block in effect. It resumes from `checkpointing.checkpoint_dir`.
+
+    If this Python has no NeMo-RL, this process becomes the same command in the environment of NeMo-RL's driver.
+    """
+    findings = prepare_nemo_rl(tree)
     if nemo_rl_version() is None:
-        raise ConfigError(
-            "runtime: nemo_rl, but NeMo-RL is not installed here; run in its container, see slurm/README.md"
-        )
+        script = [] if parsed.script is None else ["--script", parsed.script]
+        command = command_line(["run", str(parsed.config), *parsed.overrides, *script])
+        environment = environment_with(code_folder(Path(str(at(tree, "logger.log_dir", "logs"))).absolute()))
+        print(f"NeMo-RL's environment: {shlex.join(command)}", flush=True)
+        os.execvpe(command[0], command, environment)
+    for finding in findings:
+        print(f"{finding.kind}: {finding}")
     from nemo_specrollout.nemo_rl.installation import run as run_nemo_rl
 
-    run_nemo_rl(tree, script)
+    run_nemo_rl(tree, None if parsed.script is None else Path(parsed.script))
     return 0
 
 

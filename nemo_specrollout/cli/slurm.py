@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.config.strict import ConfigError, bounded, build, refuse
-from nemo_specrollout.nemo_rl.installation import ACTORS
 
 VARIABLES = {
     "account": "SBATCH_ACCOUNT",
@@ -198,7 +197,7 @@ class Job:
 
     def files(self) -> dict[str, str]:
         """Returns the text of each shell file by its name."""
-        return {"env.sh": self._env(), "setup.sh": self._setup(), "job.sh": self._job()}
+        return {"env.sh": self._env(), "job.sh": self._job()}
 
     def _env(self) -> str:
         settings, run = self.settings, self.run
@@ -207,7 +206,7 @@ class Job:
             "CONTAINER": settings.container,
             "MOUNTS": ",".join(dict.fromkeys(mounts)),
             "GPUS_PER_NODE": str(self.gpus_per_node),
-            "SETUP_COMMAND": f"bash {quote(f'{run}/setup.sh')}",
+            "SETUP_COMMAND": settings.setup_command,
             "COMMAND": self._command(),
             "BASE_LOG_DIR": f"{run}/slurm",
             # Working folder of ray.sub in the container: `uv run` has to be called in the checkout.
@@ -225,26 +224,7 @@ class Job:
         """Returns the command for ray.sub's head: NeMo-RL's driver, which passes its PYTHONPATH to all workers."""
         addon, config = quote(f"{self.run}/addon"), quote(f"{self.run}/config.yaml")
         path = f"PYTHONPATH={addon}${{PYTHONPATH:+:$PYTHONPATH}}"
-        return f"{path} uv run python -m nemo_specrollout.cli.main run {config} --script {quote(self.script)}"
-
-    def _setup(self) -> str:
-        # NeMo-RL names an environment after its actor; each of our actors shares the environment of one of NeMo-RL's.
-        links = "".join(f"  share_environment {native} {ours}\n" for native, ours in ACTORS.items())
-        own = f"\n# From the cluster file.\n{self.settings.setup_command}\n" if self.settings.setup_command else ""
-        return f"""#!/bin/bash
-{_HEADER}# Runs in the container, on each node, before Ray starts.
-
-# NeMo-RL looks for a Python environment with the name of the actor class. These links give our actors the environments that
-# the container has; without them every node would build its own.
-environments="${{NEMO_RL_VENV_DIR:-{self.settings.nemo_rl}/venvs}}"
-share_environment() {{
-  if [[ -x "$environments/$1/bin/python" && ! -e "$environments/$2" ]]; then
-    ln -sfn "$environments/$1" "$environments/$2"
-  fi
-}}
-if [[ "${{NRL_FORCE_REBUILD_VENVS:-false}}" != "true" ]]; then
-{links}fi
-{own}"""
+        return f"{path} uv run python -m nemo_specrollout run {config} --script {quote(self.script)}"
 
     def _job(self) -> str:
         last = f"{self.run}/checkpoints/step_{self.max_num_steps}"

@@ -42,8 +42,6 @@ NEEDED = {
     "speculators": ("speculators", "refresh-draft and draft_refresh"),
 }
 """Needed packages: the module by which one is found without its metadata, and the part that needs it."""
-_ENGINE_WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
-"""NeMo-RL's class whose name is also the name of its environment."""
 TORCH_TIMEOUT_S = 120.0
 """Seconds for loading torch and using the GPU."""
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -97,13 +95,12 @@ def diagnose_versions(found: Mapping[str, str], *, is_release: bool | None = Non
 def _vllm(found: Mapping[str, str]) -> Diagnosis:
     version = found.get(VLLM)
     if version is None and NEMO_RL in found:
-        # NeMo-RL may start vLLM in an environment of its own.
-        python = f"{os.environ.get('NEMO_RL_VENV_DIR', '$NEMO_RL_VENV_DIR')}/{_ENGINE_WORKER}/bin/python"
-        to_do = f"Run doctor in the engines' environment too: {python} -m nemo_specrollout.cli.main doctor."
-        return VERSIONS.warn(VLLM, "not installed in this environment; NeMo-RL's driver does not need it", to_do)
+        return VERSIONS.ok(VLLM, "not installed in this environment; NeMo-RL's driver does not need it")
     low, high = (".".join(map(str, bound)) for bound in VLLM_RANGE)
-    problem = "not installed" if version is None else unsupported_version(version)
-    if problem is not None:
+    if version is None:
+        to_do = f"Where engines run, install vLLM {low} or later, before {high}."
+        return VERSIONS.warn(VLLM, "not installed; a login node needs none", to_do)
+    if (problem := unsupported_version(version)) is not None:
         return VERSIONS.fail(VLLM, problem, f"Install vLLM {low} or later, before {high}.")
     return VERSIONS.ok(VLLM, str(version))
 

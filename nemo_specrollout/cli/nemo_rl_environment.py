@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a command of this package in the Python environment of NeMo-RL's driver, which `uv` makes and enters."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemo_specrollout.config.code_folder import PYTHONPATH, pythonpath_with
+from nemo_specrollout.config.load import NEMO_RL_DIR
+from nemo_specrollout.config.nemo_rl_tree import DEFAULT_NEMO_RL_DIR, nemo_rl_checkout
+from nemo_specrollout.config.strict import ConfigError
+
+
+def checkout() -> Path:
+    """Returns NeMo-RL's checkout, which the variable NEMO_RL_DIR names. Raises ConfigError if there is none."""
+    path = nemo_rl_checkout()
+    if path is None or not (path / "nemo_rl").is_dir():
+        named = os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR
+        raise ConfigError(
+            f"NeMo-RL is not in this Python environment, and {named} is no checkout of it; set {NEMO_RL_DIR} to the folder of "
+            "your checkout, or run in NeMo-RL's container"
+        )
+    return path.absolute()
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """Returns the command line that runs our command with `arguments` in NeMo-RL's environment. Raises ConfigError."""
+    folder = checkout()
+    if shutil.which("uv") is None:
+        raise ConfigError(f"uv is not on PATH; it makes and enters the environments of NeMo-RL in {folder}")
+    return ["uv", "run", "--project", str(folder), "python", "-m", "nemo_specrollout", *arguments]
+
+
+def environment_with(code: Path) -> Mapping[str, str]:
+    """Returns this process's environment for that command line, with the folder `code` for NeMo-RL's Pythons."""
+    # These belong to the Python that runs now. uv has its own.
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+    return {**kept, PYTHONPATH: pythonpath_with(code), NEMO_RL_DIR: str(checkout())}

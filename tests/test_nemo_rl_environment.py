@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that enter NeMo-RL's Python environments, or describe them, with stand-ins for `uv` and NeMo-RL."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_launch import BASE, CONFIG, STUBS
+
+from nemo_specrollout.config.code_folder import code_folder, copy_code, is_on_pythonpath
+from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.doctor.actors import diagnose_actors
+from nemo_specrollout.doctor.diagnosis import State
+from nemo_specrollout.nemo_rl.ray_calls import ENGINE_ACTOR, python_of
+
+pytestmark = pytest.mark.unit
+
+COMMAND = [sys.executable, "-m", "nemo_specrollout"]
+REGISTRY = """
+ACTOR_ENVIRONMENT_REGISTRY = {PYTHONS}
+def get_actor_python_env(name):
+    return ACTOR_ENVIRONMENT_REGISTRY[name]
+"""
+VENVS = """
+DEFAULT_VENV_DIR = {FOLDER!r}
+def create_local_venv_on_each_node(command, name):
+    return f"{DEFAULT_VENV_DIR}/{name}/bin/python"
+"""
+COLLECTOR = "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector"
+ASYNC_ENGINE = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of NeMo-RL with a config to inherit from, named by NEMO_RL_DIR, and stubs on PATH."""
+    folder = tmp_path / "RL"
+    for part in ("nemo_rl", "examples/configs"):
+        (folder / part).mkdir(parents=True)
+    (folder / "examples" / "configs" / "base.yaml").write_text(BASE)
+    (tmp_path / "record").mkdir()
+    monkeypatch.setenv("NEMO_RL_DIR", str(folder))
+    monkeypatch.setenv("STUB_RECORD", str(tmp_path / "record"))
+    monkeypatch.setenv("STUB_PYTHON", sys.executable)
+    monkeypatch.setenv("PATH", f"{STUBS}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", "/already/there")
+    monkeypatch.setenv("VIRTUAL_ENV", "/of/this/python")
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+def ended(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in `folder`. The code is found by the current folder of the interpreter alone."""
+    start = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nemo_specrollout.cli.main import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", start, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_run_becomes_the_same_command_in_the_drivers_python(checkout: Path, tmp_path: Path) -> None:
+    arguments = ("run", "config.yaml", "grpo.max_num_steps=3", "--script", "examples/run_grpo.py")
+    done = ended(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = tmp_path / "record"
+    started = ["run", "--project", str(checkout), "python", "-m", "nemo_specrollout", *arguments]
+    assert (record / "uv").read_text().splitlines() == started
+    assert (record / "uv.folder").read_text().strip() == str(tmp_path), "relative paths keep their meaning"
+    (code,) = (tmp_path / "logs").glob("addon-*")
+    assert {path.name for path in code.iterdir()} == {"nemo_specrollout", "vllm_v2_cpu"}
+    environment = (record / "uv.environment").read_text().splitlines()
+    assert f"PYTHONPATH={code}:/already/there" in environment and f"NEMO_RL_DIR={checkout}" in environment
+    assert not [line for line in environment if line.startswith("VIRTUAL_ENV=")]
+    assert (record / "uv.addon").read_text().strip() == str(code / "nemo_specrollout" / "__init__.py")
+
+
+def test_doctor_looks_inside(checkout: Path, tmp_path: Path) -> None:
+    assert ended(tmp_path, "doctor", "config.yaml", "--in-nemo-rl", "--no-self-test").returncode == 0
+    arguments = (tmp_path / "record" / "uv").read_text().splitlines()
+    assert arguments[-3:] == ["doctor", "config.yaml", "--no-self-test"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("NEMO_RL_DIR", "/nowhere", "/nowhere is no checkout of it; set NEMO_RL_DIR"),
+        ("PATH", "/usr/bin:/bin", "uv is not on PATH"),
+    ],
+)
+def test_what_is_missing_is_a_sentence(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = ended(tmp_path, "doctor", "--in-nemo-rl")
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_copy_is_made_once_for_each_content(tmp_path: Path) -> None:
+    first = code_folder(tmp_path)
+    (first / "mark").touch()
+    assert code_folder(tmp_path) == first and (first / "mark").exists()
+    copy_code(first)
+    assert not (first / "mark").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_the_code_is_on_pythonpath_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not is_on_pythonpath()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert is_on_pythonpath()
+
+
+@pytest.fixture
+def nemo_rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A NeMo-RL that has only its table of environments. Returns the folder of the environments that exist."""
+    package, environments = tmp_path / "standin" / "nemo_rl", tmp_path / "environments"
+    for part in ("distributed", "utils"):
+        (package / part).mkdir(parents=True)
+        (package / part / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "package_info.py").write_text("MAJOR = 0\nMINOR = 6\nPATCH = 0\n")
+    pythons = {ENGINE_ACTOR: "uv run --extra vllm", ASYNC_ENGINE: "uv run --extra vllm", COLLECTOR: sys.executable}
+    registry = package / "distributed" / "ray_actor_environment_registry.py"
+    registry.write_text(REGISTRY.replace("{PYTHONS}", repr(pythons)))
+    (package / "utils" / "venvs.py").write_text(VENVS.replace("{FOLDER!r}", repr(str(environments))))
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
+    yield environments
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+        del sys.modules[name]
+
+
+def make_python(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_doctor_says_which_actors_see_the_package(nemo_rl: Path) -> None:
+    make_python(nemo_rl / ENGINE_ACTOR / "bin" / "python", f'exec "{sys.executable}" -S "$@"')
+    found = {d.name: d for d in diagnose_actors()}
+    without_packages = found["VllmGenerationWorker"]
+    assert without_packages.state is State.FAIL and "vLLM is not there" in without_packages.found
+    assert found["VllmAsyncGenerationWorker"].found.endswith("NeMo-RL makes it when it first needs it")
+    assert "finds this package; vLLM 0.32.0" in found["AsyncTrajectoryCollector"].found
+
+
+def test_doctor_says_which_actors_do_not(nemo_rl: Path) -> None:
+    make_python(nemo_rl / ENGINE_ACTOR / "bin" / "python", f'cd / && exec "{sys.executable}" -S -E "$@"')
+    make_python(nemo_rl / ASYNC_ENGINE / "bin" / "python", "exit 3")
+    found = {d.name: d for d in diagnose_actors()}
+    assert found["VllmGenerationWorker"].found.endswith("does not find nemo_specrollout")
+    assert "does not answer" in found["VllmAsyncGenerationWorker"].found
+
+
+def test_an_engine_gets_the_environment_of_nemo_rl_s_actor(nemo_rl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = nemo_rl / ENGINE_ACTOR / "bin" / "python"
+    assert python_of(COLLECTOR) == sys.executable
+    assert python_of(ENGINE_ACTOR) == str(path), "no Python is on this node"
+    make_python(path, f'cd / && exec "{sys.executable}" -S "$@"')
+    with pytest.raises(ConfigError, match="which runs VllmGenerationWorker, does not find nemo_specrollout"):
+        python_of(ENGINE_ACTOR)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert python_of(ENGINE_ACTOR) == str(path)
