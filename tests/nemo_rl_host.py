@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from nemo_rl_scenarios import (
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "nemo_rl"
+# Of float32 weights: a run whose weights moved by less has learned nothing.
+ROUNDING = 1e-6
 # Work trees and the Python of an environment that has their dependencies.
 VARIABLES = ("NEMO_RL_SRC", "MEGATRON_BRIDGE_SRC", "MEGATRON_LM_SRC", "NEMO_RL_PYTHON")
 # For the tests with NeMo-Gym: its work tree, and the Python of an environment for its servers.
@@ -163,6 +166,22 @@ class Run:
         """Rollouts of a loop that NeMo-RL keeps no rows of, as `cpu_host` writes them down."""
         path = self.folder.parent / f"{self.folder.name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+    @property
+    def movement(self) -> list[float]:
+        """The policy's distance from its first weights after each weight update, relative to their norm.
+
+        It is the largest of all engines. `cpu_host` measures it.
+        """
+        changes: dict[str, list[float]] = {}
+        for update in self.lines("weights.jsonl"):
+            changes.setdefault(update["engine"], []).append(update["since_first"])
+        return [max(of_engines) for of_engines in zip_longest(*changes.values(), fillvalue=0.0)]
+
+    @property
+    def weights_moved_by(self) -> float:
+        """The same, after the last update."""
+        return self.movement[-1]
 
     def find(self, name: str) -> Path:
         """The only file of that name."""

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 from test_nemo_rl_config import ASYNC, ASYNC_PPO, CONTROLLER, DRAFT, NATIVE, found, tree
 
+from nemo_specrollout.cli.describe import describe_nemo_rl
 from nemo_specrollout.config import nemo_rl_config
 from nemo_specrollout.config.block import BLOCK_PATH
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl
@@ -44,6 +45,7 @@ def test_another_engine_is_the_only_finding_about_engines(backend: str, monkeypa
         other = found(*with_faults, f"policy.generation.backend={backend}")
         sentence = f'policy.generation.backend: "{backend}"; specrollout works only in vLLM: set it to vllm'
         assert other == {"error": [sentence], "warning": [], "note": []}
+        assert "vLLM" not in str(describe_nemo_rl(tree(f"policy.generation.backend={backend}"))[3:])
         assert all(f.subject != "vllm" for f in check_nemo_rl(tree(f"policy.generation.backend={backend}")))
         assert len(found(*with_faults)["error"]) > 2
     both = found(*ASYNC, f"policy.generation.backend={backend}", "grpo.use_dynamic_sampling=true")["error"]

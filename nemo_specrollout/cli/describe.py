@@ -35,6 +35,7 @@ from nemo_specrollout.config.run_sections import DataConfig
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import installed_versions, nemo_rl_version, vllm_version
 
+_BACKEND = f"{GENERATION}.backend"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_new_tokens")
 
 
@@ -229,6 +230,8 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         return []
     if config is None:
         return [("speculation", "specrollout is off: exactly NeMo-RL's own run")]
+    if not _is_vllm(tree):  # reported among the errors
+        return []
     native = at(tree, SPECULATIVE_CONFIG) if native_drafts(tree) else None
     is_eager = bool(at(tree, f"{VLLM_CFG}.enforce_eager", False))
     engine = engine_in_words(at(tree, VLLM_KWARGS, {}), on_gpu=True, is_eager=is_eager)
@@ -237,6 +240,10 @@ def _describe_nemo_rl_speculation(tree: Tree) -> list[tuple[str, str]]:
         alike = len({frozenset(d.type for d in kind) for kind in config.drafters_of_engines[:engines]}) == 1
         lines.append(("fastest_of_n", _describe_racing(config.fastest_of_n, alike=alike)))
     return lines
+
+
+def _is_vllm(tree: Tree) -> bool:
+    return at(tree, _BACKEND, "vllm") == "vllm"
 
 
 def _describe_placement(tree: Tree) -> str:
@@ -250,6 +257,8 @@ def _describe_placement(tree: Tree) -> str:
     else:
         apart = size_at(tree, f"{GENERATION}.colocated.resources.num_nodes", low=0)
         where = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train"
+    if not _is_vllm(tree):
+        return f"{where}; generation by {at(tree, _BACKEND)}"
     return f"{where}; {num_engines(tree)} engines of {tensor * pipeline} GPU{'s' if tensor * pipeline > 1 else ''}"
 
 

@@ -16,7 +16,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
 from nemo_specrollout.config.strict import ConfigError
-from nemo_specrollout.config.versions import nemo_rl_version
+from nemo_specrollout.config.versions import can_run_nemo_rl
 
 if TYPE_CHECKING:
     from nemo_specrollout.local.progress import Progress
@@ -61,7 +61,7 @@ def _run_nemo_rl(tree: dict[str, Any], parsed: argparse.Namespace) -> int:
     If this Python has no NeMo-RL, this process becomes the same command in the environment of NeMo-RL's driver.
     """
     findings = prepare_nemo_rl(tree)
-    if nemo_rl_version() is None:
+    if not can_run_nemo_rl():
         script = [] if parsed.script is None else ["--script", parsed.script]
         command = command_line(["run", str(parsed.config), *parsed.overrides, *script])
         environment = environment_with(code_folder(Path(str(at(tree, "logger.log_dir", "logs"))).absolute()))

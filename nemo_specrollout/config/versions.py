@@ -83,6 +83,11 @@ def nemo_rl_version() -> str | None:
     return ".".join(numbers)
 
 
+def can_run_nemo_rl() -> bool:
+    """Returns whether this Python is NeMo-RL's. In a checkout's folder, other Pythons find its code, too, but not Ray."""
+    return nemo_rl_version() is not None and importlib.util.find_spec("ray") is not None
+
+
 def nemo_rl_is_a_release() -> bool:
     """Returns whether NeMo-RL is found and is v0.7.0 or older, which are not supported."""
     folder = _nemo_rl_folder()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_specrollout.config.code_folder import PYTHONPATH, code_folder, is_on_pythonpath, pythonpath_with
-from nemo_specrollout.config.versions import nemo_rl_version, unsupported_version
+from nemo_specrollout.config.versions import can_run_nemo_rl, unsupported_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
 
 ACTORS = Section("NeMo-RL's actors")
@@ -37,7 +37,7 @@ def diagnose_actors() -> Iterator[Diagnosis]:
 
     Where PYTHONPATH lacks this package, the Pythons get the copy that a run would give them.
     """
-    if nemo_rl_version() is None:
+    if not can_run_nemo_rl():
         yield ACTORS.ok(
             "NeMo-RL", "not in this environment; with NEMO_RL_DIR set, `doctor --in-nemo-rl` looks inside its own"
         )

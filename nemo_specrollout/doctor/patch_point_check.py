@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_specrollout.config.nemo_rl_tree import nemo_rl_checkout
 from nemo_specrollout.config.python_source import PythonSource, installed_source
-from nemo_specrollout.config.versions import NEMO_RL_NEEDED, nemo_rl_version, vllm_version
+from nemo_specrollout.config.versions import NEMO_RL_NEEDED, can_run_nemo_rl, vllm_version
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, Tell, answer, run_child
 from nemo_specrollout.generation.vllm_names import VllmSource, vllm_names
 from nemo_specrollout.nemo_rl.patch_points import (
@@ -43,7 +43,7 @@ def diagnose_patch_points() -> Iterator[Diagnosis]:
     else:
         yield from patch_points_of_nemo_rl((*ALL_PATCH_POINTS, *EXTENSION_PATCH_POINTS), folder)
         yield from _shared_names(folder)
-    if nemo_rl_version() is not None:
+    if can_run_nemo_rl():
         # The engine's process has its own environment, so vLLM may be missing here.
         points = (*ALL_PATCH_POINTS, *(EXTENSION_PATCH_POINTS if vllm_version() is not None else ()))
         yield from imports_of_nemo_rl(list(dict.fromkeys(point.module for point in points)))

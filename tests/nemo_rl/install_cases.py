@@ -2,8 +2,10 @@
 """install_cases.py BASE.yaml: what `install` does to NeMo-RL's real modules and config, as a line of JSON."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_rl.algorithms import async_utils, grpo
@@ -41,6 +43,14 @@ def refusal(made: MasterConfig) -> str:
     return "none"
 
 
+def pythonpath_after(made: MasterConfig, folder: str) -> list[str]:
+    """Returns PYTHONPATH after `install`, if this package was not on it before; $LOG_DIR stands for `folder`."""
+    os.environ["PYTHONPATH"] = "/elsewhere"
+    install(made)
+    uninstall()
+    return os.environ["PYTHONPATH"].replace(folder, "$LOG_DIR").split(os.pathsep)
+
+
 def main(base: Path) -> None:
     native = names()
     off = config(base, f"{BLOCK}.enabled=false")
@@ -56,10 +66,10 @@ def main(base: Path) -> None:
     found["undone"] = names() == native
     found["bad_option"] = refusal(config(base, f"{BLOCK}.enabled=true", "policy.generation.quant_cfg=NVFP4"))
     found["bad_key"] = refusal(config(base, f"{BLOCK}.budjet=1"))
-    grpo.refit_policy_generation = lambda policy: None
-    found["bad_nemo_rl"] = refusal(on)
-    del grpo.validate
-    found["worse_nemo_rl"] = refusal(on)
+    with TemporaryDirectory() as folder:
+        found["pythonpath"] = pythonpath_after(
+            config(base, f"{BLOCK}.enabled=true", f"logger.log_dir={folder}"), folder
+        )
     print("FOUND " + json.dumps(found))
 
 

@@ -5,6 +5,7 @@ run_scenarios.py BASE.yaml SCENARIOS.json OUT_DIR; a scenario is a name and its 
 how it ended; the logs are NeMo-RL's own. `"kill_after": N` among a scenario's facts kills an engine's actor after N steps,
 or after N recorded prompt groups where the scenario records them. `"kill"` names another actor by a part of its class name.
 With `"kill_its"` the actor's child process that runs such a module is killed. `"environment"` is set while it runs.
+How far the weights move is in OUT_DIR/<name>/weights.jsonl, written by `cpu_host`.
 NEMO_RL_CPU_PROFILE=1 writes OUT_DIR/<name>/profile.pstats, of the driver.
 """
 
@@ -51,13 +52,14 @@ def run_all(base: Path, scenarios: dict[str, Any], out: Path) -> None:
         folder.mkdir(parents=True)
         print(f"=== scenario {name}", flush=True)
         killing = Killing.of(facts)
-        os.environ.update(facts.get("environment", {}))
+        environment = {"NEMO_RL_CPU_WEIGHTS": str(folder / "weights.jsonl"), **facts.get("environment", {})}
+        os.environ.update(environment)
         result = _run(base, [*facts["overrides"], f"logger.log_dir={folder}"], folder, killing)
         (folder / "result.json").write_text(json.dumps(result))
         print(f"=== {name}: {result}", flush=True)
         gc.collect()
         ray.shutdown()
-        for variable in facts.get("environment", {}):
+        for variable in environment:
             del os.environ[variable]
 
 

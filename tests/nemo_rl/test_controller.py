@@ -2,11 +2,12 @@
 """NeMo-RL's SingleController, unedited, with the block and without: its prompt groups, its figures, all samplers."""
 
 import pytest
-from nemo_rl_host import Run
+from nemo_rl_host import ROUNDING, Run
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 OURS = ("plain", "drafted", "weight_fifo", "windowed", "two_engines", "moving", "refreshed_head", "remote")
+SAME_BATCHES = [name for name in OURS[1:] if name != "windowed"]  # which trains on other groups
 NUM_STEPS = {"refreshed_head": 24, "remote": 24}
 Group = list[list[list[int]]]
 
@@ -21,6 +22,23 @@ def groups(run: Run) -> dict[tuple[int, int], Group]:
 def test_a_run_ends_well_and_leaves_no_actor(controller_runs: dict[str, Run], name: str) -> None:
     assert controller_runs[name].result["error"] is None
     assert controller_runs[name].result["actors"] == []
+
+
+@pytest.mark.parametrize("name", ["native", *OURS, "long"])
+def test_weights_move(controller_runs: dict[str, Run], name: str) -> None:
+    assert controller_runs[name].weights_moved_by > ROUNDING
+
+
+@pytest.mark.parametrize("name", ["whole", "half", "resumed"])
+def test_a_learning_rate_of_0_moves_nothing(controller_runs: dict[str, Run], name: str) -> None:
+    assert controller_runs[name].weights_moved_by == 0
+
+
+@pytest.mark.parametrize("name", SAME_BATCHES)
+def test_weights_move_as_without_drafts(controller_runs: dict[str, Run], name: str) -> None:
+    plain, other = controller_runs["long" if name in NUM_STEPS else "plain"], controller_runs[name]
+    for moved, also_moved in zip(plain.movement, other.movement, strict=True):
+        assert moved == pytest.approx(also_moved, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", OURS[1:])
@@ -110,6 +128,7 @@ def test_rows_of_nemo_gym_bring_seeds(gym_controller_runs: dict[str, Run], name:
     run = gym_controller_runs[name]
     assert run.result["error"] is None and run.result["actors"] == []
     assert [step["step"] for step in run.metrics] == [1, 2, 3]
+    assert run.weights_moved_by > ROUNDING
     for step in run.metrics:
         assert step["specrollout/seeds_made_up"] == step["specrollout/seeds_derived"] == 0
         assert step["specrollout/logprob_gap"] < 0.01 and step["specrollout/logprob_gap_alarm"] == 0

@@ -36,6 +36,6 @@ def test_what_cannot_run_is_refused_with_a_sentence(found: dict[str, Any]) -> No
     assert "budjet: unknown key; did you mean 'budget'?" in found["bad_key"]
 
 
-def test_a_changed_nemo_rl_is_refused_by_name(found: dict[str, Any]) -> None:
-    assert "refit_policy_generation is changed: it no longer takes policy_generation" in found["bad_nemo_rl"]
-    assert "nemo_rl.algorithms.grpo.validate is absent" in found["worse_nemo_rl"]
+def test_the_actors_get_the_code_through_pythonpath(found: dict[str, Any]) -> None:
+    code, elsewhere = found["pythonpath"]
+    assert code.startswith("$LOG_DIR/addon-") and elsewhere == "/elsewhere"

@@ -5,12 +5,18 @@ import json
 import re
 
 import pytest
-from nemo_rl_host import Run
+from nemo_rl_host import ROUNDING, Run
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
 STEPS = (1, 2, 3)
 SOUND = 1e-4  # nats: float32, two implementations of one model
+FINISHED = [
+    "sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
+    "sync_eagle3_native", "sync_dapo_plain", "sync_dapo",
+    "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
+    "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight",
+]  # fmt: skip
 
 
 def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
@@ -19,16 +25,15 @@ def count_equal(left: Run, right: Run, step: int) -> tuple[int, int]:
     return sum(x == y for x, y in zip(a, b, strict=True)), max(len(a), len(b))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sync_plain", "sync_drafted", "sync_routed_head", "sync_refreshed_head", "sync_remote", "sync_eagle3",
-     "sync_eagle3_native", "sync_dapo_plain", "sync_dapo",
-     "sync_moving", "sync_moving_streams", "dtensor_two_engines", "async_plain", "async_drafted",
-     "async_refreshed_head", "async_remote", "async_eagle3", "async_moving", "async_moving_in_flight"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", FINISHED)
 def test_run_ends_well_and_leaves_no_actor(runs: dict[str, Run], name: str) -> None:
     assert runs[name].result["error"] is None
     assert runs[name].result["actors"] == []
+
+
+@pytest.mark.parametrize("name", [*FINISHED, "sync_head_interrupted", "sync_head_resumed"])
+def test_weights_move(runs: dict[str, Run], name: str) -> None:
+    assert runs[name].weights_moved_by > ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,8 @@ def test_training_is_the_same_step_by_step(runs: dict[str, Run], plain: str, dra
     for a, b in pairs:
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
         assert a["reward"] == b["reward"]
+    for moved, also_moved in zip(runs[plain].movement, runs[drafted].movement, strict=False):
+        assert moved == pytest.approx(also_moved, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["async_plain", "async_drafted", "async_eagle3"])

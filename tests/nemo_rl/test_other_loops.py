@@ -3,7 +3,7 @@
 TransferQueue trainer."""
 
 import pytest
-from nemo_rl_host import Run
+from nemo_rl_host import ROUNDING, Run
 
 pytestmark = [pytest.mark.nemo_rl, pytest.mark.timeout(7200)]
 
@@ -34,6 +34,12 @@ def test_losses_do_not_depend_on_the_drafter(pair: tuple[Run, Run], loop: str) -
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+def test_weights_move_and_not_by_the_drafter(pair: tuple[Run, Run], loop: str) -> None:
+    plain, drafted = (run.movement for run in pair)
+    assert plain[-1] > ROUNDING and plain == pytest.approx(drafted, rel=1e-3)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_each_step_is_drafted_and_has_seeds(pair: tuple[Run, Run], loop: str) -> None:
     steps = pair[1].metrics
     drafted = [step.get(f"specrollout/{kind}/draft_tokens", 0) for step in steps for kind in ("suffix", "ngram")]
@@ -45,6 +51,14 @@ def test_each_step_is_drafted_and_has_seeds(pair: tuple[Run, Run], loop: str) ->
 def test_rows_of_ppo_do_not_depend_on_the_drafter(ppo_runs: dict[str, Run]) -> None:
     plain, drafted = (ppo_runs[name].record for name in ("plain", "drafted"))
     assert plain == drafted and [len(batch) for batch in plain] == [16, 16, 16]
+
+
+def test_ppo_has_rewards_that_differ_and_losses(ppo_runs: dict[str, Run]) -> None:
+    """A reward is 1 or -1 before it falls with the length of the answer."""
+    for run in ppo_runs.values():
+        assert all(step["loss"] != pytest.approx(0, abs=1e-6) for step in run.metrics)
+        assert all(step["reward"] != pytest.approx(round(step["reward"])) for step in run.metrics)
+        assert all(len({len(row) for row in batch}) > 1 for batch in run.record)
 
 
 def test_samples_of_a_validation_are_not_kept(data_plane_runs: dict[str, Run]) -> None:

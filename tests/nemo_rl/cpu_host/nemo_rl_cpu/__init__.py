@@ -3,7 +3,7 @@
 
 One file for each thing that stands in: `typing_names` (Python 3.13), `cuda` (torch.cuda, devices), `refit` (weights
 between processes), `vllm_engine` (the CPU build), `actors` (Ray), `megatron` and `transformer_engine`. `record` writes down
-rollouts. Of ours there is `wild_tail` alone, for scenarios that ask for it.
+rollouts, and `weights` how far they move. Of ours there is `wild_tail` alone, for scenarios that ask for it.
 """
 
 from nemo_rl_cpu import typing_names
@@ -26,7 +26,10 @@ def register() -> None:
             "nemo_rl.models.policy.utils": "nemo_rl_cpu.refit:patch_ipc",
             "nemo_rl.distributed.stateless_process_group": "nemo_rl_cpu.refit:patch_collective",
             "nemo_rl.utils.packed_tensor": "nemo_rl_cpu.refit:patch_packing",
-            "nemo_rl.models.generation.vllm.vllm_backend": "nemo_rl_cpu.vllm_engine:patch_extension",
+            "nemo_rl.models.generation.vllm.vllm_backend": (
+                "nemo_rl_cpu.vllm_engine:patch_extension",
+                "nemo_rl_cpu.weights:measure_updates",
+            ),
             "nemo_rl.models.policy.workers.dtensor_policy_worker": "nemo_rl_cpu.actors:will_train_dtensor",
             **dict.fromkeys(MEGATRON_WORKERS, "nemo_rl_cpu.actors:will_train_megatron"),
             "nemo_rl.distributed.numa_utils": "nemo_rl_cpu.actors:patch_numa",

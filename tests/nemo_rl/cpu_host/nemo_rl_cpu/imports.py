@@ -8,9 +8,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Module name to "module:function"; an AFTER function gets the module.
+# Module name to "module:function"; an AFTER function gets the module. Several of them run in their order.
 BEFORE: dict[str, str] = {}
-AFTER: dict[str, str] = {}
+AFTER: dict[str, str | tuple[str, ...]] = {}
 
 
 def install() -> None:
@@ -32,12 +32,13 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, AFTER[fullname])
+            after = AFTER[fullname]
+            spec.loader = _Loader(spec.loader, (after,) if isinstance(after, str) else after)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, native: Any, after: str) -> None:
+    def __init__(self, native: Any, after: tuple[str, ...]) -> None:
         self._native, self._after = native, after
 
     def __getattr__(self, name: str) -> Any:
@@ -48,4 +49,5 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._native.exec_module(module)
-        _function(self._after)(module)
+        for name in self._after:
+            _function(name)(module)
