@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from nemo_rl_standin import make_nemo_rl
 from vllm import SamplingParams
 
 from nemo_specrollout.config.block import SpecrolloutConfig
@@ -19,15 +20,6 @@ from nemo_specrollout.nemo_rl.engine_inputs import MTP_FROM_FOLDER, RequestSeeds
 pytestmark = pytest.mark.integration
 
 # The part of NeMo-RL's worker extension that ours overrides.
-BACKEND = """
-class VllmInternalWorkerExtension:
-    _mtp_drafter_from_disk = False
-    def _get_drafter_model(self): ...
-    def _mtp_drafter_refit_enabled(self): ...
-    def _load_draft_weights(self, draft_weights): ...
-    def _weight_update_lifecycle(self, transport): ...
-class VllmInternalWorkerExtensionWithCheckpointEngine(VllmInternalWorkerExtension): ...
-"""
 
 
 def arguments(drafters: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
@@ -101,10 +93,8 @@ assert not Worker(**{MTP_FROM_FOLDER: False})._mtp_drafter_from_disk and not Wor
 
 
 def test_worker_classes_beside_nemo_rl_s_extension(tmp_path: Path) -> None:
-    """In a process of its own, with a stand-in for NeMo-RL's module."""
-    folder = tmp_path / "nemo_rl" / "models" / "generation" / "vllm"
-    folder.mkdir(parents=True)
-    (folder / "vllm_backend.py").write_text(BACKEND)
+    """In a process of its own, with a stand-in for NeMo-RL."""
+    make_nemo_rl(tmp_path)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     environment.pop("NEMO_SPECROLLOUT_V2_ON_CPU", None)
     run = subprocess.run(

@@ -73,6 +73,7 @@ def test_run_becomes_the_same_command_in_the_drivers_python(checkout: Path, tmp_
     environment = (record / "uv.environment").read_text().splitlines()
     assert f"PYTHONPATH={code}:/already/there" in environment and f"NEMO_RL_DIR={checkout}" in environment
     assert not [line for line in environment if line.startswith("VIRTUAL_ENV=")]
+    assert [line for line in environment if line.startswith("NUMBA_CACHE_DIR=")], "no kernels beside the copy"
     assert (record / "uv.addon").read_text().strip() == str(code / "nemo_specrollout" / "__init__.py")
 
 

@@ -58,9 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _lack_of(error: ModuleNotFoundError, command: Command) -> str | None:
-    """Returns a sentence about the package that `command` lacks; None if a module of this package is missing."""
+    """Returns a sentence about the package that `command` lacks; None in NeMo-RL, and for a module of this package."""
     package = str(error.name).partition(".")[0]
-    if package in ("nemo_specrollout", "vllm_v2_cpu"):
+    if package in ("nemo_specrollout", "vllm_v2_cpu") or "nemo_rl" in sys.modules:
         return None
     where = f"nemo-specrollout {command.name} needs the Python package {package}, which is not installed here"
     extra = f"[{command.extra}]" if command.extra else ""

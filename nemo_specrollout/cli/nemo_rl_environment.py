@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_specrollout.config.code_folder import PYTHONPATH, pythonpath_with
+from nemo_specrollout.config.code_folder import NUMBA_CACHE, PYTHONPATH, pythonpath_with
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_tree import DEFAULT_NEMO_RL_DIR, nemo_rl_checkout
 from nemo_specrollout.config.strict import ConfigError
@@ -36,4 +36,4 @@ def environment_with(code: Path) -> Mapping[str, str]:
     """Returns this process's environment for that command line, with the folder `code` for NeMo-RL's Pythons."""
     # These belong to the Python that runs now. uv has its own.
     kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
-    return {**kept, PYTHONPATH: pythonpath_with(code), NEMO_RL_DIR: str(checkout())}
+    return {**NUMBA_CACHE, **kept, PYTHONPATH: pythonpath_with(code), NEMO_RL_DIR: str(checkout())}

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from nemo_specrollout.config.code_folder import NUMBA_CACHE
 from nemo_specrollout.config.strict import ConfigError, bounded, build, refuse
 
 VARIABLES = {
@@ -213,8 +214,7 @@ class Job:
             "SLURM_SUBMIT_DIR": settings.nemo_rl,
             # cluster.num_nodes counts every node, so the head is no extra one.
             "DEDICATED_RAY_HEAD": "0",
-            # Otherwise all engines would write compiled kernels beside the code, on a shared disk, at once.
-            "NUMBA_CACHE_DIR": f"/tmp/nemo_specrollout_numba_{os.getuid()}",
+            **NUMBA_CACHE,
             **settings.environment,
         }
         literal = "# Values are taken as they are written.\n# shellcheck disable=SC2016\n"
