@@ -107,7 +107,7 @@ def test_a_missing_name_of_vllm_fails(changed_vllm: Callable[..., Path]) -> None
     ],
 )
 def test_every_end_of_a_child_is_an_outcome(child: Child, text: str, failure: str) -> None:
-    outcome = run_child(child(text), [1, "two"], 20 if "answer" in text else 2)
+    outcome = run_child(child(text), [1, "two"], 2 if "sleep" in text else 120)
     assert outcome.failure == failure
     assert outcome.told == ({"order": [1, "two"]} if "answer" in text else {})
 

@@ -18,8 +18,10 @@ import yaml
 from conftest import ROOT
 
 from nemo_specrollout.cli.commands import parse
+from nemo_specrollout.cli.launch import gpus_beside
 from nemo_specrollout.cli.slurm import VARIABLES, seconds
-from nemo_specrollout.config.strict import ConfigError
+from nemo_specrollout.config.block import SpecrolloutConfig
+from nemo_specrollout.config.strict import ConfigError, build
 
 pytestmark = pytest.mark.unit
 
@@ -245,10 +247,81 @@ def test_missing_settings_may_come_from_the_environment(
     assert cluster.launch() == 0
 
 
+@pytest.mark.parametrize("nothing", ["", " null", " ~", " NULL", " ''"])
+@pytest.mark.parametrize("name", ["account", "container", "nemo_rl"])
+def test_null_in_the_cluster_file_is_missing(cluster: Cluster, name: str, nothing: str) -> None:
+    cluster.set(**{name: None})
+    with cluster.file.open("a") as file:
+        file.write(f"{name}:{nothing}\n")
+    assert cluster.refused().startswith(f"slurm.{name}: missing")
+
+
+def test_null_in_quotes_is_a_name(cluster: Cluster) -> None:
+    cluster.set(account=None)
+    with cluster.file.open("a") as file:
+        file.write("account: 'null'\n")
+    assert cluster.launch() == 0 and "--account=null" in cluster.recorded("sbatch.1")
+
+
+def test_another_checkout_in_the_shell_is_a_note(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = cluster.folder / "link"
+    link.symlink_to(cluster.nemo_rl)
+    monkeypatch.setenv("NEMO_RL_DIR", str(link))
+    cluster.launch()
+    assert "note: NEMO_RL_DIR" not in capsys.readouterr().out
+    other = cluster.folder / "other"
+    shutil.copytree(cluster.nemo_rl, other)
+    (other / "examples" / "configs" / "base.yaml").write_text(BASE.replace("100", "7"))
+    monkeypatch.setenv("NEMO_RL_DIR", str(other))
+    cluster.launch()
+    said = (
+        f"note: NEMO_RL_DIR: {other} here, but nemo_rl of the cluster file is {cluster.nemo_rl}; the config and the job"
+    )
+    assert said in capsys.readouterr().out
+    assert cluster.tree()["grpo"]["max_num_steps"] == 100
+
+
+BLOCK = "policy.generation.specrollout"
+REFRESH = (
+    BLOCK + ".drafters=[{type: eagle3, model: heads/one}, {type: suffix}]",
+    BLOCK + ".draft_refresh={trainer_gpus: 1, max_time_share: 1.0}",
+)
+
+
+def test_a_trainer_gets_a_gpu_that_nemo_rl_leaves(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.set(gpus_per_node=8)
+    cluster.launch(*REFRESH, "cluster.gpus_per_node=7", nodes=2)
+    said = "NeMo-RL takes 7 of the 8 GPUs of a node; the head's trainer and remote drafters take 1 of the other 2"
+    assert f"note: cluster.gpus_per_node: {said}" in capsys.readouterr().out
+    assert cluster.tree()["cluster"] == {"gpus_per_node": 7, "num_nodes": 2}
+    assert "export GPUS_PER_NODE=8\n" in (cluster.run / "env.sh").read_text()
+
+
+def test_gpus_that_nemo_rl_does_not_leave_are_refused(cluster: Cluster) -> None:
+    assert "slurm.gpus_per_node: missing; NeMo-RL takes 8 GPUs of a node" in cluster.refused(*REFRESH)
+    cluster.set(gpus_per_node=8)
+    words = "cluster.gpus_per_node: 8, but slurm.gpus_per_node (GPUS_PER_NODE) is 8, of which the head's trainer and"
+    message = cluster.refused(*REFRESH)
+    assert message.startswith(words) and message.endswith("need 1 on 2 nodes; add cluster.gpus_per_node=7")
+    remote = BLOCK + ".drafters=[{type: remote, model: org/small, workers: 9, gpus: 1.0}]"
+    message = cluster.refused(remote, "cluster.gpus_per_node=4", nodes=1)
+    assert message.endswith("need 9 on 1 node; give more --nodes")
+    assert cluster.refused("cluster.gpus_per_node=7").endswith("is 8; add cluster.gpus_per_node=8")
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0.0, 0), (0.5, 3), (0.6, 5), (1.0, 5), (0.2, 1)])
+def test_drafters_that_share_gpus_are_counted(gpus: float, expected: int) -> None:
+    drafters = [{"type": "remote", "model": "org/small", "workers": 5, "gpus": gpus}]
+    assert gpus_beside(build(SpecrolloutConfig, {"drafters": drafters}, BLOCK)) == expected
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"acount": "a"}, "slurm.acount: unknown key; did you mean 'account'?"),
+        ({"accont": "", "account": None}, "slurm.accont: unknown key; did you mean 'account'?"),
         ({"time": "soon"}, "slurm.time: 'soon' is no time limit"),
         ({"nemo_rl": "/nowhere"}, "slurm.nemo_rl: /nowhere has no ray.sub"),
         ({"nemo_rl": "/my code/RL"}, "slurm.nemo_rl: '/my code/RL' has ' ' in it"),
@@ -261,6 +334,8 @@ def test_missing_settings_may_come_from_the_environment(
         ({"sbatch_args": ["gres"]}, "slurm.sbatch_args: 'gres' is no option"),
         ({"environment": {"MOUNTS": "/a:/a"}}, "slurm.environment.MOUNTS: launch sets it; remove it"),
         ({"environment": {"A B": "c"}}, "slurm.environment: 'A B' is no name of a variable"),
+        ({"environment": {"HF_HOME": None}}, "slurm.environment.HF_HOME: no value"),
+        ({"environment": {None: "c"}}, "slurm.environment: None is no name of a variable"),
     ],
 )
 def test_a_wrong_cluster_file_is_refused(cluster: Cluster, values: dict[str, object], words: str) -> None:
@@ -282,6 +357,7 @@ def test_a_wrong_cluster_file_is_refused(cluster: Cluster, values: dict[str, obj
         (["--run-dir=/tmp/my runs"], "--run-dir: '/tmp/my runs' has ' ' in it"),
         (["--run-dir=/dev/null/run"], "cannot be a folder: /dev/null is a file"),
         (["--cluster=/nowhere.yaml"], "--cluster: /nowhere.yaml cannot be read"),
+        (["--cluster=/dev/null"], "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"),
     ],
 )
 def test_wrong_arguments_are_refused(cluster: Cluster, arguments: list[str], words: str) -> None:

@@ -180,7 +180,37 @@ def test_the_folder_is_found_from_all_around(tmp_path: Path, capsys: pytest.Capt
     assert main(["report", str(tmp_path / "logs")]) == 2
     assert "holds 2 runs (exp_001, exp_002); name one of them" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no run directory: it has neither a config.yaml nor specrollout/metrics.jsonl" in capsys.readouterr().err
+    assert "is no run directory: it has neither a run.json nor specrollout/metrics.jsonl" in capsys.readouterr().err
+
+
+def launched(run: Path) -> Path:
+    """A run directory as `launch` leaves it."""
+    for name in ("addon/nemo_specrollout", "slurm", "checkpoints"):
+        (run / name).mkdir(parents=True)
+    (run / "config.yaml").write_text("runtime: nemo_rl\n")
+    (run / "job.sh").write_text("#!/bin/bash\n")
+    return run
+
+
+def test_a_launched_run_has_its_report_in_its_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = launched(tmp_path / "first")
+    assert main(["report", str(run)]) == 2
+    assert f"{run}/logs has no exp_NNN/specrollout/metrics.jsonl yet" in capsys.readouterr().err
+    folder = written(run / "logs" / "exp_001")
+    assert main(["report", str(run)]) == 0
+    assert f"report  {folder / 'report.html'}" in capsys.readouterr().out and not (run / "report.html").exists()
+    assert "3 finished steps" in Page(folder / "report.html").text
+    shutil.copytree(folder.parent, run / "logs" / "exp_002")
+    assert main(["report", str(run)]) == 2
+    assert f"{run}/logs holds 2 runs (exp_001, exp_002); name one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("junk", ["hello\n", "[1, 2]\n", '{"loss": 1.0}\n', "\x00\x01"])
+def test_junk_instead_of_steps_is_refused(tmp_path: Path, junk: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (write_run(tmp_path, []) / "metrics.jsonl").write_text(junk)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "metrics.jsonl holds no record of a step" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("report.html"))
 
 
 def test_writes_take_less_than_a_hundredth_of_the_time() -> None:

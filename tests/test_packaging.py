@@ -22,6 +22,7 @@ from test_launch import BASE, RECORDING_RAY_SUB
 
 from nemo_specrollout.cli.commands import COMMANDS
 from nemo_specrollout.cli.examples import RECIPES
+from nemo_specrollout.cli.main import main
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("nemo_specrollout", "vllm_v2_cpu")
@@ -211,8 +212,10 @@ def use_as_a_newcomer(bin_: Path, folder: Path) -> None:
     (folder / "logs" / "specrollout" / "metrics.jsonl").write_text(step)
     assert "report.html" in run(command, folder, "report", "logs")
     assert "uv is not on PATH" in run(command, folder, "run", recipe, code=2)
-    local = ("run", str(QUICKSTART), f"policy.model_name={STEP_ADDER}")
-    assert "in the checkout: pip install '.[local]'" in run(command, folder, *local, code=2)
+    model = f"policy.model_name={STEP_ADDER}"
+    for local in ("check", "explain", "run"):
+        assert "`make setup` installs the CPU build" in run(command, folder, local, str(QUICKSTART), model, code=2)
+    assert "for one machine only" in run(command, folder, "bench", recipe, code=2)
     assert "prediction" in run(command, folder, "simulate", "nvidia-8b-zero")
 
 
@@ -228,3 +231,19 @@ def test_other_pythons_have_working_commands(source: Path, tmp_path: Path, versi
     if python is None:
         pytest.skip(f"this machine has no Python {version}")
     use_as_a_newcomer(install(source, python, tmp_path / "home"), tmp_path)
+
+
+@pytest.mark.unit
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = next(command for command in COMMANDS if command.name == "serve-drafter")
+
+    def fail(*_: object) -> int:
+        raise ModuleNotFoundError("No module named 'msgspec'", name="msgspec")
+
+    monkeypatch.setattr(type(command), "run", fail)
+    assert main(["serve-drafter", str(CONFIG)]) == 2
+    shown = capsys.readouterr().err
+    assert "serve-drafter needs the Python package msgspec, which is not installed here" in shown
+    assert "pip install '.[engine]'" in shown

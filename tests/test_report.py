@@ -15,6 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from benchmarks.rollouts.bench_charts import bench_chart
+from nemo_specrollout.cli.main import main
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.local.run_report import write_pages, write_results
 from nemo_specrollout.reports import charts, records
@@ -232,6 +233,37 @@ def test_any_key_may_be_missing(tmp_path: Path) -> None:
     page = Page(write_pages(write_run(tmp_path, [{"step": 0}], [{"step": 0, "columns": COLUMNS, "rows": []}]))[0])
     assert page.text.count("not recorded") == len(CHARTS)
     charts.run_picture(tmp_path, tmp_path / "run.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.yaml", "", "config.yaml is no config of a run"),
+        ("config.yaml", "hello", "config.yaml is no config of a run"),
+        ("config.yaml", "a: [", "config.yaml is no config of a run"),
+        ("config.yaml", "\x00", "config.yaml is no config of a run"),
+        ("metrics.jsonl", "hello\n", "metrics.jsonl holds no record of a step"),
+        ("metrics.jsonl", '{"reward": 1.0}\n', "metrics.jsonl holds no record of a step"),
+    ],
+)
+def test_a_report_of_junk_is_refused(
+    tmp_path: Path, name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write_run(tmp_path, [metrics(0, random.Random(0))], []) / name).write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_a_config_alone_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("grpo: {seed: 1}\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_a_run_killed_in_its_first_line_has_a_report(tmp_path: Path) -> None:
+    (write_run(tmp_path, [], []) / "metrics.jsonl").write_text('{"step": 0, "rew')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "no finished step yet" in (tmp_path / "report.html").read_text()
 
 
 def test_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.model_folder import misfit_of_block_drafter
 from nemo_specrollout.config.nemo_rl_config import check_nemo_rl, effective_config
 from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
+from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.run_sections import OFF
 from nemo_specrollout.training.head.head_facts import misfit
 
@@ -46,7 +47,8 @@ def check(parsed: argparse.Namespace) -> int:
     All errors of a NeMo-RL config are printed, one a line.
     """
     subject = subject_of(load_config(parsed.config, parsed.overrides))
-    for name, text in subject.lines + subject.notes:
+    unknown = unknown_overrides(parsed.config, parsed.overrides) if runtime_of(subject.tree) == "nemo_rl" else ()
+    for name, text in [*subject.lines, *subject.notes, *((finding.kind, str(finding)) for finding in unknown)]:
         print(f"{name:<12} {text}")
     for error in subject.errors:
         complain(error)

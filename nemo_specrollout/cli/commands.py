@@ -59,14 +59,14 @@ class Command:
 
 
 _CONFIG = _flag("config", "CONFIG", "a NeMo-RL-shaped YAML file", type=Path)
-_OVERRIDES = _flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*")
+_OVERRIDES = _flag("overrides", "key=value", "e.g. grpo.max_num_steps=3", nargs="*", default=[])
 _RUN = (_CONFIG, _OVERRIDES)
 _DEVICE = _flag("--device", "NAME", "of a NeMo-RL config: the GPU, e.g. H100")
 _PROFILE = _flag("--profile", "FILE", "times that `profile` measured", type=Path)
 _SCRIPT = _flag("--script", "FILE", "NeMo-RL's script, from its checkout; default: the one that fits CONFIG")
 
 COMMANDS = (
-    Command("run", "a GRPO run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT), extra="local"),
+    Command("run", "a training run; resumes the one in logger.log_dir", "run.run", (*_RUN, _SCRIPT), extra="local"),
     Command("bench", "the same rollouts with and without speculation, interleaved", "measure.bench", _RUN,
             extra="local", in_scratch_folder=True),
     Command("check", "validates a config and says what will run; loads neither torch nor vllm", "check.check", _RUN),
@@ -81,7 +81,7 @@ COMMANDS = (
         _flag("--run-dir", "DIR", "on a disk that all nodes see; default: results/NAME_OF_CONFIG"),
         _flag("--jobs", "K", "jobs, one after another, for a run longer than one", default=1),
         _flag("--dry-run", None, "write the run directory and print the sbatch line", action="store_true"),
-        _flag("--cluster", "FILE", "settings as in slurm/cluster.example.yaml", type=Path),
+        _flag("--cluster", "FILE", "settings as in the cluster.example.yaml that `examples` copies", type=Path),
         _SCRIPT,
         *(_flag(f"--{name}", name.upper(), f"{text}; default: from the cluster file or the environment")
           for name, text in CLUSTER_FLAGS.items()),
@@ -127,7 +127,7 @@ COMMANDS = (
             "simulate.simulate", (
         _flag("config", "SCENARIO|CONFIG", "a scenario's name or file, or a run's config; `list` names the scenarios, "
              "`papers` compares with two papers"),
-        _flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*"),
+        _flag("overrides", "key=value", "of the scenario, e.g. drafting.k=5", nargs="*", default=[]),
         _flag("--trace", "FILE", "measured response lengths: a run's samples.jsonl", type=Path),
         _flag("--out", "DIR", "folder for simulation.json and simulation.png", type=Path),
         _DEVICE, _PROFILE,
@@ -165,5 +165,5 @@ def parse(arguments: list[str] | None) -> tuple[Command, argparse.Namespace]:
     if unknown := [text for text in rest if text.startswith("-") or "overrides" not in parsed]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
-        parsed.overrides += rest
+        parsed.overrides = [*parsed.overrides, *rest]
     return next(command for command in COMMANDS if command.name == parsed.command), parsed

@@ -253,10 +253,10 @@ def _describe_placement(tree: Tree) -> str:
         where = f"generation and training share {nodes} x {gpus} GPUs"
     elif nodes == 1:
         generating = generating_gpus(tree)
-        where = f"{generating} GPUs generate, {gpus - generating} train"
+        where = f"{generating} GPUs generate, {max(0, gpus - generating)} train"
     else:
         apart = size_at(tree, f"{GENERATION}.colocated.resources.num_nodes", low=0)
-        where = f"{apart} nodes of {gpus} GPUs generate, {nodes - apart} train"
+        where = f"{apart} nodes of {gpus} GPUs generate, {max(0, nodes - apart)} train"
     if not _is_vllm(tree):
         return f"{where}; generation by {at(tree, _BACKEND)}"
     return f"{where}; {num_engines(tree)} engines of {tensor * pipeline} GPU{'s' if tensor * pipeline > 1 else ''}"

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -17,11 +18,12 @@ from omegaconf import OmegaConf
 
 from nemo_specrollout.cli.commands import CLUSTER_FLAGS
 from nemo_specrollout.cli.slurm import ClusterSettings, Job, absolute, check_mountable, read_settings, seconds
+from nemo_specrollout.config.block import SpecrolloutConfig
 from nemo_specrollout.config.code_folder import copy_code
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import NEMO_RL_DIR, load_config
-from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl, script_of
-from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
+from nemo_specrollout.config.nemo_rl_config import effective_config, prepare_nemo_rl, script_of
+from nemo_specrollout.config.nemo_rl_tree import Finding, at, runtime_of
 from nemo_specrollout.config.strict import ConfigError, differences, refuse
 
 _KEYS_OF_FLAGS = {
@@ -49,27 +51,36 @@ def launch(args: argparse.Namespace) -> int:
     settings = read_settings(args.cluster, {name: getattr(args, name) for name in CLUSTER_FLAGS})
     run = absolute(args.run_dir or Path("results", args.config.stem))
     check_mountable(run, "--run-dir")
-    os.environ[NEMO_RL_DIR] = settings.nemo_rl  # configs inherit from NeMo-RL's own configs by this variable
+    _enter_checkout(settings.nemo_rl)
     tree = _launched_tree(args.config, args.overrides, settings, args.nodes, run)
-    findings = prepare_nemo_rl(tree)
+    notes = prepare_nemo_rl(tree)
+    notes += _shared_gpus(tree["cluster"], settings.gpus_per_node, gpus_beside(effective_config(tree)))
     has_checkpoints = tree["checkpointing"].get("enabled")
     if args.jobs > 1 and not has_checkpoints:
         raise ConfigError(f"--jobs: {args.jobs} jobs need checkpoints to resume from; set checkpointing.enabled=true")
     steps = at(tree, "grpo.max_num_steps")
     script = args.script or script_of(tree)
-    job = Job(
-        settings, run, args.nodes, tree["cluster"]["gpus_per_node"], steps if isinstance(steps, int) else None, script
-    )
+    node_gpus = settings.gpus_per_node or tree["cluster"]["gpus_per_node"]
+    job = Job(settings, run, args.nodes, node_gpus, steps if isinstance(steps, int) else None, script)
     directory = LaunchDirectory(run)
     directory.check(tree)
     directory.write({"config.yaml": OmegaConf.to_yaml(OmegaConf.create(tree)), **job.files()})
-    for finding in findings:
-        print(f"{finding.kind}: {finding}")
+    for note in notes:
+        print(f"{note.kind}: {note}")
     if not has_checkpoints:
         print(
             "warning: checkpointing.enabled: false; a job that is preempted or submitted again starts at the first step"
         )
     return _submit(directory, job.sbatch(), args.jobs, args.dry_run)
+
+
+def _enter_checkout(nemo_rl: str) -> None:
+    """Lets configs inherit from the configs of the checkout `nemo_rl`; prints a note if the shell names another one."""
+    named = os.environ.get(NEMO_RL_DIR)
+    os.environ[NEMO_RL_DIR] = nemo_rl
+    if named and os.path.realpath(os.path.expanduser(named)) != os.path.realpath(nemo_rl):
+        text = f"{named} here, but nemo_rl of the cluster file is {nemo_rl}; the config and the job use the latter"
+        print(f"note: {NEMO_RL_DIR}: {text}")
 
 
 def _launched_tree(
@@ -97,7 +108,7 @@ def _launched_tree(
 
 
 def _gpus_per_node(asked: Any, present: int | None) -> int:
-    """Returns the GPUs of a node, on which the config and the cluster must agree. Raises ConfigError."""
+    """Returns the GPUs of a node that NeMo-RL takes: the config's number, else the cluster's. Raises ConfigError."""
     value = present if asked is None else asked
     refuse(
         "",
@@ -105,10 +116,46 @@ def _gpus_per_node(asked: Any, present: int | None) -> int:
          "missing; set it there, or cluster.gpus_per_node, to the GPUs of one node"),
         (not isinstance(value, int) or value < 1, "cluster.gpus_per_node",
          f"{value!r}; set it to the number of GPUs of one node"),
-        (present not in (None, value), "cluster.gpus_per_node",
-         f"{value}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}; add cluster.gpus_per_node={present}"),
     )  # fmt: skip
     return int(value or 0)
+
+
+def gpus_beside(block: SpecrolloutConfig | None) -> int:
+    """Returns the GPUs that our actors take in addition to the GPUs of `cluster`, on all nodes together."""
+    if block is None:
+        return 0
+    trainer = block.draft_refresh.trainer_gpus if block.draft_refresh else 0
+    if block.remote is None or not block.remote.gpus:
+        return trainer
+    return trainer + math.ceil(block.remote.workers / math.floor(1 / block.remote.gpus))
+
+
+def _shared_gpus(cluster: Mapping[str, Any], present: int | None, beside: int) -> list[Finding]:
+    """Returns a note if NeMo-RL takes only a part of each node, because our actors need `beside` GPUs.
+
+    `ray.sub` wants all GPUs of a node, `present`, for Ray. NeMo-RL then takes as many as `cluster` says. Raises ConfigError
+    if the two numbers do not fit.
+    """
+    taken, nodes = cluster["gpus_per_node"], cluster["num_nodes"]
+    actors = "the head's trainer and remote drafters"
+    refuse(
+        "",
+        (beside and present is None, "slurm.gpus_per_node",
+         f"missing; NeMo-RL takes {taken} GPUs of a node, and {actors} need {beside} more: set it to the GPUs of one node"),
+    )  # fmt: skip
+    if present is None or (taken == present and not beside):
+        return []
+    most = present - math.ceil(beside / nodes)
+    fix = f"add cluster.gpus_per_node={most}" if most > 0 else "give more --nodes"
+    need = f", of which {actors} need {beside} on {nodes} node{'s' * (nodes > 1)}" if beside else ""
+    refuse(
+        "",
+        (taken > most or not beside, "cluster.gpus_per_node",
+         f"{taken}, but slurm.gpus_per_node (GPUS_PER_NODE) is {present}{need}; {fix}"),
+    )  # fmt: skip
+    others = nodes * (present - taken)
+    text = f"NeMo-RL takes {taken} of the {present} GPUs of a node; {actors} take {beside} of the other {others}"
+    return [Finding("cluster.gpus_per_node", text, "note")]
 
 
 def _must_save_by(checkpointing: dict[str, Any], time: str) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point `nemo-specrollout COMMAND CONFIG [key=value ...]`. A user's mistake is one sentence and exit code 2."""
 
+import argparse
 import errno
 import io
 import os
@@ -11,8 +12,9 @@ import warnings
 from contextlib import nullcontext
 
 from nemo_specrollout.cli.commands import Command, parse
-from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED
+from nemo_specrollout.cli.prepare import EXIT_BAD_INPUT, EXIT_FAILED, prepare
 from nemo_specrollout.cli.terminal import Interrupts, Terminated, complain, scratch_folder
+from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.strict import ConfigError
 
 EXIT_INTERRUPTED = 130
@@ -24,7 +26,7 @@ EXIT_TERMINATED = 143
 _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 """Full disks, used-up quotas, and disks that broke or are read-only: finished work is kept."""
 _PATH_ERRORS = {
-    errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP
 }  # fmt: skip
 """Paths that the user named and that cannot be used."""
 
@@ -39,12 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
+        _resolve_nemo_rl_dir()
         with Interrupts(), scratch_folder() if command.in_scratch_folder else nullcontext():
             return command.run(parsed)
     except ModuleNotFoundError as error:
         if (sentence := _lack_of(error, command)) is None:
             raise
-        complain(sentence)
+        complain(_mistake_in(parsed, command) or sentence)
         return EXIT_BAD_INPUT
     except (ConfigError, KeyboardInterrupt, SystemExit, OSError) as error:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
@@ -57,6 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
         return code
 
 
+def _resolve_nemo_rl_dir() -> None:
+    """Makes NEMO_RL_DIR an absolute path for all that reads it, here and in child processes. An empty one counts as unset."""
+    named = os.environ.pop(NEMO_RL_DIR, "")
+    if named:
+        os.environ[NEMO_RL_DIR] = os.path.abspath(os.path.expanduser(named))
+
+
 def _lack_of(error: ModuleNotFoundError, command: Command) -> str | None:
     """Returns a sentence about the package that `command` lacks; None in NeMo-RL, and for a module of this package."""
     package = str(error.name).partition(".")[0]
@@ -65,6 +75,16 @@ def _lack_of(error: ModuleNotFoundError, command: Command) -> str | None:
     where = f"nemo-specrollout {command.name} needs the Python package {package}, which is not installed here"
     extra = f"[{command.extra}]" if command.extra else ""
     return f"{where}; in the checkout: pip install '.{extra}'"
+
+
+def _mistake_in(parsed: argparse.Namespace, command: Command) -> str:
+    """Returns the mistake in the config of a command for one machine, which matters before its packages; empty without one."""
+    if command.extra == "local":
+        try:
+            prepare(parsed.config, parsed.overrides)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def _output_is_closed() -> bool:
@@ -89,7 +109,8 @@ def _end_of(error: BaseException) -> tuple[str, int] | None:
         return "interrupted", EXIT_INTERRUPTED
     if not isinstance(error, OSError) or error.errno not in _PATH_ERRORS | _MACHINE_ERRORS:
         return None
-    what = f"{str(error.filename)[:200]}: {error.strerror}" if error.filename else str(error.strerror)
+    name = error.filename or ("the current folder" if error.errno == errno.ENOENT else "")
+    what = f"{str(name)[:200]}: {error.strerror}" if name else str(error.strerror)
     if error.errno in _PATH_ERRORS:
         return f"{what}; mend that, or name another path", EXIT_BAD_INPUT
     return f"{what}; what was finished is kept: mend that and run it again", EXIT_FAILED

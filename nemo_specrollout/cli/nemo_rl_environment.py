@@ -2,6 +2,7 @@
 """Runs a command of this package in the Python environment of NeMo-RL's driver, which `uv` makes and enters."""
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,8 +29,16 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     """Returns the command line that runs our command with `arguments` in NeMo-RL's environment. Raises ConfigError."""
     folder = checkout()
     if shutil.which("uv") is None:
-        raise ConfigError(f"uv is not on PATH; it makes and enters the environments of NeMo-RL in {folder}")
+        raise ConfigError(
+            f"uv is not on PATH; it makes and enters the environments of NeMo-RL in {folder}: install it (pip install uv), or "
+            "run in NeMo-RL's container"
+        )
     return ["uv", "run", "--project", str(folder), "python", "-m", "nemo_specrollout", *arguments]
+
+
+def announce(command: Sequence[str]) -> None:
+    """Prints the command line that enters NeMo-RL's environment."""
+    print(f"entering NeMo-RL's environment, which uv makes first if it is missing: {shlex.join(command)}", flush=True)
 
 
 def environment_with(code: Path) -> Mapping[str, str]:

@@ -81,9 +81,11 @@ def prepare_local(tree: dict[str, Any]) -> Prepared:
     """Checks a config tree of the local runner. Raises ConfigError."""
     if runtime_of(tree) != "local":
         raise ConfigError(
-            "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner need a config with runtime: local"
+            "runtime: 'nemo_rl'; `bench`, `ladder`, `profile` and the local runner work with configs for one machine only, "
+            "such as examples/configs/quickstart_cpu.yaml of the repository"
         )
     config, ignored = read_run_config(tree)
+    _check_installed()
     block, policy = config.policy.generation.specrollout, Path(config.policy.model_name)
     _check_log_dir(Path(config.logger.log_dir))
     model_config = _check_model(policy, config)
@@ -255,7 +257,8 @@ def _check_prompts(config: RunConfig) -> None:
     check_prompt(longest, config.policy.max_total_sequence_length)
 
 
-def _check_engine(config: RunConfig) -> None:
+def _check_installed() -> None:
+    """Raises ConfigError if vLLM or Megatron-Core is missing, or if this vLLM is not supported."""
     version = vllm_version()
     if version is None:
         raise ConfigError("vLLM is not installed; `make setup` installs the CPU build")
@@ -263,6 +266,9 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError(message)
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("megatron-core is not installed; `make setup` installs it")
+
+
+def _check_engine(config: RunConfig) -> None:
     generation = config.policy.generation
     for name in _KEYS_OF_ARGUMENTS.keys() & generation.vllm_kwargs.keys():
         raise ConfigError(f"policy.generation.vllm_kwargs.{name}: set {_KEYS_OF_ARGUMENTS[name]} instead")

@@ -3,18 +3,18 @@
 
 import argparse
 import os
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.nemo_rl_environment import command_line, environment_with
+from nemo_specrollout.cli.nemo_rl_environment import announce, command_line, environment_with
 from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
 from nemo_specrollout.config.code_folder import code_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
+from nemo_specrollout.config.nemo_rl_values import unknown_overrides
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import can_run_nemo_rl
 
@@ -37,17 +37,20 @@ def run(parsed: argparse.Namespace) -> int:
 def report(parsed: argparse.Namespace) -> int:
     """Writes `report.html` and `picture.png` of a local run or a run in NeMo-RL, also while it runs; prints their paths.
 
-    Raises ConfigError if the folder is no run directory.
+    Raises ConfigError if the folder is no run directory, or its files are damaged.
     """
+    # The folder is looked at before the charts' packages, which may be missing, are imported.
+    from nemo_specrollout.reports import records
+
     run_dir = parsed.run_dir
-    if (run_dir / "config.yaml").is_file() and not (run_dir / "specrollout").is_dir():
+    if records.is_local_run(run_dir):
+        records.check_local_run(run_dir)
         from nemo_specrollout.local.run_report import write_pages as write_local_pages
 
         page, picture = write_local_pages(run_dir)
     else:
-        from nemo_specrollout.reports.records import find_folder
-
-        folder = find_folder(run_dir)  # before the charts' packages, which may be missing, are imported
+        folder = records.find_folder(run_dir)
+        records.check_lines(folder / records.METRICS)
         from nemo_specrollout.reports.nemo_rl_page import write_pages
 
         page, picture = write_pages(folder)
@@ -60,12 +63,12 @@ def _run_nemo_rl(tree: dict[str, Any], parsed: argparse.Namespace) -> int:
 
     If this Python has no NeMo-RL, this process becomes the same command in the environment of NeMo-RL's driver.
     """
-    findings = prepare_nemo_rl(tree)
+    findings = [*prepare_nemo_rl(tree), *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
         script = [] if parsed.script is None else ["--script", parsed.script]
         command = command_line(["run", str(parsed.config), *parsed.overrides, *script])
         environment = environment_with(code_folder(Path(str(at(tree, "logger.log_dir", "logs"))).absolute()))
-        print(f"NeMo-RL's environment: {shlex.join(command)}", flush=True)
+        announce(command)
         os.execvpe(command[0], command, environment)
     for finding in findings:
         print(f"{finding.kind}: {finding}")

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from nemo_specrollout.config.code_folder import NUMBA_CACHE
-from nemo_specrollout.config.strict import ConfigError, bounded, build, refuse
+from nemo_specrollout.config.strict import ConfigError, bounded, build, nearest, refuse
 
 VARIABLES = {
     "account": "SBATCH_ACCOUNT",
@@ -39,6 +39,7 @@ _VARIABLES_SET_BY_LAUNCH = (
     "SLURM_SUBMIT_DIR",
 )  # fmt: skip
 _NOT_IN_A_MOUNT = re.compile(r"[\s,:*?\[\]$`\\\"']")
+_NULL = "tag:yaml.org,2002:null"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 _HEADER = (
     "# SPDX-License-Identifier: Apache-2.0\n# Written by `nemo-specrollout launch`, which overwrites it each time.\n"
@@ -60,7 +61,7 @@ class ClusterSettings:
     nemo_rl: str
     """NeMo-RL checkout, at the container's commit, on a file system that all nodes see."""
     gpus_per_node: int | None = bounded(None, low=1)
-    """GPUs of one node; without it, the config's `cluster.gpus_per_node`."""
+    """All GPUs of one node; without it, the config's `cluster.gpus_per_node`."""
     mounts: tuple[str, ...] = ()
     """`SOURCE:TARGET` folders of the container, beside the run directory and NeMo-RL."""
     setup_command: str = ""
@@ -102,11 +103,12 @@ class ClusterSettings:
                 (is_ours, "", f"{argument!r} is set by launch itself; remove it"),
             )
         for name, value in self.environment.items():
-            is_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+            is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
             refuse(
                 f"{path}.environment",
                 (not is_name, "", f"{name!r} is no name of a variable; use letters, digits and _"),
                 (name in _VARIABLES_SET_BY_LAUNCH, name, "launch sets it; remove it"),
+                (value is None, name, "no value; write '' for an empty one, or remove it"),
                 (not isinstance(value, str), name, f"expected one value, got {value!r}"),
             )
         seconds(self.time, f"{path}.time")
@@ -153,17 +155,29 @@ def seconds(time: str, field: str) -> int:
     return total
 
 
+class _TextLoader(yaml.BaseLoader):
+    """Loads every value as text, except null. YAML itself would read the time 4:00:00 as the number 14400."""
+
+
+_TextLoader.add_implicit_resolver(_NULL, re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+_TextLoader.add_constructor(_NULL, lambda loader, node: None)
+
+
 def _read_file(file: Path | None) -> dict[str, Any]:
-    """Returns the values of the cluster file as text, because YAML would read the time 4:00:00 as the number 14400."""
+    """Returns the values of the cluster file as text, without the keys that have none. Raises ConfigError."""
     if file is None:
         return {}
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--cluster: {file} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--cluster: {file} is no block of keys; start from slurm/cluster.example.yaml")
-    return {name: value for name, value in values.items() if value != ""}
+        text = "start from the cluster.example.yaml that `nemo-specrollout examples DIR` makes"
+        raise ConfigError(f"--cluster: {file} is no block of keys; {text}")
+    known = {field.name for field in dataclasses.fields(ClusterSettings)}
+    for name in values:  # also a key without a value, which would otherwise count as missing
+        refuse("slurm", (name not in known, name, f"unknown key{nearest(str(name), known)}"))
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: a value refers to itself by ${{...}}; write the value itself") from error
 
 
+def new_keys(path: Path, overrides: Sequence[str]) -> list[tuple[str, str, list[str]]]:
+    """Returns the overrides without `+` whose key the file at `path` lacks, with the missing name and the names in its block.
+
+    A key of an earlier override is known. `load_config` must have accepted `overrides`.
+    """
+    tree, found = _load_with_defaults(path, ()), list[tuple[str, str, list[str]]]()
+    for override in overrides:
+        node: Any = OmegaConf.to_container(tree, resolve=False)
+        for name in () if override.startswith("+") else override.partition("=")[0].split("."):
+            if isinstance(node, dict) and name not in node:
+                found.append((override, name, [str(key) for key in node]))
+            node = node.get(name) if isinstance(node, dict) else None
+        tree = _override(tree, override)
+    return found
+
+
 def _load_with_defaults(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     tree = _read_yaml(path)
     if path.resolve() in seen:

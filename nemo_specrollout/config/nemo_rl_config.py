@@ -24,6 +24,7 @@ from nemo_specrollout.config.nemo_rl_tree import (
     block_is_on,
     native_drafts,
 )
+from nemo_specrollout.config.nemo_rl_values import engine_values, run_values
 from nemo_specrollout.config.strict import ConfigError, build
 from nemo_specrollout.config.versions import (
     NEMO_RL_NEEDED,
@@ -81,8 +82,8 @@ def check_nemo_rl(tree: Tree) -> list[Finding]:
     found = list(malformed(tree))
     if not found and block_is_on(tree):
         other_engine = list(backend_findings(tree))
-        about_vllm = other_engine or [*_block(tree), *engine_findings(tree), *_vllm_version()]
-        found = [*about_vllm, *trainer_findings(tree), *_nemo_rl_version(tree)]
+        about_vllm = other_engine or [*_block(tree), *engine_findings(tree), *engine_values(tree), *_vllm_version()]
+        found = [*about_vllm, *trainer_findings(tree), *run_values(tree), *_nemo_rl_version(tree)]
     elif not found:
         found = list(_nemo_rl_alone(tree))
     return sorted(found, key=lambda finding: _KINDS.index(finding.kind))
@@ -99,7 +100,13 @@ def prepare_nemo_rl(tree: Tree) -> list[Finding]:
 
 
 def malformed(tree: Tree) -> Iterator[Finding]:
-    """Yields errors about sections that are missing or are not blocks. With such errors no other check is possible."""
+    """Yields errors about sections that are missing or are not blocks. With such errors no other check is possible.
+
+    A config of an algorithm without rollouts has only the error that says so.
+    """
+    if (without := _without_rollouts(tree)) is not None:
+        yield without
+        return
     if not any(isinstance(at(tree, name), Mapping) for name in ALGORITHMS):
         yield Finding("grpo", f"missing; a run that rolls out has one of the blocks {', '.join(ALGORITHMS)}", "error")
     for path in ("policy", "policy.generation"):
@@ -183,11 +190,20 @@ _NO_ROLLOUTS = ("teachers", "sft", "dpo", "rm")
 """Blocks of algorithms that train on given data, e.g. distillation from several teachers."""
 
 
-def script_of(tree: Tree) -> str:
-    """Returns the path of the script in a NeMo-RL checkout. Raises ConfigError for a config that no script runs."""
+def _without_rollouts(tree: Tree) -> Finding | None:
+    """Returns the error about a config of an algorithm that does not roll out, or of an evaluation."""
     training = next((name for name in _NO_ROLLOUTS if at(tree, name)), None)
     if training is not None:
-        raise ConfigError(f"{training}: a run of this kind makes no rollouts; there is nothing to speed up")
+        return Finding(training, "a run of this kind makes no rollouts; there is nothing to speed up", "error")
+    if at(tree, "eval") and not any(at(tree, name) for name in ALGORITHMS):
+        return Finding("eval", "an evaluation trains nothing; specrollout speeds up the rollouts of training", "error")
+    return None
+
+
+def script_of(tree: Tree) -> str:
+    """Returns the path of the script in a NeMo-RL checkout. Raises ConfigError for a config that no script runs."""
+    if (without := _without_rollouts(tree)) is not None:
+        raise ConfigError(str(without))
     for script, fits in _SCRIPTS:
         if fits(tree):
             return script

@@ -38,9 +38,7 @@ def diagnose_actors() -> Iterator[Diagnosis]:
     Where PYTHONPATH lacks this package, the Pythons get the copy that a run would give them.
     """
     if not can_run_nemo_rl():
-        yield ACTORS.ok(
-            "NeMo-RL", "not in this environment; with NEMO_RL_DIR set, `doctor --in-nemo-rl` looks inside its own"
-        )
+        yield ACTORS.ok("NeMo-RL", "not in this environment; `doctor --in-nemo-rl` looks inside NeMo-RL's own, by uv")
         return
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         own = {} if is_on_pythonpath() else {PYTHONPATH: pythonpath_with(code_folder(Path(folder)))}

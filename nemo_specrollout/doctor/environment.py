@@ -108,11 +108,11 @@ def _vllm(found: Mapping[str, str]) -> Diagnosis:
 def _nemo_rl(found: Mapping[str, str], is_release: bool) -> Diagnosis:
     version = found.get(NEMO_RL)
     if version is None:
-        return VERSIONS.ok(NEMO_RL, "not installed; only runs in NeMo-RL need it")
+        return VERSIONS.ok(NEMO_RL, "not in this environment; only runs in NeMo-RL need it")
     if is_release:
         to_do = f"Use {NEMO_RL_NEEDED} (docs/reference/versions.md); {NEMO_RL_REFUSED} lack what this package uses."
         return VERSIONS.fail(NEMO_RL, f"{version}, a release", to_do)
-    return VERSIONS.ok(NEMO_RL, f"calls itself {version}, is newer than v0.7.0")
+    return VERSIONS.ok(NEMO_RL, f"main: it calls itself {version}, but is newer than v0.7.0")
 
 
 def diagnose_device() -> Iterator[Diagnosis]:

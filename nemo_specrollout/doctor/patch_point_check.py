@@ -41,6 +41,7 @@ def diagnose_patch_points() -> Iterator[Diagnosis]:
     if folder is None or not (folder / NEMO_RL).is_dir():
         yield PATCH_POINTS.ok("NeMo-RL", "not installed, nothing to check")
     else:
+        yield PATCH_POINTS.ok("NeMo-RL", f"read from its source in {folder}")
         yield from patch_points_of_nemo_rl((*ALL_PATCH_POINTS, *EXTENSION_PATCH_POINTS), folder)
         yield from _shared_names(folder)
     if can_run_nemo_rl():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from nemo_specrollout.config.model_folder import read_object
 from nemo_specrollout.config.strict import ConfigError
@@ -38,6 +39,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records[record["step"]] = record
     return [records[step] for step in sorted(records)]
+
+
+def check_lines(path: Path) -> None:
+    """Raises ConfigError if a file with text has no record. A torn line alone is what a killed run leaves behind."""
+    if not path.is_file() or read_lines(path):
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if any(line.strip() and not _is_torn(line) for line in lines):
+        raise ConfigError(
+            f"RUN_DIR: {path} holds no record of a step; bring the file back from a copy, or name another run"
+        )
+
+
+def _is_torn(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith("{")
+    return False
 
 
 def read_object_or_nothing(path: Path) -> Record:
@@ -252,12 +272,35 @@ class NemoRlRun:
         return reduced(np.max, series(self.steps, key))
 
 
+def is_local_run(folder: Path) -> bool:
+    """Returns whether a local run has written into the folder. Every file but its config may be missing."""
+    has_records = any((folder / name).is_file() for name in ("run.json", METRICS))
+    return has_records and (folder / "config.yaml").is_file() and not (folder / FOLDER).is_dir()
+
+
+def check_local_run(run_dir: Path) -> None:
+    """Raises ConfigError if the config of a local run is damaged, or all of its steps are."""
+    file = run_dir / "config.yaml"
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        config = None
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"RUN_DIR: {file} is no config of a run; bring the file back from a copy, or name another run"
+        )
+    check_lines(run_dir / METRICS)
+
+
 def find_folder(path: Path) -> Path:
     """Returns the `specrollout` folder of a run.
 
-    `path` is that folder, the run's log folder, or the folder in which NeMo-RL makes a log folder for each start. Raises
-    ConfigError if there is no such folder, or more than one.
+    `path` is that folder, the run's log folder, or the folder in which NeMo-RL makes a log folder for each start. The run
+    directory of `launch` is taken for its `logs`. Raises ConfigError if there is no such folder, or more than one.
     """
+    is_launched = (path / "job.sh").is_file() and not (path / "run.json").exists()
+    if is_launched:
+        path = path / "logs"
     if (path / FOLDER / METRICS).is_file():
         return path / FOLDER
     if (path / METRICS).is_file() and not (path / "run.json").exists():  # a local run has a run.json
@@ -268,8 +311,10 @@ def find_folder(path: Path) -> Path:
     if found:
         names = ", ".join(folder.parent.name for folder in found)
         raise ConfigError(f"RUN_DIR: {path} holds {len(found)} runs ({names}); name one of them")
+    if is_launched:
+        raise ConfigError(f"RUN_DIR: {path} has no exp_NNN/{FOLDER}/{METRICS} yet; wait for the first step of the run")
     raise ConfigError(
-        f"RUN_DIR: {path} is no run directory: it has neither a config.yaml nor {FOLDER}/{METRICS}; name the logger.log_dir "
+        f"RUN_DIR: {path} is no run directory: it has neither a run.json nor {FOLDER}/{METRICS}; name the logger.log_dir "
         "of a run, or one of the folders exp_NNN that NeMo-RL makes there"
     )
 

@@ -15,6 +15,7 @@ _NOTHING_TO_DO = (
     "synchronize",
     "set_stream",
     "empty_cache",
+    "ipc_collect",
     "reset_peak_memory_stats",
     "manual_seed",
     "manual_seed_all",
