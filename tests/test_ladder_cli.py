@@ -131,7 +131,7 @@ def test_a_config_of_nemo_rl_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
     (tmp_path / "nemo_rl.yaml").write_text(yaml.safe_dump(NEMO_RL))
     said = refused(capsys, "ladder", tmp_path / "nemo_rl.yaml", "--out", tmp_path / "ladder.json")
-    assert "need a config with runtime: local" in said
+    assert "work with configs for one machine only" in said
 
 
 @pytest.mark.integration
