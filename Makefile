@@ -16,7 +16,7 @@ OLDER_TESTS = tests/test_older_vllm.py tests/test_older_lossless.py
 OLDER_PYTEST = -m pytest -m older_vllm -s $(OLDER_TESTS)
 INTERPRETED = TRITON_INTERPRET=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smollm2 test test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
+.PHONY: demo smollm2 test test-install test-slow test-kill test-oldest test-between test-nemo-rl test-upstream test-gpu bench docs check format setup clean
 
 demo: setup
 	$(BIN)/nemo-specrollout run $(CONFIG) logger.log_dir=$(LOG_DIR)
@@ -31,6 +31,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -s --ignore=tests/faults/test_kill_matrix.py
+
+# Fresh environments as docs/get-started/install.md makes them, with each Python that the machine has: two minutes.
+test-install: setup
+	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
 # Signals to each process of a run in each phase, three cases at once: about an hour.
 test-kill: setup

@@ -328,6 +328,7 @@ def roll_out_with_all(pool: RolloutPool, rollout: Coordinator, expected: list[Ro
             return timeline
 
 
+@pytest.mark.slow
 def test_new_weights_do_not_wait_for_a_restarting_engine(
     pool: RolloutPool, engines: list[RolloutEngine], expected: dict[str, list[Rollout]]
 ) -> None:

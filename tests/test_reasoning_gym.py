@@ -90,6 +90,7 @@ def test_problems_depend_on_seed_and_index_only() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_task_makes_a_problem_in_little_time_and_memory() -> None:
     """Two of the tasks once made a list of 2**31 numbers: `gsm_symbolic` and `list_functions`."""
     done = subprocess.run([sys.executable, "-c", EVERY_TASK], capture_output=True, text=True, check=True, cwd=ROOT)
