@@ -165,7 +165,7 @@ class Change:
 
     text: str
     is_harmless: bool = False
-    """Whether this package works with it, because it passes on whatever comes."""
+    """Whether this package works with it, because it passes on all arguments and the result."""
 
 
 def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
