@@ -58,12 +58,12 @@ def make_nemo_rl(folder: Path, *, added: bool = False) -> Path:
 
 def _parameters(point: PatchPoint, added: bool) -> str:
     names = [*point.needed, *(f"{name}=None" for name in point.known), *(["added=None"] if added else [])]
-    return ", ".join(["self"] * ("." in point.name) + names)
+    is_of_class = "." in point.name or point.name[0].isupper()
+    return ", ".join(["self"] * is_of_class + names)
 
 
 def _constructor(point: PatchPoint, added: bool) -> list[str]:
-    names = [*point.needed, *(f"{name}=None" for name in point.known), *(["added=None"] if added else [])]
-    return [f"def __init__({', '.join(['self', *names])}): self.constructed = locals()"]
+    return [f"def __init__({_parameters(point, added)}): self.constructed = locals()"]
 
 
 def _definition(point: PatchPoint, added: bool) -> list[str]:

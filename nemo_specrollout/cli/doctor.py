@@ -19,10 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_specrollout.cli.check import subject_of
-from nemo_specrollout.cli.nemo_rl_environment import announce, command_line, environment_with
+from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.prepare import EXIT_FAILED, check_out
 from nemo_specrollout.cli.terminal import log_console, scratch_folder
-from nemo_specrollout.config.code_folder import code_folder
 from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
@@ -67,11 +66,9 @@ def _in_nemo_rl(parsed: argparse.Namespace) -> int:
     arguments = ["doctor", *([] if parsed.config is None else [str(parsed.config)]), *parsed.overrides]
     arguments += [] if parsed.json is None else ["--json", str(parsed.json)]
     arguments += ["--no-self-test"] * parsed.no_self_test
-    command = command_line(arguments)
-    announce(command)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        environment_ = environment_with(code_folder(Path(folder)))
-        return subprocess.run(command, env=environment_, check=False).returncode
+        command, variables = entry(arguments, Path(folder))
+        return subprocess.run(command, env=variables, check=False).returncode
 
 
 def _sections(

@@ -7,14 +7,33 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_specrollout.config.code_folder import NUMBA_CACHE, PYTHONPATH, pythonpath_with
+from nemo_specrollout.config.code_folder import NUMBA_CACHE, PYTHONPATH, code_folder, pythonpath_with
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.nemo_rl_tree import DEFAULT_NEMO_RL_DIR, nemo_rl_checkout
 from nemo_specrollout.config.strict import ConfigError
 
 
-def checkout() -> Path:
-    """Returns NeMo-RL's checkout, which the variable NEMO_RL_DIR names. Raises ConfigError if there is none."""
+def entry(arguments: Sequence[str], folder: Path) -> tuple[list[str], Mapping[str, str]]:
+    """Returns the command line that runs our command with `arguments` in NeMo-RL's environment, and its variables.
+
+    Prints the command line. A copy of our code for NeMo-RL's Pythons is made in `folder`. Raises ConfigError if NeMo-RL's
+    checkout or `uv` is missing; then nothing is written.
+    """
+    project = _checkout()
+    if shutil.which("uv") is None:
+        raise ConfigError(
+            f"uv is not on PATH; it makes and enters the environments of NeMo-RL in {project}: install it (pip install uv), "
+            "or run in NeMo-RL's container"
+        )
+    command = ["uv", "run", "--project", str(project), "python", "-m", "nemo_specrollout", *arguments]
+    print(f"entering NeMo-RL's environment, which uv makes first if it is missing: {shlex.join(command)}", flush=True)
+    # These belong to the Python that runs now. uv has its own.
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
+    own = {PYTHONPATH: pythonpath_with(code_folder(folder)), NEMO_RL_DIR: str(project)}
+    return command, {**NUMBA_CACHE, **kept, **own}
+
+
+def _checkout() -> Path:
     path = nemo_rl_checkout()
     if path is None or not (path / "nemo_rl").is_dir():
         named = os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR
@@ -23,26 +42,3 @@ def checkout() -> Path:
             "your checkout, or run in NeMo-RL's container"
         )
     return path.absolute()
-
-
-def command_line(arguments: Sequence[str]) -> list[str]:
-    """Returns the command line that runs our command with `arguments` in NeMo-RL's environment. Raises ConfigError."""
-    folder = checkout()
-    if shutil.which("uv") is None:
-        raise ConfigError(
-            f"uv is not on PATH; it makes and enters the environments of NeMo-RL in {folder}: install it (pip install uv), or "
-            "run in NeMo-RL's container"
-        )
-    return ["uv", "run", "--project", str(folder), "python", "-m", "nemo_specrollout", *arguments]
-
-
-def announce(command: Sequence[str]) -> None:
-    """Prints the command line that enters NeMo-RL's environment."""
-    print(f"entering NeMo-RL's environment, which uv makes first if it is missing: {shlex.join(command)}", flush=True)
-
-
-def environment_with(code: Path) -> Mapping[str, str]:
-    """Returns this process's environment for that command line, with the folder `code` for NeMo-RL's Pythons."""
-    # These belong to the Python that runs now. uv has its own.
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
-    return {**NUMBA_CACHE, **kept, PYTHONPATH: pythonpath_with(code), NEMO_RL_DIR: str(checkout())}

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_specrollout.cli.nemo_rl_environment import announce, command_line, environment_with
+from nemo_specrollout.cli.nemo_rl_environment import entry
 from nemo_specrollout.cli.prepare import EXIT_FAILED, Prepared, prepare_run, use_threads
 from nemo_specrollout.cli.terminal import Interrupts, scratch_folder
-from nemo_specrollout.config.code_folder import code_folder
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.nemo_rl_config import prepare_nemo_rl
 from nemo_specrollout.config.nemo_rl_tree import at, runtime_of
@@ -66,9 +65,8 @@ def _run_nemo_rl(tree: dict[str, Any], parsed: argparse.Namespace) -> int:
     findings = [*prepare_nemo_rl(tree), *unknown_overrides(parsed.config, parsed.overrides)]
     if not can_run_nemo_rl():
         script = [] if parsed.script is None else ["--script", parsed.script]
-        command = command_line(["run", str(parsed.config), *parsed.overrides, *script])
-        environment = environment_with(code_folder(Path(str(at(tree, "logger.log_dir", "logs"))).absolute()))
-        announce(command)
+        log_dir = Path(str(at(tree, "logger.log_dir", "logs"))).absolute()
+        command, environment = entry(["run", str(parsed.config), *parsed.overrides, *script], log_dir)
         os.execvpe(command[0], command, environment)
     for finding in findings:
         print(f"{finding.kind}: {finding}")

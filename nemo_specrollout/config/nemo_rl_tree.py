@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads values of a config tree in NeMo-RL's shape, and evaluates tables of rules about them; without NeMo-RL."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from nemo_specrollout.config.block import BLOCK_PATH, SpecrolloutConfig
 from nemo_specrollout.config.load import NEMO_RL_DIR
 from nemo_specrollout.config.model_folder import read_object
+from nemo_specrollout.config.python_source import installed_source
 from nemo_specrollout.config.strict import ConfigError, nearest
 
 Tree = Mapping[str, Any]
@@ -121,9 +121,8 @@ def stale_kv_field(tree: Tree) -> str | None:
 
 def nemo_rl_checkout() -> Path | None:
     """Returns the checkout whose NeMo-RL a run here uses, if it is found: an importable one, else `NEMO_RL_DIR`."""
-    spec = importlib.util.find_spec("nemo_rl")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent.parent
+    if (importable := installed_source("nemo_rl")) is not None:
+        return importable
     named = Path(os.environ.get(NEMO_RL_DIR) or DEFAULT_NEMO_RL_DIR)
     return named if named.is_dir() else None
 

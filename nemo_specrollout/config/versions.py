@@ -2,12 +2,13 @@
 """Reads the installed versions from package metadata, without importing the packages."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import subprocess
 from pathlib import Path
+
+from nemo_specrollout.config.python_source import installed_source
 
 VLLM_RANGE = ((0, 25, 1), (0, 34, 0))
 """Supported versions of vLLM: the first one, and the first one that is too new."""
@@ -99,14 +100,14 @@ def nemo_rl_starts_alone() -> bool:
 
     vLLM refuses a worker extension with a method of the worker's own (docs/upstream/nemo-rl-synchronize-device.md).
     """
-    folder, vllm = _nemo_rl_folder(), importlib.util.find_spec("vllm")
-    if folder is None or vllm is None or vllm.origin is None:
+    folder, vllm = _nemo_rl_folder(), installed_source("vllm")
+    if folder is None or vllm is None:
         return True
-    files = (folder / "models/generation/vllm/vllm_backend.py", Path(vllm.origin).parent / "v1/worker/worker_base.py")
+    files = (folder / "models/generation/vllm/vllm_backend.py", vllm / "vllm/v1/worker/worker_base.py")
     return not all(file.is_file() and _SHARED_METHOD in file.read_text(encoding="utf-8") for file in files)
 
 
 def _nemo_rl_folder() -> Path | None:
-    spec = importlib.util.find_spec("nemo_rl")
-    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    source = installed_source("nemo_rl")
+    folder = None if source is None else source / "nemo_rl"
     return folder if folder is not None and (folder / "package_info.py").is_file() else None

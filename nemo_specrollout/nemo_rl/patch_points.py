@@ -165,7 +165,7 @@ class Change:
 
     text: str
     is_harmless: bool = False
-    """Whether this package works with it, because it passes on all arguments and the result."""
+    """Whether this package works with the change. It does where it passes on all arguments and the result."""
 
 
 def changes_of(point: PatchPoint, source: PythonSource) -> list[Change]:
@@ -207,10 +207,11 @@ def check_patch_points(points: Sequence[PatchPoint], source: PythonSource | None
 
     `source` is the NeMo-RL to look at; None: the installed one.
     """
-    folder = installed_source(NEMO_RL)
-    if source is None and folder is None:
-        raise ConfigError("NeMo-RL is not in this Python environment")
-    source = source or PythonSource(folder, NEMO_RL)  # type: ignore[arg-type]
+    if source is None:
+        folder = installed_source(NEMO_RL)
+        if folder is None:
+            raise ConfigError("NeMo-RL is not in this Python environment")
+        source = PythonSource(folder, NEMO_RL)
     changes = [
         f"{p.module}.{p.name} is {change.text}"
         for p in points
