@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from nemo_specrollout.config.drafter_configs import DRAFTERS, TEXT_DRAFTERS, LookupDrafterConfig
-from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.text import SMALLEST_SHARE, build_text_drafter
+from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
+from nemo_specrollout.drafters.text import build_text_drafter
 from nemo_specrollout.generation.requests import RequestIdentity
 
 pytestmark = pytest.mark.unit
@@ -57,7 +57,12 @@ class World:
         tokens_BK, levels_BK = torch.full(shape, -9, dtype=torch.int32), torch.full(shape, -9, dtype=torch.int8)
         found_B = torch.full((NUM_SLOTS,), -9, dtype=torch.int32)
         texts = Texts(tensor(slots), self.total_len_S, self.token_ids_SL)
-        self.drafter.propose(texts, LONGEST, torch.full((NUM_LEVELS,), rate), Proposals(tokens_BK, levels_BK, found_B))
+        out, lookup = Proposals(tokens_BK, levels_BK, found_B), self.drafter.lookup(0)
+        if lookup is None:
+            self.drafter.propose(texts, out)
+        else:
+            lookup.index.learn(texts, lookup.salts_S, lookup.learned_S, LONGEST)
+            lookup.index.walk(texts, lookup.salts_S, torch.full((NUM_LEVELS,), rate), SMALLEST_SHARE, out)
         assert (found_B[num:] == -9).all() and (tokens_BK[num:] == -9).all(), "rows without a request"
         counts = found_B[:num].tolist()
         for levels_K, count in zip(levels_BK, counts, strict=False):

@@ -36,9 +36,9 @@ class Proposals(NamedTuple):
     """Number of draft tokens of each row, int32. Tokens and levels beyond it are undefined."""
 
 
-def kernels_for(family: str, device: "torch.device") -> ModuleType:
-    """Returns the module of `board` or `index` kernels: Triton's for a GPU, numba's for a CPU."""
-    return importlib.import_module(f"{__package__}.{family}_{'triton' if device.type == 'cuda' else 'numba'}")
+def kernels_for(device: "torch.device") -> ModuleType:
+    """Returns the module of a step's kernels: Triton's for a GPU, numba's for a CPU."""
+    return importlib.import_module(f"{__package__}.step_{'triton' if device.type == 'cuda' else 'numba'}")
 
 
 LEVEL_PRIORS = np.tile(np.array([0.3, 0.45, 0.6, 0.8]), 4)
@@ -79,5 +79,7 @@ OUTLOOK_RETURN = 0.97
 The rest returns to the usual survival, so a few bad drafts do not silence the drafter for the rest of a request."""
 CALIBRATION_DECAY = 0.98
 """Factor by which each step reduces the weight of earlier steps in the calibration of text drafts."""
+SMALLEST_SHARE = 0.02
+"""Survival below which a draft token is not looked up."""
 TRACED_STEPS = 1 << 16
 """Number of steps whose counts are kept."""

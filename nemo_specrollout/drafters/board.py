@@ -8,7 +8,8 @@ the witness. On a board without a witness, E is NUM_LEVELS.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from types import ModuleType
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from nemo_specrollout.drafters.base import (
     Texts,
     kernels_for,
 )
+from nemo_specrollout.drafters.device_index import Lookup
 
 Int8 = Annotated[torch.Tensor, torch.int8]
 Int32 = Annotated[torch.Tensor, torch.int32]
@@ -97,8 +99,8 @@ class DraftBoard:
     """Decides for each request which drafter's tokens the next step verifies.
 
     Owns `tables`: the proposals whose outcome is open, what was learned from past proposals, and counts of verified and
-    accepted drafts. One kernel runs before the drafters propose (`observe`), one after (`choose`), and the host reads nothing
-    during a step.
+    accepted drafts. `observe` runs before the drafters propose, `choose` after, and the host reads nothing during a step. Both
+    take the context indexes of the engine along: on a GPU, one launch then serves the board and all indexes.
 
     Invariant: the first `checked_SD` tokens of an open proposal equal the request's text from `base_SD` on. A proposal
     closes (`length_SD` becomes 0) when a token differs from the text, or when its last token is confirmed.
@@ -157,11 +159,11 @@ class DraftBoard:
         self.tables.edges_X.copy_(torch.tensor(shape.context_edges))
         for drafter in range(len(names)):
             self.forget_drafter(drafter)
-        self._kernels = kernels_for("board", device)
-        # numba takes arrays of the same memory. Making them in every step would take as long as the kernels.
-        self._memory: Any = (
-            self.tables if device.type == "cuda" else Tables._make(table.numpy() for table in self.tables)
-        )
+        self.use_kernels(kernels_for(device))
+
+    def use_kernels(self, kernels: ModuleType) -> None:
+        """Uses a module of kernels, which takes the tables in a form of its own."""
+        self._kernels, self.memory = kernels, kernels.memory_of(self.tables)
 
     def proposals_of(self, drafter: int) -> Proposals:
         """Returns the buffers that a drafter writes its proposals of this step to."""
@@ -187,21 +189,29 @@ class DraftBoard:
         ):
             table.zero_()
 
-    def observe(self, texts: Texts, num_sampled_B: torch.Tensor, num_rejected_B: torch.Tensor, step: int) -> None:
+    def observe(
+        self,
+        texts: Texts,
+        num_sampled_B: torch.Tensor,
+        num_rejected_B: torch.Tensor,
+        step: int,
+        lookups: Sequence[Lookup] = (),
+        max_new: int = 0,
+    ) -> None:
         """Learns from the tokens that step number `step` sampled, and counts which submitted drafts were accepted.
 
         Each request emitted `num_sampled_B` tokens. All but the last of them were drafts. `num_rejected_B` drafts were
-        rejected.
+        rejected. Indexes learn the new tokens of their texts, at most `max_new` of each.
         """
-        self._kernels.observe(texts, num_sampled_B, num_rejected_B, self._memory, step % TRACED_STEPS, self.witness)
+        self._kernels.observe(self, texts, num_sampled_B, num_rejected_B, step % TRACED_STEPS, lookups, max_new)
 
-    def choose(self, texts: Texts, row_price: float = 0.0) -> None:
-        """Submits the proposal of the highest worth for each request, and writes `drafts_BK` and `rates_BK`.
+    def choose(self, texts: Texts, row_price: float = 0.0, lookups: Sequence[Lookup] = ()) -> None:
+        """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_BK`.
 
         `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
         price hardly count, so a long proposal is worth only what would be verified of it.
         """
-        self._kernels.choose(texts, self._memory, self.model, self.witness, row_price)
+        self._kernels.choose(self, texts, row_price, lookups)
 
     @property
     def level_rates_DL(self) -> torch.Tensor:

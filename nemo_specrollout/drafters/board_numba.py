@@ -2,6 +2,9 @@
 """The kernels of the draft board for a CPU. `board.py` says what they compute; `board_triton.py` has the same functions.
 
 `t` are the board's tables. Shapes: as in `board.py`; L = NUM_LEVELS.
+
+What a step adds to a table that all requests share is summed apart, and added at the end. So no request reads what another
+request of its step has learned, and the order of the requests does not matter. On a GPU they run at the same time.
 """
 
 import numpy as np
@@ -17,9 +20,9 @@ PRIOR_STRENGTH = F32(base.PRIOR_STRENGTH)
 
 
 @njit(cache=True, nogil=True)
-def _fade(t):  # type: ignore[no-untyped-def]
-    """Scales hits and trials down to the evidence window. Evidence that is not tried keeps its counts. All draft positions of
-    a drafter are scaled like its first position."""
+def _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2):  # type: ignore[no-untyped-def]
+    """Scales hits and trials down to the evidence window, then adds the step's. Evidence that is not tried keeps its counts.
+    All draft positions of a drafter are scaled like its first position."""
     window = F32(base.EVIDENCE_WINDOW)
     for d in range(t.evidence_DE2.shape[0]):
         for e in range(t.evidence_DE2.shape[1]):
@@ -27,8 +30,10 @@ def _fade(t):  # type: ignore[no-untyped-def]
                 t.evidence_DE2[d, e] *= window / t.evidence_DE2[d, e, 1]
         if t.position_DK2[d, 0, 1] > window:
             t.position_DK2[d] *= window / t.position_DK2[d, 0, 1]
-    t.factor_weight_D2[:] *= F32(base.FACTOR_WEIGHT_DECAY)
-    t.calibration_2[:] *= F32(base.CALIBRATION_DECAY)
+    t.evidence_DE2[:] += new_evidence_DE2
+    t.position_DK2[:] += new_position_DK2
+    t.factor_weight_D2[:] = t.factor_weight_D2 * F32(base.FACTOR_WEIGHT_DECAY) + new_weight_D2
+    t.calibration_2[:] = t.calibration_2 * F32(base.CALIBRATION_DECAY) + new_calibration_2
 
 
 @njit(cache=True, nogil=True)
@@ -59,12 +64,11 @@ def _count_verified(t, slot, step, context_len, num_verified, num_accepted):  # 
 
 
 @njit(cache=True, nogil=True)
-def _judge(t, slot, text_L, rates_DE):  # type: ignore[no-untyped-def]
+def _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2):  # type: ignore[no-untyped-def]
     """Compares a request's open proposals with its text, each up to its first miss or the end of the text."""
     # Names of their own, because numba counts references at each access to a field.
     length_D, base_D, checked_D, factor_D2 = t.length_SD[slot], t.base_SD[slot], t.checked_SD[slot], t.factor_SD2[slot]
     tokens_DK, evidence_DK = t.tokens_SDK[slot], t.evidence_SDK[slot]
-    evidence_DE2, position_DK2, factor_weight_D2 = t.evidence_DE2, t.position_DK2, t.factor_weight_D2
     for d in range(len(length_D)):
         excess = _raw_factor(factor_D2[d]) - F32(1)
         while length_D[d] > 0:
@@ -74,14 +78,14 @@ def _judge(t, slot, text_L, rates_DE):  # type: ignore[no-untyped-def]
             is_hit = text_L[base_D[d] + k] == tokens_DK[d, k]
             evidence = evidence_DK[d, k]
             rate = rates_DE[d, evidence]
-            factor_weight_D2[d, 0] += excess * (F32(is_hit) - rate)
-            factor_weight_D2[d, 1] += excess * excess * rate
+            new_weight_D2[d, 0] += excess * (F32(is_hit) - rate)
+            new_weight_D2[d, 1] += excess * excess * rate
             factor_D2[d, 0] = factor_D2[d, 0] * base.REQUEST_DECAY + is_hit
             factor_D2[d, 1] = factor_D2[d, 1] * base.REQUEST_DECAY + rate
-            evidence_DE2[d, evidence, 0] += is_hit
-            evidence_DE2[d, evidence, 1] += 1
-            position_DK2[d, k, 0] += is_hit
-            position_DK2[d, k, 1] += 1
+            new_evidence_DE2[d, evidence, 0] += is_hit
+            new_evidence_DE2[d, evidence, 1] += 1
+            new_position_DK2[d, k, 0] += is_hit
+            new_position_DK2[d, k, 1] += 1
             checked_D[d] = k + 1
             if not is_hit or k + 1 == length_D[d]:
                 length_D[d] = 0
@@ -91,7 +95,8 @@ def _judge(t, slot, text_L, rates_DE):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def observe(texts, num_sampled_B, num_rejected_B, t, step, witness):  # type: ignore[no-untyped-def]
     rates_DE = t.evidence_DE2[..., 0] / t.evidence_DE2[..., 1]
-    _fade(t)
+    new_evidence_DE2, new_position_DK2 = np.zeros_like(t.evidence_DE2), np.zeros_like(t.position_DK2)
+    new_weight_D2, new_calibration_2 = np.zeros_like(t.factor_weight_D2), np.zeros_like(t.calibration_2)
     t.steps_TD2[step] = 0
     for b in range(len(texts.slots_B)):
         slot = texts.slots_B[b]
@@ -105,11 +110,13 @@ def observe(texts, num_sampled_B, num_rejected_B, t, step, witness):  # type: ig
             _count_verified(t, slot, step, total_len - num_sampled_B[b], num_verified, num_accepted)
             if d != witness and t.evidence_SDK[slot, d, 0] < NUM_LEVELS:
                 factor, survival = _factor(t.factor_SD2[slot, d], t.factor_weight_D2[d]), F32(1)
-                t.calibration_2[0] += num_accepted
+                new_calibration_2[0] += num_accepted
                 for evidence in t.evidence_SDK[slot, d, :num_verified]:
                     survival *= min(rates_DE[d, evidence] * factor, MAX_RATE)
-                    t.calibration_2[1] += survival
-        _judge(t, slot, texts.token_ids_SL[slot, :total_len], rates_DE)
+                    new_calibration_2[1] += survival
+        text_L = texts.token_ids_SL[slot, :total_len]
+        _judge(t, slot, text_L, rates_DE, new_evidence_DE2, new_position_DK2, new_weight_D2)
+    _fade_and_add(t, new_evidence_DE2, new_position_DK2, new_weight_D2, new_calibration_2)
 
 
 @njit(cache=True, nogil=True)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the draft board for a GPU: one program for each request. `board.py` says what they compute.
+"""The draft board on a GPU: functions of the kernels in `step_triton.py`. `board.py` says what they compute.
 
-Learning takes two launches, because the tables must fade before anything is added to them. Choosing takes a third. Programs
-share only the tables and counts, and add to them atomically. So their order changes a result only by the rounding of sums.
+One program serves one request. Programs share what the board has learned: while they observe, they only read it. Each writes
+what it adds to a row of its own, or counts it with integers. The last program to finish adds all of it in a fixed order. So
+two runs of the same steps learn the same.
 
-`t` are the board's tables. Shapes: as in `board.py`. A block's D and K are rounded up to powers of two.
+`t` are the board's tables. Shapes: as in `board.py`; N rows read at a time, W = 2 * D + 2 sums of a row. A block's D and K
+are rounded up to powers of two.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from nemo_specrollout.drafters import base
-from nemo_specrollout.drafters.base import Texts
 
 _CALIBRATION_DECAY = tl.constexpr(base.CALIBRATION_DECAY)
 _EVIDENCE_WINDOW = tl.constexpr(base.EVIDENCE_WINDOW)
@@ -28,34 +28,62 @@ _OUTLOOK_DECAY = tl.constexpr(base.OUTLOOK_DECAY)
 _OUTLOOK_RETURN = tl.constexpr(base.OUTLOOK_RETURN)
 _PRIOR_RATE = tl.constexpr(base.PRIOR_RATE)
 _PRIOR_STRENGTH = tl.constexpr(base.PRIOR_STRENGTH)
+_ROWS = tl.constexpr(32)
+
+
+class Sums(NamedTuple):
+    """What a step adds to the tables that all requests share."""
+
+    evidence_DE2: Any
+    """Hits and trials of each kind of evidence, int32. These counts are 0 between steps."""
+    position_DK2: Any
+    """Hits and trials of each draft position, int32."""
+    steps_D2: Any
+    """Verified and accepted drafts, int32."""
+    finished: Any
+    """Number of programs that have finished, int32."""
+    weight_BW: Any
+    """Each row's addition to `factor_weight_D2`, then to `calibration_2`, float32. Rows without a request add 0."""
 
 
 @triton.jit
-def _fade(table_ptr, rows, leader, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales hits and trials of each row like row `leader` is scaled down to the evidence window. Returns both unscaled."""
+def _fade_and_add(table_ptr, new_ptr, rows, leader, num_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales hits and trials of each row like row `leader` is scaled down to the evidence window, and adds new ones."""
     mask = rows < num_rows
     hits = tl.load(table_ptr + 2 * rows, mask=mask, other=0.0)
     trials = tl.load(table_ptr + 2 * rows + 1, mask=mask, other=1.0)
     most = tl.load(table_ptr + 2 * leader + 1, mask=mask, other=1.0)
+    new_hits = tl.load(new_ptr + 2 * rows, mask=mask, other=0)
+    new_trials = tl.load(new_ptr + 2 * rows + 1, mask=mask, other=0)
     left = tl.where(most > _EVIDENCE_WINDOW, _EVIDENCE_WINDOW / most, 1.0)
-    tl.debug_barrier()
-    tl.store(table_ptr + 2 * rows, hits * left, mask=mask)
-    tl.store(table_ptr + 2 * rows + 1, trials * left, mask=mask)
-    return hits, trials
+    tl.debug_barrier()  # all lanes have read the leader
+    tl.store(table_ptr + 2 * rows, hits * left + new_hits, mask=mask)
+    tl.store(table_ptr + 2 * rows + 1, trials * left + new_trials, mask=mask)
+    tl.store(new_ptr + 2 * rows, tl.zeros_like(rows), mask=mask)
+    tl.store(new_ptr + 2 * rows + 1, tl.zeros_like(rows), mask=mask)
 
 
-@triton.jit(do_not_specialize=["step"])
-def _begin_step(t, rates_ptr, step, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fades what was learned, clears the step's counts, and stores the rate of each kind of evidence before that."""
+@triton.jit
+def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Fades what was learned, and adds what the step's programs have summed. All of them must have finished."""
     rows = tl.arange(0, triton.next_power_of_2(D * E if E > K else D * K))
-    hits, trials = _fade(t.evidence_DE2, rows, rows, D * E)
-    tl.store(rates_ptr + rows, hits / trials, mask=rows < D * E)
-    _fade(t.position_DK2, rows, rows - rows % K, D * K)
-    factor_weight = tl.load(t.factor_weight_D2 + rows, mask=rows < 2 * D, other=0.0)
-    tl.store(t.factor_weight_D2 + rows, factor_weight * _FACTOR_WEIGHT_DECAY, mask=rows < 2 * D)
-    calibration = tl.load(t.calibration_2 + rows, mask=rows < 2, other=0.0)
-    tl.store(t.calibration_2 + rows, calibration * _CALIBRATION_DECAY, mask=rows < 2)
-    tl.store(t.steps_TD2 + step * 2 * D + rows, tl.zeros_like(rows), mask=rows < 2 * D)
+    _fade_and_add(t.evidence_DE2, sums.evidence_DE2, rows, rows, D * E)
+    _fade_and_add(t.position_DK2, sums.position_DK2, rows, rows - rows % K, D * K)
+    w = tl.arange(0, triton.next_power_of_2(2 * D + 2))
+    n, total_NW = tl.arange(0, _ROWS)[:, None], tl.zeros((_ROWS, triton.next_power_of_2(2 * D + 2)), tl.float32)
+    for first in range(0, num_rows, _ROWS):
+        mask = (first + n < num_rows) & (w < 2 * D + 2)[None, :]
+        total_NW += tl.load(sums.weight_BW + (first + n) * (2 * D + 2) + w[None, :], mask=mask, other=0.0)
+    total = tl.sum(total_NW, axis=0)
+    weight = tl.load(t.factor_weight_D2 + w, mask=w < 2 * D, other=0.0)
+    tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
+    is_calibration = (w >= 2 * D) & (w < 2 * D + 2)
+    calibration = tl.load(t.calibration_2 + w - 2 * D, mask=is_calibration, other=0.0)
+    tl.store(t.calibration_2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
+    tl.store(t.steps_TD2 + step * 2 * D + w, tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0), mask=w < 2 * D)
+    tl.debug_barrier()  # all lanes have read the counts
+    tl.store(sums.steps_D2 + w, tl.zeros_like(w), mask=w < 2 * D)
+    tl.store(sums.finished, 0)
 
 
 @triton.jit
@@ -74,11 +102,32 @@ def _factor(t, row, d, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _rate(counts_ptr, mask):  # type: ignore[no-untyped-def]
+    """Returns hits over trials."""
+    return tl.load(counts_ptr, mask=mask, other=0.0) / tl.load(counts_ptr + 1, mask=mask, other=1.0)
+
+
+@triton.jit
+def level_rates(t, d, E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the share of hits of each evidence level of a drafter, over all relations."""
+    level = tl.arange(0, _NUM_LEVELS)
+    counts_ptr = t.evidence_DE2 + 2 * (d * E + level)
+    hits, trials = tl.zeros(level.shape, tl.float32), tl.zeros(level.shape, tl.float32)
+    for relation in tl.static_range(E // _NUM_LEVELS):
+        hits += tl.load(counts_ptr + 2 * _NUM_LEVELS * relation)
+        trials += tl.load(counts_ptr + 2 * _NUM_LEVELS * relation + 1)
+    return hits / trials
+
+
+@triton.jit
 def _count_verified(  # type: ignore[no-untyped-def]
-    t, rates_ptr, step, slot, num_sampled, num_rejected, total_len,
+    t, sums, slot, num_sampled, num_rejected, total_len,
     WITNESS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
-    """Adds the drafts that the step verified, and those that it accepted, to all counts."""
+    """Adds the drafts that the step verified, and those that it accepted, to all counts.
+
+    Returns what the request adds to `calibration_2`.
+    """
     drafter = tl.minimum(tl.maximum(tl.load(t.chosen_S + slot), 0), D - 1)
     submitted = tl.minimum(tl.load(t.submitted_S + slot), K)
     num_verified = tl.minimum(num_sampled - 1 + num_rejected, submitted)
@@ -90,29 +139,30 @@ def _count_verified(  # type: ignore[no-untyped-def]
     one = tl.full(k.shape, 1, tl.int64)
     tl.atomic_add(counts_ptr, one, mask=k < num_verified, sem="relaxed")
     tl.atomic_add(counts_ptr + 1, one, mask=k < num_accepted, sem="relaxed")
+    hits, predicted = 0.0, 0.0
     if num_verified > 0:
-        step_ptr = t.steps_TD2 + 2 * (step * D + drafter)
-        tl.atomic_add(step_ptr, num_verified, sem="relaxed")
-        tl.atomic_add(step_ptr + 1, num_accepted, sem="relaxed")
-        tl.store(t.request_S2 + 2 * slot, tl.load(t.request_S2 + 2 * slot) + num_verified)
-        tl.store(t.request_S2 + 2 * slot + 1, tl.load(t.request_S2 + 2 * slot + 1) + num_accepted)
+        tl.atomic_add(sums.steps_D2 + 2 * drafter, num_verified, sem="relaxed")
+        tl.atomic_add(sums.steps_D2 + 2 * drafter + 1, num_accepted, sem="relaxed")
+        tl.atomic_add(t.request_S2 + 2 * slot, num_verified, sem="relaxed")
+        tl.atomic_add(t.request_S2 + 2 * slot + 1, num_accepted, sem="relaxed")
         row = slot * D + drafter
         evidence = tl.load(t.evidence_SDK + row * K + k, mask=k < num_verified, other=0).to(tl.int32)
         evidence = tl.minimum(tl.maximum(evidence, 0), E - 1)
         if (drafter != WITNESS) & (tl.sum(tl.where(k == 0, evidence, 0)) < _NUM_LEVELS):
+            rate = _rate(t.evidence_DE2 + 2 * (drafter * E + evidence), k < num_verified)
             factor = _factor(t, row, drafter, True)
-            rate = tl.load(rates_ptr + drafter * E + evidence, mask=k < num_verified, other=0.0)
-            predicted = tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
-            tl.atomic_add(t.calibration_2, num_accepted.to(tl.float32), sem="relaxed")
-            tl.atomic_add(t.calibration_2 + 1, predicted, sem="relaxed")
+            hits, predicted = num_accepted + 0.0, tl.sum(tl.cumprod(tl.minimum(rate * factor, _MAX_RATE), axis=0))
+    tl.debug_barrier()  # all lanes have read the number of submitted drafts
     tl.store(t.submitted_S + slot, 0)
+    return hits, predicted
 
 
 @triton.jit
-def _judge(  # type: ignore[no-untyped-def]
-    t, rates_ptr, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr
-):
-    """Compares the proposals of a request with its text, each up to its first miss or the end of the text."""
+def _judge(t, sums, text_ptr, slot, total_len, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compares the proposals of a request with its text, each up to its first miss or the end of the text.
+
+    Returns what the request adds to `factor_weight_D2`.
+    """
     d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))[None, :]
     row, mask_D = slot * D + d, d < D
     length = tl.minimum(tl.load(t.length_SD + row, mask=mask_D, other=0), K)
@@ -127,7 +177,7 @@ def _judge(  # type: ignore[no-untyped-def]
     hit = judged & is_hit
     evidence = tl.load(t.evidence_SDK + row[:, None] * K + k, mask=judged, other=0).to(tl.int32)
     evidence = d[:, None] * E + tl.minimum(tl.maximum(evidence, 0), E - 1)
-    rate = tl.load(rates_ptr + evidence, mask=judged, other=0.0)
+    rate = _rate(t.evidence_DE2 + 2 * evidence, judged)
     excess = _raw_factor(t, row, mask_D) - 1.0
 
     num_judged = tl.sum(judged.to(tl.int32), axis=1)
@@ -137,34 +187,46 @@ def _judge(  # type: ignore[no-untyped-def]
     any_D = num_judged > 0
     hits = tl.load(t.factor_SD2 + 2 * row, mask=any_D, other=0.0) * left + tl.sum(tl.where(hit, weight, 0.0), axis=1)
     predicted = tl.load(t.factor_SD2 + 2 * row + 1, mask=any_D, other=0.0) * left + tl.sum(weight * rate, axis=1)
-    beyond = tl.sum(tl.where(hit, 1.0, 0.0) - rate, axis=1)
-    tl.atomic_add(t.factor_weight_D2 + 2 * d, excess * beyond, mask=any_D, sem="relaxed")
-    tl.atomic_add(t.factor_weight_D2 + 2 * d + 1, excess * excess * tl.sum(rate, axis=1), mask=any_D, sem="relaxed")
+    tl.debug_barrier()  # all lanes have read the request's rows
     tl.store(t.factor_SD2 + 2 * row, hits, mask=any_D)
     tl.store(t.factor_SD2 + 2 * row + 1, predicted, mask=any_D)
     tl.store(t.checked_SD + row, end, mask=any_D)
     tl.store(t.length_SD + row, tl.zeros_like(row).to(tl.int32), mask=any_D & ((first_miss < K) | (end == length)))
 
-    one = tl.full(judged.shape, 1.0, tl.float32)
-    tl.atomic_add(t.evidence_DE2 + 2 * evidence, one, mask=hit, sem="relaxed")
-    tl.atomic_add(t.evidence_DE2 + 2 * evidence + 1, one, mask=judged, sem="relaxed")
-    counts_ptr = t.position_DK2 + 2 * (d[:, None] * K + k)
+    one = tl.full(judged.shape, 1, tl.int32)
+    tl.atomic_add(sums.evidence_DE2 + 2 * evidence, one, mask=hit, sem="relaxed")
+    tl.atomic_add(sums.evidence_DE2 + 2 * evidence + 1, one, mask=judged, sem="relaxed")
+    counts_ptr = sums.position_DK2 + 2 * (d[:, None] * K + k)
     tl.atomic_add(counts_ptr, one, mask=hit, sem="relaxed")
     tl.atomic_add(counts_ptr + 1, one, mask=judged, sem="relaxed")
+    beyond = tl.sum(tl.where(hit, 1.0, 0.0) - rate, axis=1)
+    return tl.where(any_D, excess * beyond, 0.0), tl.where(any_D, excess * excess * tl.sum(rate, axis=1), 0.0)
 
 
-@triton.jit(do_not_specialize=["step"])
-def _observe(  # type: ignore[no-untyped-def]
-    texts, text_stride, num_sampled_ptr, num_rejected_ptr, t, rates_ptr, step,
+@triton.jit
+def observe_request(  # type: ignore[no-untyped-def]
+    texts, row_stride, outcomes, t, sums, request, num_requests, step,
     WITNESS: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
-    request = tl.program_id(0)
+    """Learns from the tokens that the step sampled for a request. The last request to finish adds all sums to the tables."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
+    num_sampled_ptr, num_rejected_ptr = outcomes
     num_sampled = tl.load(num_sampled_ptr + request)
+    d = tl.arange(0, triton.next_power_of_2(D))
+    products, squares = tl.zeros(d.shape, tl.float32), tl.zeros(d.shape, tl.float32)
+    hits, predicted = 0.0, 0.0
     if (slot >= 0) & (num_sampled > 0):
         total_len, num_rejected = tl.load(texts.total_len_S + slot), tl.load(num_rejected_ptr + request)
-        _count_verified(t, rates_ptr, step, slot, num_sampled, num_rejected, total_len, WITNESS, D, K, E, X)
-        _judge(t, rates_ptr, texts.token_ids_SL + slot * text_stride, slot, total_len, D, K, E)
+        hits, predicted = _count_verified(t, sums, slot, num_sampled, num_rejected, total_len, WITNESS, D, K, E, X)
+        products, squares = _judge(t, sums, texts.token_ids_SL + slot * row_stride, slot, total_len, D, K, E)
+    weight_ptr = sums.weight_BW + request * (2 * D + 2)
+    tl.store(weight_ptr + 2 * d, products, mask=d < D)
+    tl.store(weight_ptr + 2 * d + 1, squares, mask=d < D)
+    tl.store(weight_ptr + 2 * D, hits)
+    tl.store(weight_ptr + 2 * D + 1, predicted)
+    tl.debug_barrier()  # all lanes have written before the request counts as finished
+    if tl.atomic_add(sums.finished, 1, sem="acq_rel") == num_requests - 1:
+        fade_and_add(t, sums, step, num_requests, D, K, E)
 
 
 @triton.jit
@@ -215,6 +277,7 @@ def _store_outlook(  # type: ignore[no-untyped-def]
     survival = tl.sum(tl.where(is_best, tl.cumprod(rate, axis=1), 0.0), axis=0)
     survival = tl.minimum(survival * calibration, 1.0)
     before = tl.load(outlook_ptr + k, mask=mask_K, other=0.0)
+    tl.debug_barrier()  # all lanes have read the row
     tl.store(outlook_ptr + k, before + (1 - _OUTLOOK_DECAY) * (survival - before), mask=mask_K)
     tl.store(outlook_ptr + 2 * K + k, survival, mask=mask_K)
 
@@ -231,17 +294,17 @@ def _store_outlook(  # type: ignore[no-untyped-def]
     before = tl.where(is_new, usual, tl.load(outlook_ptr + K + k, mask=mask_K, other=0.0))
     after = tl.where(model_count > 0, expected, usual)
     rest = tl.where(model_count > 0, 1 - _OUTLOOK_DECAY, 1 - _OUTLOOK_RETURN)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all lanes have read the row
     tl.store(outlook_ptr + K + k, before + rest * (after - before), mask=mask_K)
     tl.store(outlook_ptr + 3 * K + k, tl.where(k < model_count, expected, 0.0), mask=mask_K)
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    texts, t, row_price, MODEL: tl.constexpr, WITNESS: tl.constexpr,
+def choose_for_request(  # type: ignore[no-untyped-def]
+    texts, t, request, row_price, MODEL: tl.constexpr, WITNESS: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    request = tl.program_id(0).to(tl.int64)
+    """Submits the proposal of the highest worth for a request."""
     slot = tl.load(texts.slots_B + request).to(tl.int64)
     d, k = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(K))
     out = request * K + k
@@ -272,6 +335,7 @@ def _choose(  # type: ignore[no-untyped-def]
         is_best = (d == best) & (worth > 0.0)
 
         is_stored = (count > 0) & (is_best | (tl.load(t.length_SD + row, mask=mask_D, other=0) == 0))
+        tl.debug_barrier()  # all lanes have read which proposals are open
         tl.store(t.length_SD + row, count, mask=is_stored)
         tl.store(t.base_SD + row, tl.zeros_like(count) + total_len, mask=is_stored)
         tl.store(t.checked_SD + row, tl.zeros_like(count), mask=is_stored)
@@ -285,26 +349,3 @@ def _choose(  # type: ignore[no-untyped-def]
         tl.store(t.submitted_S + slot, tl.sum(tl.where(is_best, count, 0), axis=0))
         if most > 0.0:
             tl.store(t.chosen_S + slot, best)
-
-
-def observe(
-    texts: Texts, num_sampled_B: torch.Tensor, num_rejected_B: torch.Tensor, t: Any, step: int, witness: int
-) -> None:
-    """Implements `DraftBoard.observe`."""
-    rates_DE, sizes = torch.empty_like(t.evidence_DE2[..., 0]), _sizes(t)
-    _begin_step[(1,)](t, rates_DE, step, num_warps=1, **sizes)
-    _observe[(len(texts.slots_B),)](
-        texts, texts.token_ids_SL.stride(0), num_sampled_B, num_rejected_B, t, rates_DE, step, WITNESS=witness,
-        X=len(t.edges_X), num_warps=1, **sizes,
-    )  # fmt: skip
-
-
-def choose(texts: Texts, t: Any, model: int, witness: int, row_price: float) -> None:
-    """Implements `DraftBoard.choose`."""
-    grid, num_slots = (len(texts.slots_B),), len(t.limit_S)
-    _choose[grid](texts, t, row_price, MODEL=model, WITNESS=witness, S=num_slots, num_warps=1, **_sizes(t))
-
-
-def _sizes(t: Any) -> dict[str, int]:
-    num_drafters, num_kinds, _ = t.evidence_DE2.shape
-    return {"D": num_drafters, "K": t.position_DK2.shape[1], "E": num_kinds}

@@ -2,9 +2,9 @@
 """The context index: counts which token followed each context, in tensors of fixed size on one device.
 
 One index serves all requests. A *salt* separates texts that must not see each other, and joins those that may. The requests
-of a group share a salt. No token leaves the device, and nothing waits for it. Programs of a kernel race for the tables. A lost
-update or a wrong draft costs speed and nothing else, and no access is out of bounds. The kernels in `index_numba.py` and
-`index_triton.py` agree on the tables bit for bit.
+of a group share a salt. No token leaves the device, and nothing waits for it. Tokens are counted in the order of rows,
+positions and context lengths, on a GPU too. So the tables do not depend on the device, and the same rollout finds the same
+drafts again. The kernels are in `index_numba.py` and `index_triton.py`.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions.
 
@@ -35,6 +35,8 @@ Delete `__pycache__` after changing a number here: numba's cache notices only ch
 
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -63,6 +65,8 @@ COUNT_MASK = (1 << 32) - 1
 """Bits of a candidate that hold the count."""
 MAX_COUNT = 16
 """The count at which all counts of a context are halved."""
+MOST_LISTED = 1 << 14
+"""Text positions of all rows together that are learned in a step. Later rows wait for the next step."""
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page."""
 FEWEST_SLOTS = 1 << 10
@@ -101,7 +105,12 @@ class ContextIndex:
         self.orders = orders
         self.words = _zeros(num_slots // BUCKET_SLOTS, BUCKET_SLOTS, device)
         self.candidates = _zeros(num_slots, NUM_CANDIDATES, device)
-        self._kernels = kernels_for("index", device)
+        self.use_kernels(kernels_for(device))
+
+    def use_kernels(self, kernels: ModuleType) -> None:
+        """Uses a module of kernels, with its buffers for what a step learns."""
+        self._kernels = kernels
+        self.listed = kernels.listing_buffers(len(self.orders), self.words.device)
 
     def learn(self, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int) -> None:
         """Counts the new tokens of each text as continuations of their contexts.
@@ -110,9 +119,10 @@ class ContextIndex:
             texts: rows whose slot is outside 0..S-1 are skipped.
             salts_S: int64, the salt under which each request reads and writes contexts.
             learned_S: int32, how many tokens were counted before; updated.
-            max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call.
+            max_new: upper bound of the new tokens of a text. The rest of a longer one waits for the next call, and so does
+                what exceeds `MOST_LISTED` tokens of all texts.
         """
-        self._kernels.learn(self, texts, salts_S, learned_S, max_new)
+        self._kernels.learn(Lookup(self, salts_S, learned_S), texts, max_new)
 
     def walk(
         self, texts: Texts, salts_S: torch.Tensor, level_rates: torch.Tensor, floor: float, out: Proposals
@@ -123,7 +133,20 @@ class ContextIndex:
         below `floor`. `texts` and `salts_S` are as for `learn`. Buffers in `out` stay as they are beyond the tokens found.
         """
         assert len(level_rates) == NUM_LEVELS
-        self._kernels.walk(self, texts, salts_S, level_rates, floor, out)
+        self._kernels.walk(Lookup(self, salts_S, salts_S), texts, level_rates, floor, out)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A drafter's use of an index."""
+
+    index: ContextIndex
+    salts_S: torch.Tensor
+    """Salt of each request, int64."""
+    learned_S: torch.Tensor
+    """Number of tokens of each request that were counted, int32."""
+    drafter: int = 0
+    """The drafter's place on the draft board."""
 
 
 def _zeros(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:

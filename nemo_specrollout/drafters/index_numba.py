@@ -27,25 +27,16 @@ _RANK_BITS, _RANK_MASK, _COUNT_MASK = layout.RANK_BITS, layout.RANK_MASK, layout
 _IN_USE, _GAMMA, _MIX_2 = np.uint64(layout.IN_USE), np.uint64(GAMMA), np.uint64(MIX_2)
 
 
-def learn(
-    index: layout.ContextIndex, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int
-) -> None:
+def learn(lookup: layout.Lookup, texts: Texts, max_new: int) -> None:
     """Implements `ContextIndex.learn`."""
     slots_B, *others = texts
-    _learn(*_tables(index), slots_B.long(), salts_S, learned_S, *others, max_new)
+    _learn(*_tables(lookup.index), slots_B.long(), lookup.salts_S, lookup.learned_S, *others, max_new)
 
 
-def walk(
-    index: layout.ContextIndex,
-    texts: Texts,
-    salts_S: torch.Tensor,
-    level_rates: torch.Tensor,
-    floor: float,
-    out: Proposals,
-) -> None:
+def walk(lookup: layout.Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`."""
     slots_B, *others = texts
-    _walk(*_tables(index), slots_B.long(), salts_S, *others, level_rates, floor, *out)
+    _walk(*_tables(lookup.index), slots_B.long(), lookup.salts_S, *others, level_rates, floor, *out)
 
 
 def _tables(index: layout.ContextIndex) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
@@ -212,13 +203,14 @@ def _learn(  # type: ignore[no-untyped-def]
     keys_NM = np.empty((CHUNK, len(orders_M)), np.int64)
     tokens_N = np.empty(CHUNK, np.int32)
     touched = np.int64(0)
-    n = 0
+    n, room = 0, layout.MOST_LISTED
     for b in range(len(slots_B)):
         s = slots_B[b]
         if s < 0 or s >= num_slots:
             continue
         start = max(learned_S[s], 0)
-        end = min(total_len_S[s], longest, start + max_new)
+        end = min(total_len_S[s], longest, start + min(max_new, room))
+        room -= max(end - start, 0)
         learned_S[s] = end
         for i in range(start, end):
             tokens_N[n] = token_ids_SL[s, i]

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the context index for a GPU. `device_index.py` explains the tables; `index_numba.py` writes the same bits.
+"""The context index on a GPU: functions of the kernels in `step_triton.py`. `device_index.py` explains the tables.
 
-A program is one warp. It waits for memory, and there are many of them. Neither programs nor the lanes of one program wait for
-each other. If two count in the same context or take the same slot at once, one count may be lost. Or a context may stand
-beside the candidates of the other one until they are overwritten. Words and candidates are 64 bits, so none is ever torn, and
-a candidate is always a token of some request.
+Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
+In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. So no two
+programs write the same bucket, and the tables equal those of `index_numba.py` bit for bit.
 
-Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions learned at a time, J tokens
-before each of them, M context lengths 1..M (some unused). P tokens of a window, I slots of a bucket, C candidates of a slot.
+Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
+before each of them, M context lengths 1..M (some unused), E listed keys read at a time, R rows read at a time. P tokens of a
+window, I slots of a bucket, C candidates of a slot, G evidence levels.
 """
 
-import torch
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from nemo_specrollout.drafters import base
 from nemo_specrollout.drafters import device_index as layout
-from nemo_specrollout.drafters.base import Proposals, Texts
 from nemo_specrollout.sampling.seeds import GAMMA, MIX_1, MIX_2
 
 _GAMMA = tl.constexpr(GAMMA)
@@ -33,16 +34,41 @@ _MAX_COUNT = tl.constexpr(layout.MAX_COUNT)
 _NO_RANK = tl.constexpr(layout.NO_RANK)
 _FREE = tl.constexpr(layout.FREE)
 _OWN = tl.constexpr(layout.OWN)
+_MOST_LISTED = tl.constexpr(layout.MOST_LISTED)
+_NUM_LEVELS = tl.constexpr(base.NUM_LEVELS)
+_ROWS = tl.constexpr(128)
+_KEYS = tl.constexpr(256)
 
 BLOCK = 16
-"""Text positions that a program learns at a time."""
-NUM_WARPS = 1
-"""Warps of a program."""
-MAX_PROGRAMS = 1 << 14
-"""Most programs of a launch."""
+"""Text positions that a program lists at a time."""
+_BLOCK = tl.constexpr(BLOCK)
 
-# One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
-_INTEGERS = ("row_stride", "num_slots", "longest", "bucket_mask")
+
+class Index(NamedTuple):
+    """Tensors of one drafter's index. N is `MOST_LISTED`, M the number of context lengths that are counted."""
+
+    words: Any
+    candidates: Any
+    salts_S: Any
+    learned_S: Any
+    keys_NM: Any
+    """Keys of the listed contexts, int64; 0 where there is no context."""
+    tokens_N: Any
+    """Token at each listed position, int32."""
+    num_listed: Any
+    """Number of listed positions, int32."""
+
+
+class Shape(NamedTuple):
+    """Sizes of an index that are compiled into its kernels."""
+
+    order_bits: int
+    """Bit m is set if contexts of m tokens are counted."""
+    num_orders: int
+    lanes: int
+    """Length of the longest context, rounded up to a power of two."""
+    bucket_mask: int
+    """Number of buckets less one."""
 
 
 @triton.jit
@@ -64,97 +90,139 @@ def _term(token, factor):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _claim(words, key_N, is_counted_N, bucket_mask):  # type: ignore[no-untyped-def]
-    """Returns the slot of each key, which gains ranks, and whether the slot was its own before.
+def _claim(words, key, bucket_mask):  # type: ignore[no-untyped-def]
+    """Returns the slot of a key, which gains ranks, and whether the slot was its own before.
 
     As in `index_numba.py`, the smallest cost * 8 + i of the slots i tells both the cost and the slot.
     """
-    i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
-    line_N = (key_N & bucket_mask) * _BUCKET_SLOTS
-    word_NI = tl.load(words + line_N[:, None] + i_I, mask=is_counted_N[:, None], other=0)
-    reference_N = tl.sum(tl.where(i_I == 0, word_NI, 0), axis=1)
-    rank_NI = (word_NI - reference_N[:, None]).to(tl.int16).to(tl.int32)
-    least_N = tl.min(tl.where(word_NI == 0, _NO_RANK, rank_NI), axis=1)
-    least_N = tl.where(least_N == _NO_RANK, 0, least_N)
-    is_own_NI = (word_NI ^ key_N[:, None]) >> _RANK_BITS == 0
-    cost_NI = tl.where(is_own_NI, _OWN, tl.where(word_NI == 0, _FREE, rank_NI))
-    best_N = tl.min(cost_NI * _BUCKET_SLOTS + i_I, axis=1)
-    is_own_N = best_N < (_OWN + 1) * _BUCKET_SLOTS
-    chosen_N = best_N & (_BUCKET_SLOTS - 1)
-    rank_N = tl.sum(tl.where(i_I == chosen_N[:, None], rank_NI, 0), axis=1)
-    gained_N = tl.maximum(rank_N, tl.minimum(rank_N + _GAIN, least_N + _MAX_LEAD))
-    rank_N = tl.where(is_own_N, gained_N, least_N + 1)
-    word_N = (key_N & ~_RANK_MASK) | ((reference_N + rank_N) & _RANK_MASK)
-    tl.store(words + line_N + chosen_N, word_N, mask=is_counted_N)
-    return line_N + chosen_N, is_own_N
+    i_I = tl.arange(0, _BUCKET_SLOTS)
+    line = (key & bucket_mask) * _BUCKET_SLOTS
+    word_I = tl.load(words + line + i_I)
+    reference = tl.sum(tl.where(i_I == 0, word_I, 0), axis=0)
+    rank_I = (word_I - reference).to(tl.int16).to(tl.int32)
+    least = tl.min(tl.where(word_I == 0, _NO_RANK, rank_I), axis=0)
+    least = tl.where(least == _NO_RANK, 0, least)
+    is_own_I = (word_I ^ key) >> _RANK_BITS == 0
+    cost_I = tl.where(is_own_I, _OWN, tl.where(word_I == 0, _FREE, rank_I))
+    best = tl.min(cost_I * _BUCKET_SLOTS + i_I, axis=0)
+    is_own = best < (_OWN + 1) * _BUCKET_SLOTS
+    chosen = best & (_BUCKET_SLOTS - 1)
+    rank = tl.sum(tl.where(i_I == chosen, rank_I, 0), axis=0)
+    gained = tl.maximum(rank, tl.minimum(rank + _GAIN, least + _MAX_LEAD))
+    rank = tl.where(is_own, gained, least + 1)
+    tl.debug_barrier()  # all lanes have read the bucket
+    tl.store(words + line + chosen, (key & ~_RANK_MASK) | ((reference + rank) & _RANK_MASK))
+    return line + chosen, is_own
 
 
 @triton.jit
-def _count(candidates, slot_N, token_N, is_own_N, is_counted_N):  # type: ignore[no-untyped-def]
-    """Counts each token among the candidates of its slot. A new token replaces the candidate of the lowest count."""
-    c_C = tl.arange(0, _NUM_CANDIDATES)[None, :]
-    at_NC = candidates + slot_N[:, None] * _NUM_CANDIDATES + c_C
-    candidate_NC = tl.load(at_NC, mask=(is_counted_N & is_own_N)[:, None], other=0)
-    count_NC = candidate_NC & _COUNT_MASK
-    is_same_NC = candidate_NC >> 32 == token_N[:, None]
-    best_N = tl.min(tl.where(is_same_NC, 0, count_NC + 1) * _NUM_CANDIDATES + c_C, axis=1)
-    is_chosen_NC = c_C == (best_N & (_NUM_CANDIDATES - 1))[:, None]
-    candidate_NC = tl.where(is_chosen_NC, (token_N[:, None] << 32) | (count_NC + 1), candidate_NC)
-    count_NC = candidate_NC & _COUNT_MASK
-    is_full_N = tl.max(count_NC, axis=1) >= _MAX_COUNT
-    halved_NC = (candidate_NC & ~_COUNT_MASK) | (count_NC >> 1)
-    tl.store(at_NC, tl.where(is_full_N[:, None], halved_NC, candidate_NC), mask=is_counted_N[:, None])
+def _count(candidates, slot, token, is_own):  # type: ignore[no-untyped-def]
+    """Counts a token among the candidates of a slot. A new token replaces the candidate of the lowest count."""
+    c_C = tl.arange(0, _NUM_CANDIDATES)
+    at_C = candidates + slot * _NUM_CANDIDATES + c_C
+    candidate_C = tl.load(at_C, mask=c_C < tl.where(is_own, _NUM_CANDIDATES, 0), other=0)
+    is_same_C = candidate_C >> 32 == token
+    best = tl.min(tl.where(is_same_C, 0, (candidate_C & _COUNT_MASK) + 1) * _NUM_CANDIDATES + c_C, axis=0)
+    num = (candidate_C & _COUNT_MASK) + 1
+    candidate_C = tl.where(c_C == (best & (_NUM_CANDIDATES - 1)), (token << 32) | num, candidate_C)
+    is_full = tl.max(candidate_C & _COUNT_MASK, axis=0) >= _MAX_COUNT
+    halved_C = (candidate_C & ~_COUNT_MASK) | ((candidate_C & _COUNT_MASK) >> 1)
+    tl.debug_barrier()  # all lanes have read the candidates
+    tl.store(at_C, tl.where(is_full, halved_C, candidate_C))
 
 
 @triton.jit
-def _new_tokens(learned_S, total_len_S, s, longest, max_new):  # type: ignore[no-untyped-def]
-    """Returns the positions at which the new part of a request's text starts and ends."""
-    start = tl.maximum(tl.load(learned_S + s).to(tl.int64), 0)
-    end = tl.minimum(tl.load(total_len_S + s).to(tl.int64), longest)
-    return start, tl.minimum(end, start + max_new)
+def _num_new(index, texts, row_R, mask_R, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
+    """Returns the slot of each row, where its new tokens start and end, and their number. A row without a slot has none."""
+    slot_R = tl.load(texts.slots_B + row_R, mask=mask_R, other=-1).to(tl.int64)
+    has_slot_R = (slot_R >= 0) & (slot_R < num_slots)
+    start_R = tl.maximum(tl.load(index.learned_S + slot_R, mask=has_slot_R, other=0), 0)
+    end_R = tl.minimum(tl.load(texts.total_len_S + slot_R, mask=has_slot_R, other=0), longest)
+    end_R = tl.minimum(end_R, start_R + max_new)
+    return slot_R, has_slot_R, start_R, end_R, tl.maximum(end_R - start_R, 0)
 
 
-@triton.jit(do_not_specialize=[*_INTEGERS, "max_new"])
-def _learn(  # type: ignore[no-untyped-def]
-    words, candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, row_stride, num_slots, longest,
-    bucket_mask, max_new, ORDER_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program (b, i) learns blocks i, i + n, i + 2n, ... of the new tokens of row b, where n programs share a row."""
-    s = tl.load(slots_B + tl.program_id(0)).to(tl.int64)
-    if (s < 0) | (s >= num_slots):
-        return
-    start, end = _new_tokens(learned_S, total_len_S, s, longest, max_new)
-    salt = tl.load(salts_S + s).to(tl.uint64, bitcast=True)
-    text = token_ids_SL + s * row_stride
-    j_J = tl.arange(0, LANES) + 1
-    factor_J = tl.full((LANES,), _GAMMA, tl.uint64)
-    for j in tl.static_range(1, LANES):
-        factor_J = tl.where(j_J > j, factor_J * _MIX_2, factor_J)
-    for first in range(start + tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
-        i_N = first + tl.arange(0, BLOCK)
-        token_N = tl.load(text + i_N, mask=i_N < end, other=-1).to(tl.int64)
-        at_NJ = i_N[:, None] - j_J[None, :]
-        before_NJ = tl.load(text + at_NJ, mask=(i_N < end)[:, None] & (at_NJ >= 0), other=0)
-        term_NJ = _term(before_NJ, factor_J[None, :])
-        for m in tl.static_range(1, LANES + 1):
-            if (ORDER_BITS >> m) & 1:
-                state_N = tl.sum(tl.where(j_J[None, :] <= m, term_NJ, 0).to(tl.uint64), axis=1) + salt
-                is_counted_N = (token_N >= 0) & (i_N >= m)
-                slot_N, is_own_N = _claim(words, _key(state_N), is_counted_N, bucket_mask)
-                _count(candidates, slot_N, token_N, is_own_N, is_counted_N)
-    if tl.num_programs(1) == 1:
-        tl.debug_barrier()
-        tl.store(learned_S + s, end.to(tl.int32))
+@triton.jit
+def _num_before(index, texts, row, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
+    """Returns the number of new tokens of the rows before `row`."""
+    num = 0
+    for first in range(0, row, _ROWS):
+        row_R = first + tl.arange(0, _ROWS)
+        _, _, _, _, num_R = _num_new(index, texts, row_R, row_R < row, num_slots, longest, max_new)
+        num += tl.sum(num_R, axis=0)
+    return num
 
 
-@triton.jit(do_not_specialize=["num_slots", "longest", "max_new"])
-def _advance(slots_B, learned_S, total_len_S, num_slots, longest, max_new):  # type: ignore[no-untyped-def]
-    """Program b records that row b is learned. It runs after all programs that share the row."""
-    s = tl.load(slots_B + tl.program_id(0)).to(tl.int64)
-    if (s < 0) | (s >= num_slots):
-        return
-    _, end = _new_tokens(learned_S, total_len_S, s, longest, max_new)
-    tl.store(learned_S + s, end.to(tl.int32))
+@triton.jit
+def list_contexts(  # type: ignore[no-untyped-def]
+    index, texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts, SHAPE: tl.constexpr
+):
+    """Lists blocks part, part + num_parts, ... of a row's new tokens, with the keys of the contexts before each token.
+
+    Rows are listed one after the other, up to `MOST_LISTED` tokens. A token below 0 has no contexts.
+    """
+    slot, has_slot, start, _, num = _num_new(index, texts, row, True, num_slots, longest, max_new)
+    is_last = (row == num_rows - 1) & (part == 0)
+    if (num > part * _BLOCK) | is_last:
+        before = _num_before(index, texts, row, num_slots, longest, max_new)
+        num = tl.minimum(num, tl.maximum(_MOST_LISTED - before, 0))
+        if is_last:
+            tl.store(index.num_listed, tl.minimum(before, _MOST_LISTED) + num)
+        salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
+        text = texts.token_ids_SL + slot * row_stride
+        j_J = tl.arange(0, SHAPE.lanes) + 1
+        factor_J = tl.full((SHAPE.lanes,), _GAMMA, tl.uint64)
+        for j in tl.static_range(1, SHAPE.lanes):
+            factor_J = tl.where(j_J > j, factor_J * _MIX_2, factor_J)
+        for first in range(part * _BLOCK, num, num_parts * _BLOCK):
+            n_N = first + tl.arange(0, _BLOCK)
+            i_N, is_new_N = start + n_N, n_N < num
+            token_N = tl.load(text + i_N, mask=is_new_N, other=-1)
+            tl.store(index.tokens_N + before + n_N, token_N, mask=is_new_N)
+            at_NJ = i_N[:, None] - j_J[None, :]
+            before_NJ = tl.load(text + at_NJ, mask=is_new_N[:, None] & (at_NJ >= 0), other=0)
+            term_NJ = _term(before_NJ, factor_J[None, :])
+            column = 0
+            for m in tl.static_range(1, SHAPE.lanes + 1):
+                if (SHAPE.order_bits >> m) & 1:
+                    state_N = tl.sum(tl.where(j_J[None, :] <= m, term_NJ, 0).to(tl.uint64), axis=1) + salt
+                    key_N = tl.where((token_N >= 0) & (i_N >= m), _key(state_N), 0)
+                    tl.store(index.keys_NM + (before + n_N) * SHAPE.num_orders + column, key_N, mask=is_new_N)
+                    column += 1
+
+
+@triton.jit
+def learn_listed(index, part, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Counts the listed tokens as continuations of those contexts whose bucket belongs to a part, in order."""
+    num_keys = tl.load(index.num_listed) * SHAPE.num_orders
+    for first in range(0, num_keys, _KEYS):
+        e_E = first + tl.arange(0, _KEYS)
+        key_E = tl.load(index.keys_NM + e_E, mask=e_E < num_keys, other=0)
+        is_mine_E = (key_E != 0) & ((key_E & SHAPE.bucket_mask & (num_parts - 1)) == part)
+        num_mine = tl.sum(is_mine_E.to(tl.int32), axis=0)
+        while num_mine > 0:
+            e = tl.min(tl.where(is_mine_E, e_E, num_keys), axis=0)
+            key = tl.sum(tl.where(e_E == e, key_E, 0), axis=0)
+            slot, is_own = _claim(index.words, key, SHAPE.bucket_mask)
+            _count(index.candidates, slot, tl.load(index.tokens_N + e // SHAPE.num_orders).to(tl.int64), is_own)
+            tl.debug_barrier()  # the next context may be in the same bucket
+            is_mine_E = is_mine_E & (e_E != e)
+            num_mine -= 1
+
+
+@triton.jit
+def record_learned(index, texts, num_slots, longest, max_new, num_rows):  # type: ignore[no-untyped-def]
+    """Records which tokens were listed. Nothing else may read `learned_S` meanwhile."""
+    room = _MOST_LISTED + 0
+    for first in range(0, num_rows, _ROWS):
+        row_R = first + tl.arange(0, _ROWS)
+        slot_R, has_slot_R, start_R, end_R, num_R = _num_new(
+            index, texts, row_R, row_R < num_rows, num_slots, longest, max_new
+        )
+        left_R = tl.maximum(room - (tl.cumsum(num_R, axis=0) - num_R), 0)
+        end_R = tl.where(num_R > left_R, start_R + left_R, end_R)
+        tl.store(index.learned_S + slot_R, end_R, mask=has_slot_R)
+        room -= tl.sum(num_R, axis=0)
 
 
 @triton.jit
@@ -173,103 +241,53 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
     return token, best, by_order * 4 + by_share
 
 
-@triton.jit(do_not_specialize=[*_INTEGERS, "tokens_stride", "levels_stride", "num_positions"])
-def _walk(  # type: ignore[no-untyped-def]
-    words, candidates, slots_B, salts_S, total_len_S, token_ids_SL, row_stride, num_slots, longest, bucket_mask,
-    level_rates, floor, tokens_BK, tokens_stride, levels_BK, levels_stride, found_B, num_positions,
-    ORDER_BITS: tl.constexpr, LANES: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Program b extends row b.
+@triton.jit
+def walk_row(  # type: ignore[no-untyped-def]
+    index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, SHAPE: tl.constexpr
+):
+    """Writes the likeliest continuation of a row's text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
     The window holds the last LANES tokens of the text, then the drafts. `factor_P` holds each token's factor in the key of a
     context that ends with the latest token, so no token is read twice.
     """
-    b = tl.program_id(0).to(tl.int64)
-    s = tl.load(slots_B + b).to(tl.int64)
-    if (s < 0) | (s >= num_slots):
-        tl.store(found_B + b, 0)
-        return
-    salt = tl.load(salts_S + s).to(tl.uint64, bitcast=True)
-    length = tl.minimum(tl.load(total_len_S + s).to(tl.int64), longest)
-    p_P = tl.arange(0, WINDOW)
+    LANES: tl.constexpr = SHAPE.lanes
+    WINDOW: tl.constexpr = triton.next_power_of_2(LANES + K)
+    slot = tl.load(texts.slots_B + row).to(tl.int64)
+    has_slot = (slot >= 0) & (slot < num_slots)
+    salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
+    length = tl.minimum(tl.load(texts.total_len_S + slot, mask=has_slot, other=0), longest)
+    p_P, level_G = tl.arange(0, WINDOW), tl.arange(0, _NUM_LEVELS)
     i_P = length - LANES + p_P
-    window_P = tl.load(token_ids_SL + s * row_stride + i_P, mask=(p_P < LANES) & (i_P >= 0), other=0).to(tl.int64)
+    text_ptr = texts.token_ids_SL + slot * row_stride + i_P
+    window_P = tl.load(text_ptr, mask=(p_P < LANES) & (i_P >= 0), other=0).to(tl.int64)
     factor_P = tl.zeros((WINDOW,), tl.uint64)
     for p in tl.static_range(LANES):
         factor_P = tl.where(p_P == p, _GAMMA, factor_P * _MIX_2)
     order_M = tl.arange(0, LANES) + 1
-    is_order_M = (tl.full((LANES,), ORDER_BITS, tl.int64) >> order_M) & 1 == 1
+    is_order_M = (tl.full((LANES,), SHAPE.order_bits, tl.int64) >> order_M) & 1 == 1
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
-    survival = 1.0
-    k = 0
-    limit = num_positions
+    survival, k = 1.0, 0
+    limit = tl.where(has_slot, K, 0)
     while k < limit:
         age_P = LANES + k - p_P
         is_in_MP = (age_P[None, :] >= 1) & (age_P[None, :] <= order_M[:, None])
         term_MP = tl.where(is_in_MP, _term(window_P, factor_P)[None, :], 0).to(tl.uint64)
         key_M = _key(tl.sum(term_MP, axis=1) + salt)
-        line_M = (key_M & bucket_mask) * _BUCKET_SLOTS
+        line_M = (key_M & SHAPE.bucket_mask) * _BUCKET_SLOTS
         is_there_M = is_order_M & (order_M <= length + k)
-        word_MI = tl.load(words + line_M[:, None] + i_I, mask=is_there_M[:, None], other=0)
+        word_MI = tl.load(index.words + line_M[:, None] + i_I, mask=is_there_M[:, None], other=0)
         is_known_MI = (word_MI ^ key_M[:, None]) >> _RANK_BITS == 0
         known_M = tl.min(tl.where(is_known_MI, i_I, _BUCKET_SLOTS), axis=1)
         order = tl.max(tl.where(is_there_M & (known_M < _BUCKET_SLOTS), order_M, 0), axis=0)
-        slot = tl.sum(tl.where(order_M == order, line_M + known_M, 0), axis=0)
-        token, best, level = _likeliest(candidates, slot, order)
-        survival *= tl.load(level_rates + level)
+        found = tl.sum(tl.where(order_M == order, line_M + known_M, 0), axis=0)
+        token, best, level = _likeliest(index.candidates, found, order)
+        survival *= tl.sum(tl.where(level_G == level, rate_G, 0.0), axis=0)
         if (best > 0) & (survival >= floor):
-            tl.store(tokens_BK + b * tokens_stride + k, token.to(tl.int32))
-            tl.store(levels_BK + b * levels_stride + k, level.to(tl.int8))
+            tl.store(out.tokens_BK + row * K + k, token.to(tl.int32))
+            tl.store(out.levels_BK + row * K + k, level.to(tl.int8))
             window_P = tl.where(p_P == LANES + k, token, window_P)
             factor_P = tl.where(p_P == LANES + k, _GAMMA, factor_P * _MIX_2)
             k += 1
         else:
             limit = k
-    tl.store(found_B + b, k)
-
-
-def learn(
-    index: layout.ContextIndex, texts: Texts, salts_S: torch.Tensor, learned_S: torch.Tensor, max_new: int
-) -> None:
-    """Implements `ContextIndex.learn`."""
-    slots_B, total_len_S, token_ids_SL = texts
-    num_rows, longest = len(slots_B), token_ids_SL.shape[1]
-    num_slots = min(len(token_ids_SL), len(salts_S), len(learned_S), len(total_len_S))
-    max_new = min(max_new, longest)
-    if num_rows == 0 or max_new <= 0:
-        return
-    programs = min(triton.cdiv(max_new, BLOCK), max(1, MAX_PROGRAMS // num_rows))
-    _learn[(num_rows, programs)](
-        index.words, index.candidates, slots_B, salts_S, learned_S, total_len_S, token_ids_SL, token_ids_SL.stride(0),
-        num_slots, longest, len(index.words) - 1, max_new, BLOCK=BLOCK, num_warps=NUM_WARPS, **_constants(index),
-    )  # fmt: skip
-    if programs > 1:
-        _advance[(num_rows,)](slots_B, learned_S, total_len_S, num_slots, longest, max_new, num_warps=NUM_WARPS)
-
-
-def walk(
-    index: layout.ContextIndex,
-    texts: Texts,
-    salts_S: torch.Tensor,
-    level_rates: torch.Tensor,
-    floor: float,
-    out: Proposals,
-) -> None:
-    """Implements `ContextIndex.walk`."""
-    (slots_B, total_len_S, token_ids_SL), (tokens_BK, levels_BK, found_B) = texts, out
-    num_rows = min(len(slots_B), len(tokens_BK), len(levels_BK), len(found_B))
-    num_positions = min(tokens_BK.shape[1], levels_BK.shape[1])
-    num_slots = min(len(token_ids_SL), len(salts_S), len(total_len_S))
-    if num_rows == 0:
-        return
-    constants = _constants(index)
-    _walk[(num_rows,)](
-        index.words, index.candidates, slots_B, salts_S, total_len_S, token_ids_SL, token_ids_SL.stride(0), num_slots,
-        token_ids_SL.shape[1], len(index.words) - 1, level_rates, float(floor), tokens_BK, tokens_BK.stride(0), levels_BK,
-        levels_BK.stride(0), found_B, num_positions, WINDOW=triton.next_power_of_2(constants["LANES"] + num_positions),
-        num_warps=NUM_WARPS, **constants,
-    )  # fmt: skip
-
-
-def _constants(index: layout.ContextIndex) -> dict[str, int]:
-    return {"ORDER_BITS": sum(1 << m for m in index.orders), "LANES": triton.next_power_of_2(index.orders[-1])}
+    tl.store(out.found_B + row, k)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters that read text, on the engine's device: their interface, and one class for each kind.
 
-Shapes: S request slots, B requests of the batch, E evidence levels.
+Shapes: S request slots, B requests of the batch.
 """
 
 from abc import ABC, abstractmethod
@@ -16,10 +16,7 @@ from nemo_specrollout.config.drafter_configs import (
     TextDrafterConfig,
 )
 from nemo_specrollout.drafters.base import NUM_LEVELS, Proposals, Texts
-from nemo_specrollout.drafters.device_index import ContextIndex, context_orders, slots_for
-
-SMALLEST_SHARE = 0.02
-"""Survival below which a draft token is not looked up."""
+from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders, slots_for
 
 
 class TextDrafter(ABC):
@@ -38,12 +35,16 @@ class TextDrafter(ABC):
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
         """Gives `slots` to new requests; `salts` and `learned` come from `start_of`."""
 
-    @abstractmethod
-    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
-        """Learns the new tokens of the texts, at most `most_new` of each, then writes proposals to `out`.
+    def lookup(self, drafter: int) -> Lookup | None:
+        """Returns how the board's kernels learn and propose for this drafter, which is number `drafter` of the board.
 
-        `rates_E` is the share of each level's tokens that is accepted.
+        None for a drafter that proposes by itself.
         """
+        return None
+
+    def propose(self, texts: Texts, out: Proposals) -> None:
+        """Writes proposals to `out`. Only a drafter without a `lookup` is asked."""
+        raise NotImplementedError
 
 
 class LookupDrafter(TextDrafter):
@@ -62,9 +63,8 @@ class LookupDrafter(TextDrafter):
         self._salts_S[slots] = salts
         self._learned_S[slots] = learned
 
-    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
-        self.index.learn(texts, self._salts_S, self._learned_S, most_new)
-        self.index.walk(texts, self._salts_S, rates_E, SMALLEST_SHARE, out)
+    def lookup(self, drafter: int) -> Lookup:
+        return Lookup(self.index, self._salts_S, self._learned_S, drafter)
 
 
 class SuffixLookup(LookupDrafter):
@@ -106,7 +106,7 @@ class RandomTokens(TextDrafter):
     def open(self, slots: torch.Tensor, salts: torch.Tensor, learned: torch.Tensor) -> None:
         """Remembers nothing."""
 
-    def propose(self, texts: Texts, most_new: int, rates_E: torch.Tensor, out: Proposals) -> None:
+    def propose(self, texts: Texts, out: Proposals) -> None:
         num_requests = len(texts.slots_B)
         out.tokens_BK[:num_requests].random_(0, self._vocab_size)
         out.levels_BK[:num_requests] = NUM_LEVELS - 1

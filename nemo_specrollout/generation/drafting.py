@@ -26,7 +26,7 @@ from nemo_specrollout.config.drafter_configs import (
 from nemo_specrollout.config.model_folder import stop_token_ids, tokenizer_fingerprint
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
-from nemo_specrollout.drafters.text import build_text_drafter
+from nemo_specrollout.drafters.text import TextDrafter, build_text_drafter
 from nemo_specrollout.generation.draft_sampling import POSITION_PRIORS, SHARED_NOISE_PRIORS
 from nemo_specrollout.generation.feature_capture import FeatureCapture
 from nemo_specrollout.generation.head_loading import head_context
@@ -51,11 +51,9 @@ class Drafting:
 
     def __init__(self, config: SpecrolloutConfig, runner: Any) -> None:
         self._states, self._device, self._native_propose = runner.req_states, runner.device, runner.speculator.propose
-        self._text = {
-            i: build_text_drafter(d, runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
-            for i, d in enumerate(config.drafters)
-            if isinstance(d, TextDrafterConfig)
-        }
+        sizes = (runner.max_num_reqs, runner.max_model_len, runner.vocab_size, runner.device)
+        text = ((i, d) for i, d in enumerate(config.drafters) if isinstance(d, TextDrafterConfig))
+        self.use_text_drafters({i: build_text_drafter(d, *sizes) for i, d in text})
         self.board = _draft_board(config, runner)
         self.samples = SampleStatsLog(self.board.tables.request_S2)
         self.remote: RemoteDrafter | None = None
@@ -85,6 +83,13 @@ class Drafting:
         self.host_s = 0.0
         """Seconds of host work in the last step, without a drafter with weights."""
         _replace_speculator(runner, self)
+
+    def use_text_drafters(self, drafters: dict[int, TextDrafter]) -> None:
+        """Lets these drafters propose, by their number on the board. They must know the requests that are open."""
+        self._text = drafters
+        lookups = {i: drafter.lookup(i) for i, drafter in drafters.items()}
+        self._lookups = [lookup for lookup in lookups.values() if lookup is not None]
+        self._without_lookup = [i for i, lookup in lookups.items() if lookup is None]
 
     def open(self, requests: Sequence[NewRequest]) -> None:
         """Starts drafting for requests that took slots. Call this before the first tokens of the requests are sampled."""
@@ -162,7 +167,9 @@ class Drafting:
         self.num_idle = self.num_idle + 1 if is_idle else 0
         texts = Texts(batch.idx_mapping, self._states.total_len.gpu, self._states.all_token_ids.gpu)
         if self.num_idle <= 1:
-            board.observe(texts, num_sampled_B, num_rejected_B, self._step)
+            most_new = 0 if is_idle else self._most_new
+            self._most_new -= most_new
+            board.observe(texts, num_sampled_B, num_rejected_B, self._step, self._lookups, most_new)
         if self.num_idle == 1:
             board.tables.rates_BK.zero_()
         native_s = 0.0 if is_idle else self._draft(texts, inputs, options)
@@ -172,10 +179,8 @@ class Drafting:
     def _draft(self, texts: Texts, inputs: tuple[Any, ...], options: dict[str, Any]) -> float:
         """Lets every drafter propose, and chooses. Returns the host's seconds in a drafter with weights."""
         board, num_requests = self.board, len(texts.slots_B)
-        most_new, self._most_new = self._most_new, 0
-        rates = list(board.level_rates_DL) if self._text else []
-        for i, drafter in self._text.items():
-            drafter.propose(texts, most_new, rates[i], board.proposals_of(i))
+        for i in self._without_lookup:
+            self._text[i].propose(texts, board.proposals_of(i))
         if self.remote is not None:
             self.remote.propose(texts, board.proposals_of(board.names.index(REMOTE_DRAFTER)))
         native_s = 0.0
@@ -183,7 +188,7 @@ class Drafting:
             started = time.perf_counter()
             self.model.propose(*inputs, **options)
             native_s = time.perf_counter() - started
-        board.choose(texts, self._row_price)
+        board.choose(texts, self._row_price, self._lookups)
         copy_first_rank(board.tables.drafts_BK[:num_requests], board.tables.rates_BK[:num_requests])
         if self.model is not None:
             self.model.outlook.refresh()

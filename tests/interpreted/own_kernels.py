@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from nemo_specrollout.drafters import board_numba, board_triton
+from nemo_specrollout.drafters import step_triton
 from nemo_specrollout.drafters.base import LEVEL_PRIORS, NUM_LEVELS, Texts
 from nemo_specrollout.drafters.board import BoardShape, DraftBoard
+from nemo_specrollout.drafters.device_index import ContextIndex, Lookup, context_orders
 from nemo_specrollout.generation import draft_sampling_triton
 from nemo_specrollout.generation.draft_sampling import SCORE_GAP_EDGES, _best_two, sample_with_score_gap
 from nemo_specrollout.sampling.equality import accept_by_equality
@@ -43,9 +44,14 @@ def test_equality(num_positions: int) -> None:
 
 
 class BoardWorld:
-    """A draft board, a text for each slot, and random drafters; the same for the same sizes."""
+    """A draft board, a text for each slot, and random drafters; the same for the same sizes.
 
-    def __init__(self, num_drafters: int, num_positions: int, num_edges: int, model: int | None) -> None:
+    The first `num_lookups` drafters look texts up, in indexes so small that contexts of all requests meet in their buckets.
+    """
+
+    def __init__(
+        self, num_drafters: int, num_positions: int, num_edges: int, model: int | None, num_lookups: int
+    ) -> None:
         self.rng = np.random.default_rng(num_drafters + 10 * num_positions)
         self.num_slots, self.K = 9, num_positions
         edges, priors_DE = [20, 33][:num_edges], np.tile(LEVEL_PRIORS, (num_drafters, 1))
@@ -60,6 +66,15 @@ class BoardWorld:
         self.total_len_S = self.ints(self.num_slots, low=10, high=20)
         self.wide_SL = self.ints(self.num_slots, LONGEST + 20, high=2)
         self.token_ids_SL = self.wide_SL[:, :LONGEST]
+        orders, salts_S = context_orders(1, 4), torch.arange(9)
+        self.lookups = [
+            Lookup(ContextIndex(32, orders[d:], CPU), salts_S % (2 + 7 * d), self.total_len_S - 2, d)
+            for d in range(num_lookups)
+        ]
+
+    def use_triton(self) -> None:
+        for part in (self.board, *(lookup.index for lookup in self.lookups)):
+            part.use_kernels(step_triton)
 
     def ints(self, *shape: int, low: int = 0, high: int = 9, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.from_numpy(self.rng.integers(low, high, shape)).to(dtype)
@@ -73,35 +88,46 @@ class BoardWorld:
         self.total_len_S[slots_B[slots_B >= 0]] += num_sampled_B[slots_B >= 0]
         self.total_len_S.clamp_(max=LONGEST)
         texts = Texts(slots_B, self.total_len_S, self.token_ids_SL)
-        board.observe(texts, num_sampled_B, self.ints(7, high=self.K + 1), number)
+        board.observe(
+            texts, num_sampled_B, self.ints(7, high=self.K + 1), number, self.lookups, 20 if number == 0 else 9
+        )
         observed = self.state()
         tables.tokens_DBK.copy_(self.ints(*tables.tokens_DBK.shape, high=2))
         tables.levels_DBK.copy_(self.ints(*tables.levels_DBK.shape, high=NUM_LEVELS))
         tables.found_DB.copy_(self.ints(*tables.found_DB.shape, high=self.K + 1))
-        board.choose(texts)
+        board.choose(texts, 0.01, self.lookups)
         return {f"observed.{name}": value for name, value in observed.items()} | self.state()
 
     def state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.tables._asdict().items()}
 
+    def indexed(self) -> list[Tensor]:
+        return [table for u in self.lookups for table in (u.index.words, u.index.candidates, u.learned_S)]
 
-@pytest.mark.parametrize(("sizes"), [(1, 1, 0, None), (2, 8, 1, None), (3, 5, 2, 1), (5, 3, 1, 4)], ids=str)
-def test_board(sizes: tuple[int, int, int, int | None]) -> None:
+
+SIZES = [(1, 1, 0, None, 0), (2, 8, 1, None, 2), (3, 5, 2, 1, 0), (5, 3, 1, 4, 2)]
+"""Numbers of drafters, positions and edges, the drafter with weights, and the number of lookups."""
+
+
+@pytest.mark.parametrize(("sizes"), SIZES, ids=str)
+def test_board(sizes: tuple[int, int, int, int | None, int]) -> None:
     """Each step starts from the same state, so that rounding errors cannot add up to another choice."""
     ours, theirs = BoardWorld(*sizes), BoardWorld(*sizes)
-    ours.board._kernels, ours.board._memory = board_triton, ours.tables
-    assert theirs.board._kernels is board_numba
-    for number in range(12):
+    ours.use_triton()
+    for number in range(8 if sizes[4] else 12):
         got, expected = ours.step(number), theirs.step(number)
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=2e-6, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
         for table, value in zip(ours.tables, theirs.tables, strict=True):
             table.copy_(value)
+        assert all(map(torch.equal, ours.indexed(), theirs.indexed()))
     tables = theirs.tables
     assert tables.verified_DCK2.flatten(0, 2).sum(dim=0).tolist() == tables.request_S2.sum(dim=0).tolist()
     assert tables.request_S2[:, 0].all(), "nothing was verified"
     assert tables.request_S2[:, 1].any()
     assert sizes[3] is None or tables.outlook_S4K.any()
+    assert all(table.any() for table in theirs.indexed())
+    assert not any(count.any() for count in ours.board.memory.sums[:4]), "counts of a step are left"
 
 
 @pytest.mark.parametrize(("num_vocab", "dtype"), [(1, torch.float32), (97, torch.bfloat16), (4100, torch.float32)])

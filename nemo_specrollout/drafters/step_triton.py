@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's kernels for a GPU, each serving the draft board and all context indexes: observe, learn, propose.
+
+`step_numba.py` has the same functions. `DraftBoard` and `ContextIndex` say what they compute. A program is one warp: it waits
+for memory, and there are many of them. The kernels also serve a board alone, and an index alone.
+
+Shapes: as in `board.py` and `index_triton.py`. D is 0 without a board.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nemo_specrollout.drafters.base import NUM_LEVELS, SMALLEST_SHARE, Proposals, Texts
+from nemo_specrollout.drafters.board_triton import Sums, choose_for_request, level_rates, observe_request
+from nemo_specrollout.drafters.device_index import MOST_LISTED, Lookup
+from nemo_specrollout.drafters.index_triton import (
+    BLOCK,
+    Index,
+    Shape,
+    learn_listed,
+    list_contexts,
+    record_learned,
+    walk_row,
+)
+
+if TYPE_CHECKING:
+    from nemo_specrollout.drafters.board import DraftBoard, Tables
+
+MOST_PARTS = 512
+"""Programs that share the buckets of an index."""
+MOST_PROGRAMS = 1 << 14
+"""Most programs of a launch."""
+_NUM_LEVELS = tl.constexpr(NUM_LEVELS)
+# One variant of a kernel serves all values: numbers that are 1 or multiples of 16 are not worth another compilation.
+_INTEGERS = ["row_stride", "num_slots", "longest", "max_new", "num_rows", "step"]
+
+
+class BoardMemory(NamedTuple):
+    """Tensors of a draft board, and what each step sums."""
+
+    tables: "Tables"
+    sums: Sums
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _observe(  # type: ignore[no-untyped-def]
+    texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, WITNESS: tl.constexpr, D: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, X: tl.constexpr, SHAPES: tl.constexpr,
+):  # fmt: skip
+    """With a board, program (b, 0) observes request b. The other programs of b share the new tokens of its text."""
+    row, num_rows, part, num_parts = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
+    if D > 0:
+        part, num_parts = part - 1, num_parts - 1
+        if part < 0:
+            observe_request(
+                texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, WITNESS, D, K, E, X
+            )
+    if part >= 0:
+        for i in tl.static_range(len(SHAPES)):
+            list_contexts(
+                indexes[i], texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts, SHAPES[i]
+            )
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _learn(texts, num_slots, longest, max_new, num_rows, indexes, SHAPES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program (p, i) counts the listed contexts of part p of index i."""
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    for i in tl.static_range(len(SHAPES)):
+        if tl.program_id(1) == i:
+            learn_listed(indexes[i], part, num_parts, SHAPES[i])
+            if part == 0:
+                record_learned(indexes[i], texts, num_slots, longest, max_new, num_rows)
+
+
+@triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "floor"])
+def _propose(  # type: ignore[no-untyped-def]
+    texts, row_stride, num_slots, longest, t, row_price, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr,
+    WITNESS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SHAPES: tl.constexpr,
+    DRAFTERS: tl.constexpr,
+):  # fmt: skip
+    """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
+    row = tl.program_id(0).to(tl.int64)
+    for i in tl.static_range(len(SHAPES)):
+        rate_G = level_rates(t, DRAFTERS[i], E) if D > 0 else tl.load(level_rates_ptr + tl.arange(0, _NUM_LEVELS))
+        walk_row(indexes[i], texts, row_stride, num_slots, longest, row, rate_G, floor, outs[i], K, SHAPES[i])
+    if D > 0:
+        tl.debug_barrier()  # the walks' drafts are written
+        choose_for_request(texts, t, row, row_price, MODEL, WITNESS, S, D, K, E)
+
+
+def memory_of(tables: "Tables") -> BoardMemory:
+    """Returns a board's tensors with new buffers for what each step sums."""
+    num_slots, num_drafters = len(tables.limit_S), len(tables.position_DK2)
+    shared = (tables.evidence_DE2, tables.position_DK2, tables.steps_TD2[0])
+    evidence_DE2, position_DK2, steps_D2 = (torch.zeros_like(table, dtype=torch.int32) for table in shared)
+    weight_BW = tables.rates_BK.new_zeros(num_slots, 2 * num_drafters + 2)
+    return BoardMemory(tables, Sums(evidence_DE2, position_DK2, steps_D2, steps_D2.new_zeros(1), weight_BW))
+
+
+def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Returns buffers for the contexts that a step learns: the last three fields of `Index`."""
+    keys_NM = torch.zeros(MOST_LISTED, num_orders, dtype=torch.int64, device=device)
+    return keys_NM, keys_NM.new_zeros(MOST_LISTED, dtype=torch.int32), keys_NM.new_zeros(1, dtype=torch.int32)
+
+
+def observe(
+    board: "DraftBoard",
+    texts: Texts,
+    num_sampled_B: torch.Tensor,
+    num_rejected_B: torch.Tensor,
+    step: int,
+    lookups: Sequence[Lookup],
+    max_new: int,
+) -> None:
+    """Implements `DraftBoard.observe`."""
+    edges_X = board.tables.edges_X
+    outcomes = (num_sampled_B, num_rejected_B)
+    _launch_observe(
+        texts, lookups, max_new, outcomes, board.memory, step, WITNESS=board.witness, X=len(edges_X), **_sizes(board)
+    )
+
+
+def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
+    """Implements `ContextIndex.learn`."""
+    _launch_observe(texts, [lookup], max_new, None, None, 0, WITNESS=-1, D=0, K=0, E=0, X=0)
+
+
+def _launch_observe(
+    texts: Texts, lookups: Sequence[Lookup], max_new: int, outcomes: Any, memory: Any, step: int, **constants: int
+) -> None:
+    """Launches a step's observing, and its learning if there is anything to learn."""
+    num_rows, (num_slots, longest) = len(texts.slots_B), _bounds(texts, lookups)
+    max_new = min(max_new, longest)
+    used = lookups if max_new > 0 else []
+    num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MOST_PROGRAMS // num_rows)) if used else 0
+    indexes, shapes = tuple(map(_index, used)), tuple(map(_shape, used))
+    bounds = (num_slots, longest, max_new)
+    _observe[(num_rows, num_parts + (memory is not None))](
+        texts, texts.token_ids_SL.stride(0), *bounds, outcomes, memory, indexes, step, SHAPES=shapes, num_warps=1,
+        **constants,
+    )  # fmt: skip
+    if used:
+        num_parts = min(MOST_PARTS, *(len(lookup.index.words) for lookup in used))
+        _learn[(num_parts, len(used))](texts, *bounds, num_rows, indexes, SHAPES=shapes, num_warps=1)
+
+
+def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
+    """Implements `DraftBoard.choose`."""
+    outs = [board.proposals_of(lookup.drafter) for lookup in lookups]
+    _launch_propose(
+        texts, lookups, outs, None, SMALLEST_SHARE, board.tables, row_price, MODEL=board.model, WITNESS=board.witness,
+        S=len(board.tables.limit_S), **_sizes(board),
+    )  # fmt: skip
+
+
+def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
+    """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
+    num_positions = out.tokens_BK.shape[1]
+    assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
+    _launch_propose(
+        texts, [lookup], [out], level_rates, floor, None, 0.0, MODEL=-1, WITNESS=-1, S=0, D=0, K=num_positions, E=0
+    )
+
+
+def _launch_propose(
+    texts: Texts,
+    lookups: Sequence[Lookup],
+    outs: Sequence[Proposals],
+    level_rates: torch.Tensor | None,
+    floor: float,
+    tables: Any,
+    row_price: float,
+    **constants: int,
+) -> None:
+    _propose[(len(texts.slots_B),)](
+        texts, texts.token_ids_SL.stride(0), *_bounds(texts, lookups), tables, row_price, tuple(map(_index, lookups)),
+        tuple(outs), level_rates, floor, SHAPES=tuple(map(_shape, lookups)), DRAFTERS=tuple(u.drafter for u in lookups),
+        num_warps=1, **constants,
+    )  # fmt: skip
+
+
+def _sizes(board: "DraftBoard") -> dict[str, int]:
+    num_drafters, num_kinds, _ = board.tables.evidence_DE2.shape
+    return {"D": num_drafters, "K": board.num_positions, "E": num_kinds}
+
+
+def _bounds(texts: Texts, lookups: Sequence[Lookup]) -> tuple[int, int]:
+    """Returns the number of request slots, and the length of the longest text."""
+    num_slots, longest = texts.token_ids_SL.shape
+    return min(num_slots, len(texts.total_len_S), *(len(lookup.learned_S) for lookup in lookups)), longest
+
+
+def _index(lookup: Lookup) -> Index:
+    index = lookup.index
+    return Index(index.words, index.candidates, lookup.salts_S, lookup.learned_S, *index.listed)
+
+
+def _shape(lookup: Lookup) -> Shape:
+    orders = lookup.index.orders
+    lanes = triton.next_power_of_2(orders[-1])
+    return Shape(sum(1 << m for m in orders), len(orders), lanes, len(lookup.index.words) - 1)
