@@ -8,6 +8,9 @@ programs write the same bucket, and the tables equal those of `index_numba.py` b
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
 before each of them, M context lengths 1..M (some unused), E listed keys read at a time, R rows read at a time. P tokens of a
 window, I slots of a bucket, C candidates of a slot, G evidence levels.
+
+Constants of an index: bit m of ORDER_BITS is set if contexts of m tokens are counted, and NUM_ORDERS bits are set. LANES is
+the length of the longest context, rounded up to a power of two. BUCKET_MASK is the number of buckets less one.
 """
 
 from typing import Any, NamedTuple
@@ -57,18 +60,6 @@ class Index(NamedTuple):
     """Token at each listed position, int32."""
     num_listed: Any
     """Number of listed positions, int32."""
-
-
-class Shape(NamedTuple):
-    """Sizes of an index that are compiled into its kernels."""
-
-    order_bits: int
-    """Bit m is set if contexts of m tokens are counted."""
-    num_orders: int
-    lanes: int
-    """Length of the longest context, rounded up to a power of two."""
-    bucket_mask: int
-    """Number of buckets less one."""
 
 
 @triton.jit
@@ -155,8 +146,9 @@ def _num_before(index, texts, row, num_slots, longest, max_new):  # type: ignore
 
 @triton.jit
 def list_contexts(  # type: ignore[no-untyped-def]
-    index, texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts, SHAPE: tl.constexpr
-):
+    index, texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts,
+    ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Lists blocks part, part + num_parts, ... of a row's new tokens, with the keys of the contexts before each token.
 
     Rows are listed one after the other, up to `MOST_LISTED` tokens. A token below 0 has no contexts.
@@ -170,9 +162,9 @@ def list_contexts(  # type: ignore[no-untyped-def]
             tl.store(index.num_listed, tl.minimum(before, _MOST_LISTED) + num)
         salt = tl.load(index.salts_S + slot, mask=has_slot, other=0).to(tl.uint64, bitcast=True)
         text = texts.token_ids_SL + slot * row_stride
-        j_J = tl.arange(0, SHAPE.lanes) + 1
-        factor_J = tl.full((SHAPE.lanes,), _GAMMA, tl.uint64)
-        for j in tl.static_range(1, SHAPE.lanes):
+        j_J = tl.arange(0, LANES) + 1
+        factor_J = tl.full((LANES,), _GAMMA, tl.uint64)
+        for j in tl.static_range(1, LANES):
             factor_J = tl.where(j_J > j, factor_J * _MIX_2, factor_J)
         for first in range(part * _BLOCK, num, num_parts * _BLOCK):
             n_N = first + tl.arange(0, _BLOCK)
@@ -183,28 +175,28 @@ def list_contexts(  # type: ignore[no-untyped-def]
             before_NJ = tl.load(text + at_NJ, mask=is_new_N[:, None] & (at_NJ >= 0), other=0)
             term_NJ = _term(before_NJ, factor_J[None, :])
             column = 0
-            for m in tl.static_range(1, SHAPE.lanes + 1):
-                if (SHAPE.order_bits >> m) & 1:
+            for m in tl.static_range(1, LANES + 1):
+                if (ORDER_BITS >> m) & 1:
                     state_N = tl.sum(tl.where(j_J[None, :] <= m, term_NJ, 0).to(tl.uint64), axis=1) + salt
                     key_N = tl.where((token_N >= 0) & (i_N >= m), _key(state_N), 0)
-                    tl.store(index.keys_NM + (before + n_N) * SHAPE.num_orders + column, key_N, mask=is_new_N)
+                    tl.store(index.keys_NM + (before + n_N) * NUM_ORDERS + column, key_N, mask=is_new_N)
                     column += 1
 
 
 @triton.jit
-def learn_listed(index, part, num_parts, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def learn_listed(index, part, num_parts, NUM_ORDERS: tl.constexpr, BUCKET_MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Counts the listed tokens as continuations of those contexts whose bucket belongs to a part, in order."""
-    num_keys = tl.load(index.num_listed) * SHAPE.num_orders
+    num_keys = tl.load(index.num_listed) * NUM_ORDERS
     for first in range(0, num_keys, _KEYS):
         e_E = first + tl.arange(0, _KEYS)
         key_E = tl.load(index.keys_NM + e_E, mask=e_E < num_keys, other=0)
-        is_mine_E = (key_E != 0) & ((key_E & SHAPE.bucket_mask & (num_parts - 1)) == part)
+        is_mine_E = (key_E != 0) & ((key_E & BUCKET_MASK & (num_parts - 1)) == part)
         num_mine = tl.sum(is_mine_E.to(tl.int32), axis=0)
         while num_mine > 0:
             e = tl.min(tl.where(is_mine_E, e_E, num_keys), axis=0)
             key = tl.sum(tl.where(e_E == e, key_E, 0), axis=0)
-            slot, is_own = _claim(index.words, key, SHAPE.bucket_mask)
-            _count(index.candidates, slot, tl.load(index.tokens_N + e // SHAPE.num_orders).to(tl.int64), is_own)
+            slot, is_own = _claim(index.words, key, BUCKET_MASK)
+            _count(index.candidates, slot, tl.load(index.tokens_N + e // NUM_ORDERS).to(tl.int64), is_own)
             tl.debug_barrier()  # the next context may be in the same bucket
             is_mine_E = is_mine_E & (e_E != e)
             num_mine -= 1
@@ -243,14 +235,14 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def walk_row(  # type: ignore[no-untyped-def]
-    index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, SHAPE: tl.constexpr
-):
+    index, texts, row_stride, num_slots, longest, row, rate_G, floor, out, K: tl.constexpr, ORDER_BITS: tl.constexpr,
+    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+):  # fmt: skip
     """Writes the likeliest continuation of a row's text to `out`. `rate_G` is the acceptance rate of each evidence level.
 
     The window holds the last LANES tokens of the text, then the drafts. `factor_P` holds each token's factor in the key of a
     context that ends with the latest token, so no token is read twice.
     """
-    LANES: tl.constexpr = SHAPE.lanes
     WINDOW: tl.constexpr = triton.next_power_of_2(LANES + K)
     slot = tl.load(texts.slots_B + row).to(tl.int64)
     has_slot = (slot >= 0) & (slot < num_slots)
@@ -264,7 +256,7 @@ def walk_row(  # type: ignore[no-untyped-def]
     for p in tl.static_range(LANES):
         factor_P = tl.where(p_P == p, _GAMMA, factor_P * _MIX_2)
     order_M = tl.arange(0, LANES) + 1
-    is_order_M = (tl.full((LANES,), SHAPE.order_bits, tl.int64) >> order_M) & 1 == 1
+    is_order_M = (tl.full((LANES,), ORDER_BITS, tl.int64) >> order_M) & 1 == 1
     i_I = tl.arange(0, _BUCKET_SLOTS)[None, :]
     survival, k = 1.0, 0
     limit = tl.where(has_slot, K, 0)
@@ -273,7 +265,7 @@ def walk_row(  # type: ignore[no-untyped-def]
         is_in_MP = (age_P[None, :] >= 1) & (age_P[None, :] <= order_M[:, None])
         term_MP = tl.where(is_in_MP, _term(window_P, factor_P)[None, :], 0).to(tl.uint64)
         key_M = _key(tl.sum(term_MP, axis=1) + salt)
-        line_M = (key_M & SHAPE.bucket_mask) * _BUCKET_SLOTS
+        line_M = (key_M & BUCKET_MASK) * _BUCKET_SLOTS
         is_there_M = is_order_M & (order_M <= length + k)
         word_MI = tl.load(index.words + line_M[:, None] + i_I, mask=is_there_M[:, None], other=0)
         is_known_MI = (word_MI ^ key_M[:, None]) >> _RANK_BITS == 0

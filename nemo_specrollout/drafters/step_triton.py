@@ -4,7 +4,8 @@
 `step_numba.py` has the same functions. `DraftBoard` and `ContextIndex` say what they compute. A program is one warp: it waits
 for memory, and there are many of them. The kernels also serve a board alone, and an index alone.
 
-Shapes: as in `board.py` and `index_triton.py`. D is 0 without a board.
+Shapes and constants: as in `board.py` and `index_triton.py`. D is 0 without a board. Each constant of the indexes is a tuple
+of its own, because Triton 3.6 takes no records of constants.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from nemo_specrollout.drafters.device_index import MOST_LISTED, Lookup
 from nemo_specrollout.drafters.index_triton import (
     BLOCK,
     Index,
-    Shape,
     learn_listed,
     list_contexts,
     record_learned,
@@ -49,7 +49,8 @@ class BoardMemory(NamedTuple):
 @triton.jit(do_not_specialize=_INTEGERS)
 def _observe(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, longest, max_new, outcomes, board, indexes, step, WITNESS: tl.constexpr, D: tl.constexpr,
-    K: tl.constexpr, E: tl.constexpr, X: tl.constexpr, SHAPES: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, X: tl.constexpr, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """With a board, program (b, 0) observes request b. The other programs of b share the new tokens of its text."""
     row, num_rows, part, num_parts = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
@@ -60,19 +61,23 @@ def _observe(  # type: ignore[no-untyped-def]
                 texts, row_stride, outcomes, board.tables, board.sums, row, num_rows, step, WITNESS, D, K, E, X
             )
     if part >= 0:
-        for i in tl.static_range(len(SHAPES)):
+        for i in tl.static_range(len(LANES)):
             list_contexts(
-                indexes[i], texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts, SHAPES[i]
-            )
+                indexes[i], texts, row_stride, num_slots, longest, max_new, row, num_rows, part, num_parts, ORDER_BITS[i],
+                NUM_ORDERS[i], LANES[i],
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def _learn(texts, num_slots, longest, max_new, num_rows, indexes, SHAPES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _learn(  # type: ignore[no-untyped-def]
+    texts, num_slots, longest, max_new, num_rows, indexes, ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr,
+    LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
+):  # fmt: skip
     """Program (p, i) counts the listed contexts of part p of index i."""
     part, num_parts = tl.program_id(0), tl.num_programs(0)
-    for i in tl.static_range(len(SHAPES)):
+    for i in tl.static_range(len(LANES)):
         if tl.program_id(1) == i:
-            learn_listed(indexes[i], part, num_parts, SHAPES[i])
+            learn_listed(indexes[i], part, num_parts, NUM_ORDERS[i], BUCKET_MASK[i])
             if part == 0:
                 record_learned(indexes[i], texts, num_slots, longest, max_new, num_rows)
 
@@ -80,14 +85,17 @@ def _learn(texts, num_slots, longest, max_new, num_rows, indexes, SHAPES: tl.con
 @triton.jit(do_not_specialize=[*_INTEGERS, "row_price", "floor"])
 def _propose(  # type: ignore[no-untyped-def]
     texts, row_stride, num_slots, longest, t, row_price, indexes, outs, level_rates_ptr, floor, MODEL: tl.constexpr,
-    WITNESS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SHAPES: tl.constexpr,
-    DRAFTERS: tl.constexpr,
+    WITNESS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, K: tl.constexpr, E: tl.constexpr, DRAFTERS: tl.constexpr,
+    ORDER_BITS: tl.constexpr, NUM_ORDERS: tl.constexpr, LANES: tl.constexpr, BUCKET_MASK: tl.constexpr,
 ):  # fmt: skip
     """Program b walks all indexes for request b. With a board, it then chooses among the proposals of all drafters."""
     row = tl.program_id(0).to(tl.int64)
-    for i in tl.static_range(len(SHAPES)):
+    for i in tl.static_range(len(LANES)):
         rate_G = level_rates(t, DRAFTERS[i], E) if D > 0 else tl.load(level_rates_ptr + tl.arange(0, _NUM_LEVELS))
-        walk_row(indexes[i], texts, row_stride, num_slots, longest, row, rate_G, floor, outs[i], K, SHAPES[i])
+        walk_row(
+            indexes[i], texts, row_stride, num_slots, longest, row, rate_G, floor, outs[i], K, ORDER_BITS[i], LANES[i],
+            BUCKET_MASK[i],
+        )  # fmt: skip
     if D > 0:
         tl.debug_barrier()  # the walks' drafts are written
         choose_for_request(texts, t, row, row_price, MODEL, WITNESS, S, D, K, E)
@@ -135,18 +143,24 @@ def _launch_observe(
 ) -> None:
     """Launches a step's observing, and its learning if there is anything to learn."""
     num_rows, (num_slots, longest) = len(texts.slots_B), _bounds(texts, lookups)
-    max_new = min(max_new, longest)
-    used = lookups if max_new > 0 else []
-    num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MOST_PROGRAMS // num_rows)) if used else 0
-    indexes, shapes = tuple(map(_index, used)), tuple(map(_shape, used))
-    bounds = (num_slots, longest, max_new)
+    max_new = min(max_new, longest) if lookups else 0
+    num_parts = min(triton.cdiv(max_new, BLOCK), max(1, MOST_PROGRAMS // num_rows))
+    indexes, bounds, shapes = tuple(map(_index, lookups)), (num_slots, longest, max_new), _shapes(lookups)
     _observe[(num_rows, num_parts + (memory is not None))](
-        texts, texts.token_ids_SL.stride(0), *bounds, outcomes, memory, indexes, step, SHAPES=shapes, num_warps=1,
+        texts,
+        texts.token_ids_SL.stride(0),
+        *bounds,
+        outcomes,
+        memory,
+        indexes,
+        step,
+        num_warps=1,
         **constants,
-    )  # fmt: skip
-    if used:
-        num_parts = min(MOST_PARTS, *(len(lookup.index.words) for lookup in used))
-        _learn[(num_parts, len(used))](texts, *bounds, num_rows, indexes, SHAPES=shapes, num_warps=1)
+        **shapes,
+    )
+    if max_new > 0:
+        num_parts = min(MOST_PARTS, *(len(lookup.index.words) for lookup in lookups))
+        _learn[(num_parts, len(lookups))](texts, *bounds, num_rows, indexes, num_warps=1, **shapes)
 
 
 def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
@@ -179,8 +193,8 @@ def _launch_propose(
 ) -> None:
     _propose[(len(texts.slots_B),)](
         texts, texts.token_ids_SL.stride(0), *_bounds(texts, lookups), tables, row_price, tuple(map(_index, lookups)),
-        tuple(outs), level_rates, floor, SHAPES=tuple(map(_shape, lookups)), DRAFTERS=tuple(u.drafter for u in lookups),
-        num_warps=1, **constants,
+        tuple(outs), level_rates, floor, DRAFTERS=tuple(u.drafter for u in lookups), num_warps=1, **constants,
+        **_shapes(lookups),
     )  # fmt: skip
 
 
@@ -200,7 +214,12 @@ def _index(lookup: Lookup) -> Index:
     return Index(index.words, index.candidates, lookup.salts_S, lookup.learned_S, *index.listed)
 
 
-def _shape(lookup: Lookup) -> Shape:
-    orders = lookup.index.orders
-    lanes = triton.next_power_of_2(orders[-1])
-    return Shape(sum(1 << m for m in orders), len(orders), lanes, len(lookup.index.words) - 1)
+def _shapes(lookups: Sequence[Lookup]) -> dict[str, tuple[int, ...]]:
+    """Returns the constants of the indexes."""
+    orders = [lookup.index.orders for lookup in lookups]
+    return {
+        "ORDER_BITS": tuple(sum(1 << m for m in each) for each in orders),
+        "NUM_ORDERS": tuple(map(len, orders)),
+        "LANES": tuple(triton.next_power_of_2(each[-1]) for each in orders),
+        "BUCKET_MASK": tuple(len(lookup.index.words) - 1 for lookup in lookups),
+    }
