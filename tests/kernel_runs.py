@@ -12,17 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
-FAKE_GPU = [f"fake_gpu/{name}.py" for name in ("step_checks", "graph_checks", "compiled_kernels")]
+CHECKS = [
+    "step_checks", "whole_steps", "row_checks", "wait_checks", "warm_up_checks", "graph_checks", "compiled_kernels"
+]  # fmt: skip
+FAKE_GPU = [f"fake_gpu/{name}.py" for name in CHECKS]
 MODULES = {
     "vllm's, for batches and drafters": (["interpreted/batch_kernels.py"], INTERPRETED),
     "vllm's, for sampling": (["interpreted/sampling_kernels.py"], INTERPRETED),
-    "ours": (["interpreted/own_kernels.py"], INTERPRETED),
+    "ours": (["interpreted/own_kernels.py", "interpreted/row_kernels.py"], INTERPRETED),
+    "ours, in any order": (["interpreted/program_orders.py"], INTERPRETED),
     "ours, on a GPU that is not there": (FAKE_GPU, COMPILED),
 }
 """Test modules and environment by name.
 
-`ours, on a GPU that is not there` checks that no step waits for the device or has more launches than recorded. It also checks
-that vLLM replays full CUDA graphs for decode steps, and that our kernels, compiled for an H100, have not grown."""
+`ours, in any order` interleaves the programs of our kernels, and finds races between them.
+`ours, on a GPU that is not there` checks that no step waits for the device, compiles a kernel, or has more launches than
+recorded. It also checks that vLLM replays full CUDA graphs for decode steps, and that our kernels, compiled for an H100, have
+not grown."""
 
 
 def run(modules: list[str], environment: dict[str, str], cache: Path) -> subprocess.CompletedProcess[str]:

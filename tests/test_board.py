@@ -61,7 +61,7 @@ class World:
 
     def choose(self, *slots: int, proposals: Proposals | None = None, level: int = 0, row_price: float = 0.0) -> Tensor:
         """Lets the drafters propose and the board choose. Returns the rates of the submitted drafts, [B, K]."""
-        t = self.tables
+        t, self.slots = self.tables, slots
         t.found_DB.zero_()
         t.levels_DBK.fill_(level)
         for d, of_slot in (proposals or {}).items():
@@ -69,11 +69,12 @@ class World:
                 t.tokens_DBK[d, slots.index(slot), : len(tokens)] = tensor(tokens, dtype=torch.int32)
                 t.found_DB[d, slots.index(slot)] = len(tokens)
         self.board.choose(self.texts(*slots), row_price)
-        return t.rates_BK[: len(slots)].clone()
+        return t.rates_SK[list(slots)].clone()
 
     def drafts(self, row: int) -> list[int]:
         """Returns the drafts that were submitted for a row of the batch."""
-        return self.tables.drafts_BK[row, self.tables.rates_BK[row] > 0].tolist()
+        slot = self.slots[row]
+        return self.tables.drafts_BK[row, self.tables.rates_SK[slot] > 0].tolist() if slot >= 0 else []
 
     def verify(self, *slots: int, most: int = K) -> tuple[Counter, Counter]:
         """Lets the policy sample, with at most `most` drafts of each request verified. Slot -1 is a row without a request.
@@ -228,7 +229,6 @@ def test_a_new_request_inherits_nothing_from_its_slot() -> None:
     world.choose(0, proposals={0: {0: [99, 99]}})
     world.open(0)
     learned, verified = world.tables.evidence_DE2[0, 0].tolist(), int(world.tables.verified_DCK2.sum())
-    world.tables.rates_BK.zero_()
     world.verify(0)
     assert world.tables.evidence_DE2[0, 0, 1] <= learned[1] and world.tables.verified_DCK2.sum() == verified
     assert world.tables.request_S2[0].tolist() == [0, 0]
@@ -262,7 +262,7 @@ def test_the_better_drafter_is_chosen_for_each_request() -> None:
     board.choose(world.texts(1, 0))
     assert tables.drafts_BK.tolist() == [[1, 2, 3], [10, 11, 0]]
     assert tables.chosen_S.tolist() == [1, 0] and tables.submitted_S.tolist() == [2, 3]
-    assert tables.rates_BK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 1], [1, 1, 0]]))
+    assert tables.rates_SK.numpy() == pytest.approx(LEVEL_PRIORS[3] * np.array([[1, 1, 0], [1, 1, 1]]))
 
 
 def test_the_proposal_of_most_expected_tokens_is_chosen() -> None:
@@ -290,7 +290,7 @@ def test_without_a_proposal_nothing_is_drafted() -> None:
     world = World(num_drafters=2)
     world.choose(0, 1, proposals={0: {0: [1, 2, 3]}})
     world.choose(1, 0)
-    assert not world.tables.drafts_BK.any() and not world.tables.rates_BK.any()
+    assert not world.tables.drafts_BK.any() and not world.tables.rates_SK.any()
     assert world.tables.submitted_S.tolist() == [0, 0]
 
 
@@ -462,5 +462,5 @@ def test_a_row_without_a_request_changes_nothing() -> None:
     world.choose(-1)
     world.verify(-1)
     changed = {name for name, value in before.items() if not torch.equal(value, getattr(world.tables, name))}
-    assert not world.tables.drafts_BK[0].any() and not world.tables.rates_BK[0].any()
-    assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK", "rates_BK"}, changed
+    assert not world.tables.drafts_BK[0].any()
+    assert changed <= {"found_DB", "levels_DBK", "tokens_DBK", "drafts_BK"}, changed

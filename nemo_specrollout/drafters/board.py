@@ -58,8 +58,8 @@ class Tables(NamedTuple):
     """Length up to which each request is drafted, tokens."""
     drafts_BK: Int64
     """Submitted tokens, which the next step verifies. 0 beyond them."""
-    rates_BK: Float
-    """Rate of each submitted token. 0 beyond them."""
+    rates_SK: Float
+    """Rate of each request's submitted tokens. 0 beyond them."""
     outlook_S4K: Float
     """Survival of drafts, written only if there is a model. Rows 0 and 1: means over the last steps, of the best text proposal
     and of the model's drafts. Rows 2 and 3: the latest of both, 0 where nothing was drafted."""
@@ -172,7 +172,7 @@ class DraftBoard:
     def open(self, slots: torch.Tensor, limits: torch.Tensor) -> None:
         """Gives `slots` (int64) to new requests. `limits` (int32) are the lengths, in tokens, up to which each is drafted."""
         t = self.tables
-        for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.outlook_S4K):
+        for table in (t.length_SD, t.submitted_S, t.factor_SD2, t.request_S2, t.outlook_S4K, t.rates_SK):
             table.index_fill_(0, slots, 0)  # table[slots] = 0 would wait for a GPU
         t.limit_S[slots] = limits
 
@@ -203,10 +203,11 @@ class DraftBoard:
         Each request emitted `num_sampled_B` tokens. All but the last of them were drafts. `num_rejected_B` drafts were
         rejected. Indexes learn the new tokens of their texts, at most `max_new` of each.
         """
-        self._kernels.observe(self, texts, num_sampled_B, num_rejected_B, step % TRACED_STEPS, lookups, max_new)
+        outcomes = (num_sampled_B, num_rejected_B)
+        self._kernels.observe(self, texts, outcomes, step % TRACED_STEPS, lookups, max_new)
 
     def choose(self, texts: Texts, row_price: float = 0.0, lookups: Sequence[Lookup] = ()) -> None:
-        """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_BK`.
+        """Lets indexes propose, then submits each request's proposal of the highest worth: `drafts_BK` and `rates_SK`.
 
         `row_price` is the number of tokens that the engine makes in the time of one more row. Tokens that do not win their
         price hardly count, so a long proposal is worth only what would be verified of it.

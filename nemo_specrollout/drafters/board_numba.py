@@ -197,9 +197,9 @@ def choose(texts, t, model, witness, row_price):  # type: ignore[no-untyped-def]
     for b in range(len(texts.slots_B)):
         slot = texts.slots_B[b]
         t.drafts_BK[b] = 0
-        t.rates_BK[b] = 0
         if slot < 0:
             continue
+        t.rates_SK[slot] = 0
         max_drafts = min(max(t.limit_S[slot] - texts.total_len_S[slot] - 1, 0), num_positions)
         for d in range(num_drafters):
             count_D[d] = min(t.found_DB[d, b], max_drafts)
@@ -219,7 +219,7 @@ def choose(texts, t, model, witness, row_price):  # type: ignore[no-untyped-def]
             count = count_D[best]
             t.chosen_S[slot], t.submitted_S[slot] = best, count
             t.drafts_BK[b, :count] = t.tokens_DBK[best, b, :count]
-            t.rates_BK[b, :count] = rate_DK[best, :count]
+            t.rates_SK[slot, :count] = rate_DK[best, :count]
         for d in range(num_drafters):
             count = count_D[d]
             if count > 0 and (t.length_SD[slot, d] == 0 or d == best):

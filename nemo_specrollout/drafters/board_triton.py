@@ -32,7 +32,7 @@ _ROWS = tl.constexpr(32)
 
 
 class Sums(NamedTuple):
-    """What a step adds to the tables that all requests share."""
+    """A step's additions to the tables that all requests share."""
 
     evidence_DE2: Any
     """Hits and trials of each kind of evidence, int32. These counts are 0 between steps."""
@@ -75,13 +75,14 @@ def fade_and_add(t, sums, step, num_rows, D: tl.constexpr, K: tl.constexpr, E: t
         mask = (first + n < num_rows) & (w < 2 * D + 2)[None, :]
         total_NW += tl.load(sums.weight_BW + (first + n) * (2 * D + 2) + w[None, :], mask=mask, other=0.0)
     total = tl.sum(total_NW, axis=0)
-    weight = tl.load(t.factor_weight_D2 + w, mask=w < 2 * D, other=0.0)
-    tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
     is_calibration = (w >= 2 * D) & (w < 2 * D + 2)
+    weight = tl.load(t.factor_weight_D2 + w, mask=w < 2 * D, other=0.0)
     calibration = tl.load(t.calibration_2 + w - 2 * D, mask=is_calibration, other=0.0)
+    counts = tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0)
+    tl.debug_barrier()  # all lanes have read
+    tl.store(t.factor_weight_D2 + w, weight * _FACTOR_WEIGHT_DECAY + total, mask=w < 2 * D)
     tl.store(t.calibration_2 + w - 2 * D, calibration * _CALIBRATION_DECAY + total, mask=is_calibration)
-    tl.store(t.steps_TD2 + step * 2 * D + w, tl.load(sums.steps_D2 + w, mask=w < 2 * D, other=0), mask=w < 2 * D)
-    tl.debug_barrier()  # all lanes have read the counts
+    tl.store(t.steps_TD2 + step * 2 * D + w, counts, mask=w < 2 * D)
     tl.store(sums.steps_D2 + w, tl.zeros_like(w), mask=w < 2 * D)
     tl.store(sums.finished, 0)
 
@@ -310,7 +311,6 @@ def choose_for_request(  # type: ignore[no-untyped-def]
     out = request * K + k
     if slot < 0:
         tl.store(t.drafts_BK + out, tl.zeros(k.shape, tl.int64), mask=k < K)
-        tl.store(t.rates_BK + out, tl.zeros(k.shape, tl.float32), mask=k < K)
     else:
         row, mask_D = slot * D + d, d < D
         total_len = tl.load(texts.total_len_S + slot)
@@ -345,7 +345,7 @@ def choose_for_request(  # type: ignore[no-untyped-def]
 
         is_submitted = is_draft & is_best[:, None]
         tl.store(t.drafts_BK + out, tl.sum(tl.where(is_submitted, token, 0), axis=0).to(tl.int64), mask=k < K)
-        tl.store(t.rates_BK + out, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
+        tl.store(t.rates_SK + slot * K + k, tl.sum(tl.where(is_submitted, rate, 0.0), axis=0), mask=k < K)
         tl.store(t.submitted_S + slot, tl.sum(tl.where(is_best, count, 0), axis=0))
         if most > 0.0:
             tl.store(t.chosen_S + slot, best)

@@ -2,11 +2,11 @@
 """The context index on a GPU: functions of the kernels in `step_triton.py`. `device_index.py` explains the tables.
 
 Learning takes two launches. In the first, programs list the keys of all new contexts in the order in which a CPU counts them.
-In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. So no two
-programs write the same bucket, and the tables equal those of `index_numba.py` bit for bit.
+In the second, each program owns a part of the buckets, and counts the listed contexts of its part in order. No two programs
+write the same bucket, so `index_numba.py` makes the same tables bit for bit.
 
 Shapes: B rows of the batch, S request slots, L longest sequence, K draft positions. N positions listed at a time, J tokens
-before each of them, M context lengths 1..M (some unused), E listed keys read at a time, R rows read at a time. P tokens of a
+before each of them, M context lengths 1..M (some unused). E listed keys read at a time, R rows read at a time, P tokens of a
 window, I slots of a bucket, C candidates of a slot, G evidence levels.
 
 Constants of an index: bit m of ORDER_BITS is set if contexts of m tokens are counted, and NUM_ORDERS bits are set. LANES is
@@ -223,7 +223,7 @@ def _likeliest(candidates, slot, order):  # type: ignore[no-untyped-def]
     c_C = tl.arange(0, _NUM_CANDIDATES)
     num = tl.where(order > 0, _NUM_CANDIDATES, 0)
     candidate_C = tl.load(candidates + slot * _NUM_CANDIDATES + c_C, mask=c_C < num, other=0)
-    count_C = candidate_C & _COUNT_MASK
+    count_C = (candidate_C & _COUNT_MASK).to(tl.int32)
     shrunk = tl.sum(count_C, axis=0) + 1
     best = tl.max(count_C, axis=0)
     c = tl.min(tl.where(count_C == best, c_C, _NUM_CANDIDATES), axis=0)

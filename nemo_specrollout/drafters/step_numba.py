@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's kernels for a CPU: those of the draft board and of each context index, one after the other.
+"""A step's kernels for a CPU: the kernels of the draft board and of each context index, one after the other.
 
 `step_triton.py` has the same functions. `DraftBoard` and `ContextIndex` say what they compute.
 """
@@ -33,14 +33,13 @@ def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor
 def observe(
     board: "DraftBoard",
     texts: Texts,
-    num_sampled_B: torch.Tensor,
-    num_rejected_B: torch.Tensor,
+    outcomes: tuple[torch.Tensor, torch.Tensor],
     step: int,
     lookups: Sequence[Lookup],
     max_new: int,
 ) -> None:
     """Implements `DraftBoard.observe`."""
-    board_numba.observe(texts, num_sampled_B, num_rejected_B, board.memory, step, board.witness)
+    board_numba.observe(texts, *outcomes, board.memory, step, board.witness)
     for lookup in lookups if max_new > 0 else ():
         learn(lookup, texts, max_new)
 

@@ -106,7 +106,7 @@ def memory_of(tables: "Tables") -> BoardMemory:
     num_slots, num_drafters = len(tables.limit_S), len(tables.position_DK2)
     shared = (tables.evidence_DE2, tables.position_DK2, tables.steps_TD2[0])
     evidence_DE2, position_DK2, steps_D2 = (torch.zeros_like(table, dtype=torch.int32) for table in shared)
-    weight_BW = tables.rates_BK.new_zeros(num_slots, 2 * num_drafters + 2)
+    weight_BW = tables.rates_SK.new_zeros(num_slots, 2 * num_drafters + 2)
     return BoardMemory(tables, Sums(evidence_DE2, position_DK2, steps_D2, steps_D2.new_zeros(1), weight_BW))
 
 
@@ -119,18 +119,14 @@ def listing_buffers(num_orders: int, device: torch.device) -> tuple[torch.Tensor
 def observe(
     board: "DraftBoard",
     texts: Texts,
-    num_sampled_B: torch.Tensor,
-    num_rejected_B: torch.Tensor,
+    outcomes: tuple[torch.Tensor, torch.Tensor],
     step: int,
     lookups: Sequence[Lookup],
     max_new: int,
 ) -> None:
     """Implements `DraftBoard.observe`."""
-    edges_X = board.tables.edges_X
-    outcomes = (num_sampled_B, num_rejected_B)
-    _launch_observe(
-        texts, lookups, max_new, outcomes, board.memory, step, WITNESS=board.witness, X=len(edges_X), **_sizes(board)
-    )
+    constants = {"WITNESS": board.witness, "X": len(board.tables.edges_X), **_sizes(board)}
+    _launch_observe(texts, lookups, max_new, outcomes, board.memory, step, **constants)
 
 
 def learn(lookup: Lookup, texts: Texts, max_new: int) -> None:
@@ -165,36 +161,31 @@ def _launch_observe(
 
 def choose(board: "DraftBoard", texts: Texts, row_price: float, lookups: Sequence[Lookup]) -> None:
     """Implements `DraftBoard.choose`."""
-    outs = [board.proposals_of(lookup.drafter) for lookup in lookups]
-    _launch_propose(
-        texts, lookups, outs, None, SMALLEST_SHARE, board.tables, row_price, MODEL=board.model, WITNESS=board.witness,
-        S=len(board.tables.limit_S), **_sizes(board),
-    )  # fmt: skip
+    walks = [(lookup, board.proposals_of(lookup.drafter)) for lookup in lookups]
+    constants = {"MODEL": board.model, "WITNESS": board.witness, "S": len(board.tables.limit_S), **_sizes(board)}
+    _launch_propose(texts, walks, None, SMALLEST_SHARE, (board.tables, row_price), **constants)
 
 
 def walk(lookup: Lookup, texts: Texts, level_rates: torch.Tensor, floor: float, out: Proposals) -> None:
     """Implements `ContextIndex.walk`. The buffers must be contiguous, and hold a row for each of the batch."""
-    num_positions = out.tokens_BK.shape[1]
     assert out.tokens_BK.is_contiguous() and out.levels_BK.shape == out.tokens_BK.shape
-    _launch_propose(
-        texts, [lookup], [out], level_rates, floor, None, 0.0, MODEL=-1, WITNESS=-1, S=0, D=0, K=num_positions, E=0
-    )
+    constants = {"MODEL": -1, "WITNESS": -1, "S": 0, "D": 0, "K": out.tokens_BK.shape[1], "E": 0}
+    _launch_propose(texts, [(lookup, out)], level_rates, floor, (None, 0.0), **constants)
 
 
 def _launch_propose(
     texts: Texts,
-    lookups: Sequence[Lookup],
-    outs: Sequence[Proposals],
+    walks: Sequence[tuple[Lookup, Proposals]],
     level_rates: torch.Tensor | None,
     floor: float,
-    tables: Any,
-    row_price: float,
+    choice: tuple["Tables | None", float],
     **constants: int,
 ) -> None:
+    lookups = [lookup for lookup, _ in walks]
     _propose[(len(texts.slots_B),)](
-        texts, texts.token_ids_SL.stride(0), *_bounds(texts, lookups), tables, row_price, tuple(map(_index, lookups)),
-        tuple(outs), level_rates, floor, DRAFTERS=tuple(u.drafter for u in lookups), num_warps=1, **constants,
-        **_shapes(lookups),
+        texts, texts.token_ids_SL.stride(0), *_bounds(texts, lookups), *choice, tuple(map(_index, lookups)),
+        tuple(out for _, out in walks), level_rates, floor, DRAFTERS=tuple(u.drafter for u in lookups), num_warps=1,
+        **constants, **_shapes(lookups),
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from nemo_specrollout.config.drafter_configs import (
 )
 from nemo_specrollout.generation.drafting import Drafting
 from nemo_specrollout.generation.requests import NewRequest, RequestIdentity
-from nemo_specrollout.generation.verification import VerificationBudget, sample_and_compare
+from nemo_specrollout.generation.row_sampling import RowSampler
+from nemo_specrollout.generation.verification import EqualityVerifier, VerificationBudget
 from nemo_specrollout.scheduling.speculation.draft_plan import DraftPlan
 
 B, S, K, V, L, H = 24, 32, 5, 151_936, 4096, 64
@@ -43,37 +44,62 @@ class Speculator:
         return torch.empty(batch.num_reqs, K, dtype=torch.int64, device=GPU)
 
 
+def sampling_states() -> Any:
+    """Returns the sampling parameters of requests that want log-probs, at a temperature other than 1."""
+    return SimpleNamespace(
+        temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32), np=np.full(S, 0.7, np.float32)),
+        seeds=SimpleNamespace(gpu=zeros(S, dtype=torch.int64)), max_num_logprobs=lambda _: 0, add_request=None,
+    )  # fmt: skip
+
+
+def row_sampler(states: Any) -> RowSampler:
+    """Returns our sampler, with what it reads of vLLM's."""
+    native: Any = SimpleNamespace(
+        sampling_states=states, needs_logits_processing=np.zeros(S, bool), logprobs_mode="processed_logprobs",
+        compute_nans=False, return_sampling_mask=False, req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=zeros(S))),
+    )  # fmt: skip
+    return RowSampler(native)
+
+
 class DecodeStep:
     """A step of a batch whose requests are all decoding."""
 
-    def __init__(self, drafters: tuple[DrafterConfig, ...], budget: str = "auto") -> None:
-        self.config = SpecrolloutConfig(num_speculative_tokens=K, drafters=drafters, budget=BudgetConfig(budget, k=K))
+    def __init__(
+        self, drafters: tuple[DrafterConfig, ...], budget: str = "auto", speculator: Any = None, **options: Any
+    ) -> None:
+        """`options` are further fields of the block."""
+        policy = BudgetConfig(budget, k=K)
+        self.config = SpecrolloutConfig(num_speculative_tokens=K, drafters=drafters, budget=policy, **options)
         states = SimpleNamespace(
             total_len=SimpleNamespace(gpu=zeros(S)), all_token_ids=SimpleNamespace(gpu=zeros(S, L)), device=GPU,
             req_id_to_index={name: b for b, name in enumerate(NAMES)}, max_num_reqs=S, num_speculative_steps=K,
         )  # fmt: skip
         self.runner = SimpleNamespace(
-            speculator=Speculator(), req_states=states, device=GPU, num_speculative_steps=K, max_num_reqs=S, vocab_size=V,
-            max_model_len=L, input_buffers=SimpleNamespace(query_start_loc=zeros(S + 1)),
+            speculator=speculator or Speculator(), req_states=states, device=GPU, dtype=torch.bfloat16, vocab_size=V,
+            num_speculative_steps=K, max_num_reqs=S, max_num_tokens=L, max_model_len=L,
+            input_buffers=SimpleNamespace(query_start_loc=zeros(S + 1)),
             model_state=SimpleNamespace(num_new_sampled_tokens_per_step=1),
-            speculative_config=SimpleNamespace(enable_adaptive_verification=True),
+            model_config=SimpleNamespace(model="a/policy", get_hidden_size=lambda: H),
+            get_model=lambda: SimpleNamespace(model=SimpleNamespace(aux_hidden_state_layers=(1, 2, 3))),
+            speculative_config=SimpleNamespace(
+                enable_adaptive_verification=True, num_speculative_tokens=K, rejection_sample_method="standard"
+            ),
         )  # fmt: skip
         self.drafting = Drafting(self.config, self.runner)
         self.budget = VerificationBudget(self.runner, self.drafting)
         self.budget._known_rates._buffers = [torch.ones(S, K) for _ in range(2)]
-        sampling = SimpleNamespace(
-            temperature=SimpleNamespace(gpu=zeros(S, dtype=torch.float32)),
-            seeds=SimpleNamespace(gpu=zeros(S, dtype=torch.int64)),
-        )
-        self._sampling = sampling
+        self._sampling = sampling_states()
+        self.verifier = EqualityVerifier(row_sampler(self._sampling), self.runner.speculative_config, GPU)
+        num_rows = B * (K + 1)
+        positions_R = zeros(num_rows, dtype=torch.int64)
         self.batch = SimpleNamespace(
-            idx_mapping=zeros(B, dtype=torch.int64), idx_mapping_np=np.arange(B), num_reqs=B, num_tokens=B * (K + 1)
-        )
-        self._rows = (
-            zeros(B * (K + 1), V, dtype=torch.float32), None, zeros(B * (K + 1)), zeros(B + 1),
-            zeros(B * (K + 1), dtype=torch.int64), self.batch.idx_mapping, zeros(B * (K + 1), dtype=torch.int64),
-            zeros(B * (K + 1)),
+            idx_mapping=zeros(B, dtype=torch.int64), idx_mapping_np=np.arange(B), num_reqs=B, num_tokens=num_rows,
+            input_ids=zeros(num_rows), positions=positions_R, logits_indices=positions_R, expanded_idx_mapping=positions_R,
+            expanded_local_pos=zeros(num_rows), cu_num_logits=zeros(B + 1), cu_num_logits_np=np.arange(B + 1) * (K + 1),
+            seq_lens=zeros(B), seq_lens_cpu_upper_bound=torch.zeros(B), query_start_loc=zeros(B + 1),
+            num_scheduled_tokens=np.full(B, K + 1),
         )  # fmt: skip
+        self.logits_RV = zeros(num_rows, V, dtype=torch.bfloat16)
         self._hidden_BH, self._num_rejected = zeros(B, H, dtype=torch.bfloat16), zeros(B)
         self._keys = (zeros(S, 1, dtype=torch.int64), zeros(1, S), zeros(S), zeros(S))
         self._draft_step = zeros(dtype=torch.int64)
@@ -85,7 +111,9 @@ class DecodeStep:
     def open(self) -> None:
         """Gives all requests their slots."""
         identity = RequestIdentity(1, 2)
-        self.drafting.open([NewRequest(b, identity, 10, range(12), 100) for b in range(B)])
+        params = SimpleNamespace(temperature=0.7, top_k=0, top_p=1.0)
+        requests = [NewRequest(b, identity, 10, range(12), 100, sampling_params=params) for b in range(B)]
+        self.drafting.open(requests)
         for b in range(B):
             self.budget.add_request(b)
 
@@ -96,13 +124,14 @@ class DecodeStep:
 
     def verify(self) -> torch.Tensor:
         """Verifies drafts. Returns the number of tokens that each request emitted, int32 [B]."""
-        states = self._sampling
-        return sample_and_compare(*self._rows, states.temperature.gpu, states.seeds.gpu, K)[1]
+        output = self.verifier(self.logits_RV, self.batch)
+        assert output.logprobs_tensors is not None
+        return output.num_sampled
 
     def draft(self, num_sampled_B: torch.Tensor, num_drafts: int = K) -> None:
         """Proposes drafts for the next step, at most `num_drafts` for each request."""
         self.runner.speculator.propose(
-            self.batch, None, None, self._hidden_BH, None, num_sampled_B, self._num_rejected, *self._keys,
+            self.batch, None, None, self._hidden_BH, [self._hidden_BH] * 3, num_sampled_B, self._num_rejected, *self._keys,
             num_speculative_tokens=num_drafts,
         )  # fmt: skip
         self.budget.record_confidences(self.runner.speculator.draft_token_confidence_probs, self.batch)
@@ -111,6 +140,6 @@ class DecodeStep:
         """Samples as the network of a drafter with weights does at each draft position."""
         states = self._sampling
         self.runner.speculator.sample_draft(
-            self._hidden_BH, self._rows[4][:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,
+            self._hidden_BH, self.batch.positions[:B], self.batch.idx_mapping, states.temperature.gpu, states.seeds.gpu,
             self._draft_step, None,
         )  # fmt: skip

@@ -6,7 +6,8 @@ Import this module before vllm, in a separate process: it makes vLLM find Triton
 
 import os
 
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", TRITON_INTERPRET="0")
+# With vLLM's CUDA build and a visible GPU, vLLM would find two drivers of Triton and do without it.
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,7 +83,7 @@ class FakeGpu:
 
 
 class _NoDriver(TorchFunctionMode):
-    """Replaces operations that need a CUDA driver: indexing, `torch.tensor` on the device, `copy_`."""
+    """Replaces operations that need a CUDA driver: indexing, `torch.tensor` on the device, `copy_`, `contiguous`."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         super().__init__()
@@ -99,6 +100,8 @@ class _NoDriver(TorchFunctionMode):
             return torch.tensor(*args, **options).to(device)
         if func is Tensor.copy_:
             return _copy(*args, **options)
+        if func is Tensor.contiguous and not args[0].is_contiguous():
+            return torch.ops.aten.clone(args[0], memory_format=torch.contiguous_format)
         return func(*args, **options)
 
     def _assign(self, tensor: Tensor, index: Any, value: Any) -> None:
@@ -168,6 +171,8 @@ class _Device(TorchDispatchMode):
                 return args[0]
         with self._fake:
             result = func(*args, **options)
+        if isinstance(result, Tensor) and not result.is_cuda:
+            return torch.zeros(result.shape, dtype=result.dtype)
         if name not in FREE and func.namespace == "aten":
             self._gpu.done.append(name)
         return result
@@ -213,7 +218,8 @@ def fake_gpu() -> Iterator[FakeGpu]:
         for name in ("Event", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, _Event))
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init"))
-        stack.enter_context(mock.patch.object(parallel_state, "_TP", SimpleNamespace(world_size=1, rank_in_group=0)))
+        for name, rank in (("_TP", {"world_size": 1, "rank_in_group": 0}), ("_PP", {"is_last_rank": True})):
+            stack.enter_context(mock.patch.object(parallel_state, name, SimpleNamespace(**rank)))
         stack.enter_context(_Device(gpu))
         stack.enter_context(_NoDriver(gpu))
         yield gpu

@@ -6,7 +6,8 @@ Import this module before triton and vllm, because it sets up both. Modules of t
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+# With vLLM's CUDA build and a visible GPU, vLLM would find two drivers of Triton and do without it.
+os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 import importlib
 from collections.abc import Callable, Iterable
