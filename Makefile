@@ -55,9 +55,10 @@ test-nemo-rl: setup
 test-upstream: setup $(BETWEEN)/.installed
 	$(BIN)/python tests/upstream/try_patches.py $(PROPOSALS)
 
-# On a machine with a CUDA GPU and vLLM's own wheel; not in .venv, which is made for a CPU. GPU_CHECK=--quick is shorter.
+# On a machine with a CUDA GPU and vLLM's own wheel, eleven minutes; not in .venv, which is made for a CPU.
+# GPU_CHECK="tokens speed" runs some items; docs/benchmarks/gpu.md says what each measures.
 test-gpu:
-	$(PYTHON) -m benchmarks.gpu.gpu_check --out results/gpu_check.json $(GPU_CHECK)
+	$(PYTHON) -m benchmarks.gpu.gpu_check $(GPU_CHECK)
 
 bench: setup
 	$(BIN)/nemo-specrollout bench $(CONFIG) logger.log_dir=results/bench 'bench.useless_batches=[1,4,16,64]'

@@ -1,129 +1,193 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the package on a GPU, stage by stage: equality of tokens, speed, and waits between host and device.
+"""Checks the package on a GPU: right kernels, equal tokens, speed, waits, memory. At most eleven minutes on one H100 or H200.
 
-    python -m benchmarks.gpu.gpu_check --out results/gpu.json [--quick] [--stages kernels correctness]
+    python -m benchmarks.gpu.gpu_check [ITEM ...] [--out FOLDER] [--seconds 660]
 
-Each stage runs in a separate process, so a failed stage does not affect the others. The file gets each figure as soon as it
-is known. `--rehearse` runs on a CPU what can run there, at tiny sizes. Its figures mean nothing.
+Items run in the order of their worth, each in a process of its own, so a failed one does not affect the others. An item that
+would not fit in the time left is skipped. Figures are in FOLDER/gpu_check.json, logs in FOLDER/gpu_check. `--rehearse` runs
+all code on a CPU at tiny sizes. Its figures mean nothing. `--page` writes the figures of FOLDER/gpu_check.json, or
+of the files that it names, to docs/benchmarks/gpu.md.
 """
 
 import argparse
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import gpu_engines, gpu_kernels, gpu_speed
-from benchmarks.gpu.gpu_stage import Extent, Stage
+from benchmarks.gpu import gpu_report, machine
+from benchmarks.gpu.items import ITEMS, Item, reason_to_skip
+from benchmarks.gpu.machine import Machine
 from nemo_specrollout.config.files import write_atomically
-from nemo_specrollout.config.versions import installed_versions
+from nemo_specrollout.config.strict import nearest
 
-STAGES: dict[str, Callable[[Stage], None]] = {
-    "kernels": gpu_kernels.check_kernels,
-    "correctness": gpu_engines.check_tokens,
-    "speed": gpu_speed.measure_speed,
-    "bf16": gpu_engines.count_mismatches,
-    "eagle3": gpu_engines.measure_head,
-    "profile": gpu_speed.profile_steps,
-    "sleep": gpu_engines.sleep_and_wake,
-}
-NEEDS_GPU = {
-    "kernels": "Triton compiles kernels only for a GPU; tests/test_kernels.py interprets them",
-    "profile": "torch's profiler counts launches and waits only for a GPU",
-    "sleep": "vLLM's sleep mode needs a GPU",
-}
-"""Reasons why a rehearsal skips a stage."""
-LIMIT_S = 1500
-"""Seconds that a stage may take."""
-EXIT_NO_GPU = 2
-"""Exit status without a GPU."""
-ON_GPU = {"VLLM_LOGGING_LEVEL": "WARNING"}
-"""Environment of a stage on a GPU: the error of a failed stage then contains vLLM's warnings."""
+EXIT_CANNOT = 2
+"""Exit status where this machine cannot run all items, or an item is unknown."""
+MACHINE = "machine"
+"""The first process, which looks at the machine."""
+SECONDS = 660.0
+REHEARSAL_SECONDS = 600.0
+"""Time for each item of a rehearsal."""
+PATIENCE = 20.0
+"""Seconds without news after which a line says that an item goes on."""
+QUIET = {"VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+"""Environment of each item. An item's log shows vLLM's warnings."""
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""Environment of an item whose kernels a CPU interprets."""
+_LOG_LINES = 25
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if a stage failed, 2 without a GPU."""
+    """Returns the exit status: 0, 1 if an item failed, 2 if the machine kept items from running."""
     options = _parsed(arguments)
-    if options.stage is not None:
-        return _run_here(options.stage, options)
-    device = _device()
-    if device is None and options.extent is not Extent.REHEARSAL:
-        print("There is no CUDA GPU here. Use --rehearse to run what can run on this CPU.", file=sys.stderr)
-        return EXIT_NO_GPU
-    report: dict[str, Any] = {
-        "device": device,
-        "versions": installed_versions(),
-        "extent": options.extent.value,
-        "stages": {},
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in options.stages:
-        report["stages"][name] = _skipped(name, options) or _run_apart(name, options)
-        write_atomically(options.out, json.dumps(report, indent=1))
-        print(f"{name}: {report['stages'][name]['outcome']}", flush=True)
-    return int(any(stage["outcome"] == "failed" for stage in report["stages"].values()))
+    until = time.monotonic() + options.seconds
+    if options.here is not None:
+        return _run_here(options)
+    file = options.out / "gpu_check.json"
+    if options.page is not None:
+        return _write_page(options.page or [file])
+    unknown = next((name for name in options.items if name not in ITEMS), None)
+    if unknown is not None:
+        return _refuse(f"There is no item {unknown!r}{nearest(unknown, ITEMS)}")
+    (options.out / "gpu_check").mkdir(parents=True, exist_ok=True)
+    found = Machine({}, float("inf")) if options.rehearse else _machine(options)
+    if found.gpu_problem:
+        return _refuse(f"{found.gpu_problem} --rehearse runs all code on a CPU.")
+    report = gpu_report.Report(file, found.facts, options.rehearse)
+    print(", ".join(f"{name} {value}" for name, value in found.facts.items()) or "rehearsal on a CPU", flush=True)
+    for name, result in _results(options, found, until):
+        report.add(name, result)
+        shown = [f"{name}: {result['outcome']}", *map(gpu_report.as_text, gpu_report.tables(result)), ""]
+        print("\n".join(shown), flush=True)
+    chosen = {name: report.items[name] for name in options.items}
+    print(gpu_report.as_text(gpu_report.summary(report.items)), f"\nwritten to {file}")
+    if any(result["outcome"] in ("failed", "stopped") for result in chosen.values()):
+        return 1
+    return _refuse(found.vllm_problem) if found.vllm_problem else 0
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options, with `extent` for its two flags. `stage` is the one to run in this process."""
+    """Returns the options. `here` is the item to run in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")
-    parser.add_argument("--quick", action="store_true", help="use fewer and smaller engines: about ten minutes")
-    parser.add_argument("--rehearse", action="store_true", help="run on this CPU what can run there")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=tuple(STAGES), metavar="STAGE")
-    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    lines = [f"{name} ({item.seconds:g} s): {item.purpose}" for name, item in ITEMS.items()]
+    parser.epilog = "\n".join(["items:", *(f"  {line}" for line in lines)])
+    parser.add_argument("items", nargs="*", metavar="ITEM", help="items by name; without any, all of them")
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for all items, default {SECONDS:g}")
+    parser.add_argument("--rehearse", action="store_true", help="run all code on this CPU, at tiny sizes")
+    parser.add_argument(
+        "--page", nargs="*", type=Path, metavar="JSON", help="write the page from these files, and run nothing"
+    )
+    parser.add_argument("--here", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    parsed.extent = Extent.REHEARSAL if parsed.rehearse else Extent.QUICK if parsed.quick else Extent.FULL
+    parsed.items = list(dict.fromkeys(parsed.items)) or list(ITEMS)
     return parsed
 
 
-def _device() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def _skipped(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    if options.extent is not Extent.REHEARSAL or name not in NEEDS_GPU:
-        return None
-    return {"outcome": "skipped", "reason": NEEDS_GPU[name]}
-
-
-def _run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs a stage in a separate process. Returns its figures, outcome, seconds and, if it failed, its error."""
-    notes = options.out.with_name(f"{options.out.name}.{name}")
-    notes.unlink(missing_ok=True)
-    flags = {Extent.QUICK: ["--quick"], Extent.REHEARSAL: ["--rehearse"], Extent.FULL: []}[options.extent]
-    command = [sys.executable, "-m", __spec__.name, "--stage", name, "--out", str(notes), *flags]
-    environment = os.environ | ({} if options.extent is Extent.REHEARSAL else ON_GPU)
-    started = time.perf_counter()
+def _write_page(files: list[Path]) -> int:
     try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        failure = None if run.returncode == 0 else f"exit status {run.returncode}\n{run.stderr[-6000:]}"
-    except subprocess.TimeoutExpired:
-        failure = f"not done after {LIMIT_S} s"
-    figures = json.loads(notes.read_text()) if notes.is_file() else {}
-    notes.unlink(missing_ok=True)
-    result = {
-        "outcome": "done" if failure is None else "failed",
-        "seconds": round(time.perf_counter() - started, 1),
-        **figures,
-    }
-    return result if failure is None else {**result, "error": failure}
+        gpu_report.write_page(gpu_report.merged(files))
+    except ValueError as error:
+        return _refuse(f"--page: {error}.")
+    return 0
 
 
-def _run_here(name: str, options: argparse.Namespace) -> int:
+def _refuse(text: str) -> int:
+    print(text, file=sys.stderr)
+    return EXIT_CANNOT
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """Returns what a process of its own sees: a CUDA context here would count as memory that stays in use."""
+    look = Item("machine.look", 60.0, "the machine")
+    result = _run_apart(MACHINE, look, options, 180.0)
+    if "tables" not in result:
+        return Machine({}, gpu_problem=f"Looking for a GPU {result['outcome']}: {result.get('reason', '')}.")
+    return Machine(**result["tables"][""][MACHINE])
+
+
+def _results(options: argparse.Namespace, found: Machine, until: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the result of each item, as soon as it is known. No item runs on after the time `until`."""
+    for name in options.items:
+        item, left_s = ITEMS[name], until - time.monotonic()
+        reason = item.not_on_cpu if options.rehearse else reason_to_skip(item, left_s, found)
+        if reason:
+            yield name, {"outcome": "skipped", "reason": reason}
+            continue
+        print(f"{name}: {item.purpose}; about {item.seconds:g} s", flush=True)
+        most_s = REHEARSAL_SECONDS if options.rehearse else min(left_s, 2 * item.seconds + 60.0)
+        yield name, _run_apart(name, item, options, most_s)
+
+
+def _run_apart(name: str, item: Item, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """Runs an item in a process. Returns its figures, outcome and seconds, and if it failed, the end of its log."""
+    file, log = (options.out / "gpu_check" / f"{name}.{kind}" for kind in ("json", "log"))
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.gpu.gpu_check", "--here", name, "--out", str(file)]
+    planned_s = limit_s if options.rehearse else min(limit_s, 1.25 * item.seconds)
+    command += ["--rehearse"] * options.rehearse + ["--seconds", str(planned_s)]
+    environment = os.environ | QUIET | dict(item.environment)
+    if options.rehearse and not item.needs_vllm:
+        environment |= INTERPRETED
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            _tell_progress(process, file, started, limit_s)
+            code = process.poll()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    result = {"outcome": {0: "done", None: "stopped"}.get(code, "failed"), "seconds": time.monotonic() - started}
+    result |= gpu_report.read(file) or {}
+    if code is None:
+        result["reason"] = f"not done after {limit_s:.0f} s"
+    elif code != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        result["reason"] = "" if result.get("problems") else [f"exit {code}", *filter(str.strip, lines)][-1]
+        print("\n".join(f"  | {line}" for line in lines), flush=True)
+    return result
+
+
+def _tell_progress(process: "subprocess.Popen[bytes]", file: Path, started: float, limit_s: float) -> None:
+    """Prints each new row of figures until the process ends, or the time is over."""
+    shown: set[tuple[str, str]] = set()
+    told = started
+    while process.poll() is None and time.monotonic() - started < limit_s:
+        time.sleep(0.2)
+        now = time.monotonic()
+        known = (gpu_report.read(file) or {}).get("tables", {})
+        new = [(title, name) for title, rows in known.items() for name in rows if (title, name) not in shown]
+        if new or now - told > PATIENCE:
+            print(f"  {now - started:4.0f} s  {'; '.join(name for _, name in new)[:110] or '...'}", flush=True)
+            shown, told = shown | set(new), now
+
+
+def _run_here(options: argparse.Namespace) -> int:
+    """Runs an item in this process. Returns 1 if it broke off, or found a problem."""
     try:
-        STAGES[name](Stage(options.out, options.extent))
+        if options.here == MACHINE:
+            tables = {"": {MACHINE: machine.look()._asdict()}}
+            write_atomically(options.out, json.dumps({"tables": tables}))
+            return 0
+        from benchmarks.gpu.gpu_stage import Findings
+
+        module, function = ITEMS[options.here].function.split(".")
+        findings = Findings(options.out, options.rehearse, options.seconds)
+        getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(findings)
     except Exception:
         traceback.print_exc()
         return 1
-    return 0
+    print("\n".join(findings.problems))
+    return int(bool(findings.problems))
 
 
 if __name__ == "__main__":

@@ -1,140 +1,164 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of the GPU check with the shipped policy: equal tokens, bfloat16 mismatches, the head, sleep and wake."""
+"""Items of the GPU check with the shipped policy: equal tokens, bfloat16, waits, the head, sleep and wake, the defaults."""
 
 import time
-from collections.abc import Sequence
+import warnings
+from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.gpu.gpu_stage import POLICY, Stage, block, start_engine, task_requests
+from benchmarks.gpu.gpu_stage import (
+    GIB,
+    POLICY,
+    Findings,
+    block,
+    divergence,
+    of_version,
+    start_engine,
+    task_requests,
+    timed,
+    verified,
+)
 from nemo_specrollout.config.block import BudgetConfig, SpecrolloutConfig
-from nemo_specrollout.generation.engine import RolloutEngine
 from nemo_specrollout.generation.requests import Rollout
-from nemo_specrollout.local.statistics import count_equal
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T=0": {"temperature": 0.0},
     "T=1": {"temperature": 1.0},
     "T=1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
 }
-CAPTURE_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+MOST_PARTED = 1e-4
+"""Share of tokens at which a response may part from plain decoding in float32: near ties go either way by rounding."""
+PLAIN, TEXT, EAGLE3 = block(), block("suffix", "ngram"), block("eagle3")
+RANDOM = block("suffix", "ngram", "eagle3", budget=BudgetConfig("random"))
+ALL = block("suffix", "ngram", "eagle3")
 
 
-def check_tokens(stage: Stage) -> None:
-    """Counts tokens that equal plain decoding in float32, for each kind of drafting and sampling."""
-    requests = task_requests(*stage.size((32, 8), (12, 4), (2, 2)))
-    ways: dict[str, tuple[SpecrolloutConfig, bool]] = {
-        "none": (block(), True),
-        "suffix, ngram": (block("suffix", "ngram"), True),
-        "eagle3": (block("eagle3"), True),
-        "all, random budget": (block("suffix", "ngram", "eagle3", budget=BudgetConfig("random")), True),
-    }
-    if stage.on_gpu:
-        ways["all, random budget, CUDA graphs"] = (ways["all, random budget"][0], False)
-    expected: dict[str, list[Rollout]] = {}
-    for way, (specrollout, eager) in ways.items():
+def tokens(findings: Findings) -> None:
+    """Compares tokens with plain decoding in float32, eager, for each kind of drafter."""
+    _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM, "text": TEXT, "eagle3": EAGLE3}, True)
+
+
+def graphs(findings: Findings) -> None:
+    """Compares tokens in float32 with CUDA graphs, where the device chooses the drafts."""
+    _compare_tokens(findings, {"plain": PLAIN, "all, random budget": RANDOM}, False)
+
+
+def _compare_tokens(findings: Findings, ways: dict[str, SpecrolloutConfig], eager: bool) -> None:
+    """Compares each way with the first."""
+    requests, expected = task_requests(*findings.size((12, 4), (2, 2))), dict[str, list[Rollout]]()
+    for way, specrollout in ways.items():
         engine = start_engine(POLICY, specrollout, eager=eager)
-        figures: dict[str, Any] = {}
         for name, sampling in SAMPLINGS.items():
-            rollouts = engine.generate(requests, **sampling)
-            expected.setdefault(name, rollouts)
-            equal, total = count_equal(rollouts, expected[name])
-            figures[name] = {"equal": equal, "tokens": total}
-        stage.note(way, figures | _acceptance(engine))
+            rollouts, figures = timed(engine, requests, **sampling)
+            parted, compared = divergence(rollouts, expected.setdefault(name, rollouts))
+            findings.note(f"{way}, {name}", {"parted": parted, **figures})
+            text = f"{way}, {name}: {parted} of {len(requests)} responses part from plain decoding, {compared} tokens"
+            findings.check(parted <= MOST_PARTED * compared, text)
+        findings.check(not specrollout.drafters or verified(engine)[1] > 0, f"{way}: no draft was accepted")
+        findings.note(way, {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
         engine.close()
 
 
-def count_mismatches(stage: Stage) -> None:
-    """Counts responses that differ in bfloat16: drafting against plain, and plain against itself in other batches.
+def _as_text(facts: dict[str, Any]) -> dict[str, str]:
+    return {name: ", ".join(value) if isinstance(value, list) else str(value) for name, value in facts.items()}
 
-    The capture sizes of CUDA graphs change the order of sums. So one run uses the sizes that vLLM chooses for each engine, and
-    one run uses the same sizes for all engines.
+
+def bf16(findings: Findings) -> None:
+    """Counts responses that differ in bfloat16: drafting against plain, and plain against itself in batches of half the size.
+
+    The rate of the second is what a change of batches alone does.
     """
-    requests = task_requests(*stage.size((64, 8), (16, 4), (2, 2)))
-    ways: dict[str, dict[str, Any]] = {"sizes of their own": {}}
-    if stage.on_gpu:
-        ways["sizes alike"] = {"compilation_config": {"cudagraph_capture_sizes": CAPTURE_SIZES}}
-    for name, kwargs in ways.items():
-        rollouts = {}
-        for way, specrollout in {"plain": block(), "drafting": block("suffix", "ngram")}.items():
-            engine = start_engine(POLICY, specrollout, eager=not stage.on_gpu, precision="bfloat16", **kwargs)
-            rollouts[way] = engine.generate(requests)
-            if way == "plain":
-                rollouts["plain, in halves"] = [
-                    r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)
-                ]
-            engine.close()
-        halves = rollouts.pop("plain, in halves")
-        plain = rollouts["plain"]
-        stage.note(
-            name,
-            {
-                "drafting against plain": _divergence(rollouts["drafting"], plain),
-                "plain in halves against plain": _divergence(halves, [*plain[::2], *plain[1::2]]),
-            },
-        )
-
-
-def measure_head(stage: Stage) -> None:
-    """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
-    requests = task_requests(*stage.size((32, 2), (16, 2), (2, 2)))
-    for depth in stage.size((1, 2, 3, 5, 8), (1, 3), (2,)):
-        engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=not stage.on_gpu)
-        engine.generate(requests[:8])
-        steps = engine.num_steps
-        started = time.perf_counter()
-        rollouts = engine.generate(requests)
-        seconds, num_steps = time.perf_counter() - started, engine.num_steps - steps
-        figures = {"ms_per_step": 1e3 * seconds / num_steps, "draft_ms_per_step": _draft_ms(engine)}
-        tokens = sum(len(r.token_ids) for r in rollouts)
-        stage.note(f"{depth} drafts", figures | {"tokens": tokens, "steps": num_steps} | _acceptance(engine))
+    requests = task_requests(*findings.size((32, 4), (2, 2)))
+    plain = []
+    for way, specrollout in {"plain": PLAIN, "text": TEXT}.items():
+        engine = start_engine(POLICY, specrollout, eager=False, precision="bfloat16")
+        rollouts, figures = timed(engine, requests)
+        findings.note(way, figures, "speed")
+        if way == "plain":
+            plain = rollouts
+            halves = [r for part in (requests[::2], requests[1::2]) for r in engine.generate(part)]
+            pair = (halves, [*plain[::2], *plain[1::2]])
+        else:
+            pair = (rollouts, plain)
+        parted, compared = divergence(*pair)
+        name = "plain in halves" if way == "plain" else way
+        rate = parted / max(compared, 1)
+        findings.note(f"{name} against plain", {"parted": parted, "tokens compared": compared, "a token": rate})
         engine.close()
 
 
-def sleep_and_wake(stage: Stage) -> None:
-    """Measures memory awake and asleep, and compares tokens after waking and after loading the same weights again."""
-    requests = task_requests(8, 2)
-    engine = start_engine(POLICY, block("suffix", "ngram"), eager=False, enable_sleep_mode=True)
-    before = engine.generate(requests)
-    stage.note("awake_gib", _used_gib())
-    for level in (1, 2):
-        engine._llm.sleep(level=level)
-        stage.note(f"asleep_{level}_gib", _used_gib())
-        engine._llm.wake_up()
-        if level == 2:
-            engine.load_weights(load_file(POLICY / "model.safetensors").items())
-        stage.note(f"equal_after_{level}", count_equal(engine.generate(requests), before))
+def syncs(findings: Findings) -> None:
+    """Lists the places where the host waits for the device, by torch's own check, which VLLM_GPU_SYNC_CHECK arms."""
+    engine = start_engine(POLICY, ALL, eager=True)
+    requests = task_requests(*findings.size((4, 4), (2, 2)))
+    engine.generate(requests)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, figures = timed(engine, requests)
+    places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    findings.note("all", figures, "steps")
+    for place, count in places.most_common(40):
+        findings.note(place, {"waits": count, "a step": count / figures["steps"]})
+        findings.check("nemo_specrollout" not in place, f"we wait {count} times at {place}")
     engine.close()
 
 
-def _acceptance(engine: RolloutEngine) -> dict[str, Any]:
-    """Returns verified and accepted draft tokens by drafter and position."""
-    stats = engine.stats(first_step=1 << 60)
-    if stats is None or not stats.drafters:
-        return {}
-    return {key: dict(zip(stats.drafters, getattr(stats, key), strict=True)) for key in ("proposed", "accepted")}
+def head(findings: Findings) -> None:
+    """Measures steps, acceptance and drafting time of the EAGLE-3 head by the number of tokens that it drafts."""
+    requests = task_requests(*findings.size((16, 4), (2, 2)))
+    for depth in findings.size((1, 3), (2,)):
+        engine = start_engine(POLICY, block("eagle3", budget=BudgetConfig("fixed", k=depth)), eager=False)
+        engine.generate(requests[:8])
+        _, figures = timed(engine, requests)
+        stats = engine.stats()
+        assert stats is not None
+        draft_s = stats.trace.column("draft_s")
+        drafting = {"ms of drafting": 1e3 * float(draft_s.sum()) / max(int((draft_s > 0).sum()), 1)}
+        findings.note(f"{depth} drafts", figures | drafting)
+        findings.check(figures.get("accepted", 0) > 0, f"{depth} drafts: none was accepted")
+        engine.close()
 
 
-def _draft_ms(engine: RolloutEngine) -> float:
-    stats = engine.stats()
-    assert stats is not None
-    draft_s = stats.trace.column("draft_s")
-    return 1e3 * float(draft_s.sum()) / max(int(np.count_nonzero(draft_s)), 1)
-
-
-def _divergence(rollouts: Sequence[Rollout], others: Sequence[Rollout]) -> dict[str, float]:
-    """Returns how many responses differ, and how many tokens were compared: up to the first difference of each."""
-    parted, compared = 0, 0
-    for a, b in zip(rollouts, others, strict=True):
-        differs = [x != y for x, y in zip(a.token_ids, b.token_ids, strict=False)]
-        parted += any(differs)
-        compared += differs.index(True) + 1 if any(differs) else len(differs)
-    return {"parted": parted, "tokens": compared, "rate": parted / max(compared, 1)}
+def sleep(findings: Findings) -> None:
+    """Measures memory awake and asleep, and compares tokens after waking, and after loading the same weights again."""
+    requests, can_sleep = task_requests(*findings.size((8, 2), (2, 2))), torch.cuda.is_available()
+    engine = start_engine(POLICY, TEXT, eager=False, enable_sleep_mode=can_sleep)
+    before = engine.generate(requests)
+    for level in (1, 2):
+        figures = {"GiB awake": _used_gib()}
+        if can_sleep:
+            engine._llm.sleep(level=level)
+            figures["GiB asleep"] = _used_gib()
+            engine._llm.wake_up()
+        if level == 2:
+            engine.load_weights(load_file(POLICY / "model.safetensors").items())
+        parted, compared = divergence(engine.generate(requests), before)
+        findings.note(f"level {level}", {**figures, "parted": parted, "tokens compared": compared})
+        text = f"level {level}: {parted} of {len(requests)} responses differ after waking"
+        findings.check(parted <= MOST_PARTED * compared, text)
+    engine.close()
 
 
 def _used_gib() -> float:
+    """Returns the memory of the GPU that is in use, or 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
     free, total = torch.cuda.mem_get_info()
-    return (total - free) / (1 << 30)
+    return (total - free) / GIB
+
+
+def compiled(findings: Findings) -> None:
+    """Starts one engine with vLLM's default compilation: torch.compile, and graphs of all kinds and sizes."""
+    started = time.perf_counter()
+    engine = start_engine(POLICY, TEXT, eager=False, precision="bfloat16", compilation_config={})
+    start_s = time.perf_counter() - started
+    requests = task_requests(*findings.size((16, 4), (2, 2)))
+    _, first = timed(engine, requests)
+    _, figures = timed(engine, of_version(requests, 1))
+    findings.note("text", {"start, s": start_s, "ms a step at first": first["ms a step"], **figures})
+    findings.note("text", {**engine.facts(), **_as_text(engine.device_facts())}, "engines")
+    findings.check(figures.get("accepted", 0) > 0, "no draft was accepted")
+    engine.close()

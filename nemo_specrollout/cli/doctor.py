@@ -26,7 +26,7 @@ from nemo_specrollout.config.files import write_atomically
 from nemo_specrollout.config.load import load_config
 from nemo_specrollout.config.strict import ConfigError
 from nemo_specrollout.config.versions import vllm_version
-from nemo_specrollout.doctor import actors, environment, patch_point_check, self_test
+from nemo_specrollout.doctor import actors, environment, gpu, patch_point_check, self_test
 from nemo_specrollout.doctor.diagnosis import Diagnosis, Section, State
 from nemo_specrollout.nemo_rl.patch_points import in_one_line
 
@@ -88,6 +88,8 @@ def _sections(
         to_do = "Run doctor where vLLM is installed, without --no-self-test."
         yield self_test.SELF_TEST, lambda: [self_test.SELF_TEST.warn("engine", f"not tried: {why}", to_do)]
         return
+    if environment.driver_lines() and not environment.is_cpu_build():
+        yield gpu.GPU, gpu.diagnose_gpu
     console.print(f"\nstarting two engines with a random model, {self_test.TIMEOUT_S:.0f} s at most", style="dim")
     tried = cache(self_test.try_engines)
     yield self_test.ENGINE, lambda: [*self_test.diagnose_environment(), *self_test.diagnose_engine(tried())]

@@ -41,6 +41,8 @@ CAUSES = {
 """Fixes by words of a log; the first match counts."""
 PLAIN = SpecrolloutConfig(drafters=())
 DRAFTED = SpecrolloutConfig(drafters=(SuffixDrafterConfig(), NgramDrafterConfig()), budget=BudgetConfig("random"))
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""Environment for comparing tokens in float32 on a GPU. Triton's products have the precision of tf32 otherwise."""
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 4
 NUM_SAMPLES = 4
@@ -59,7 +61,7 @@ _SHARE = 0.1
 
 def try_engines(module: str = __name__) -> Outcome:
     """Runs the self-test, this module or another, in another process."""
-    quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    quiet = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **EXACT}
     return run_child(module, None, TIMEOUT_S, {k: v for k, v in quiet.items() if k not in os.environ})
 
 
@@ -102,7 +104,10 @@ def diagnose_engine(outcome: Outcome) -> Iterator[Diagnosis]:
 
 
 def diagnose_self_test(outcome: Outcome) -> Iterator[Diagnosis]:
-    """Yields diagnoses of tokens, drafts and time, and of the process if it failed."""
+    """Yields diagnoses of tokens, drafts and time, and of the process if it failed. On a GPU, also of the precision."""
+    if outcome.told.get("facts", {}).get("device") == "cuda":
+        precision = os.environ.get("TRITON_F32_DEFAULT", EXACT["TRITON_F32_DEFAULT"])
+        yield SELF_TEST.ok("precision", f"float32; Triton's products in {precision}. In bfloat16 some texts may part")
     for name, comparison in outcome.told.items():
         if name.startswith("T="):
             yield _tokens(f"tokens at {name}", comparison)
